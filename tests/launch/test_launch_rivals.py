@@ -22,10 +22,10 @@ from megalite_launch.supervise.slurm_backend import Options, SlurmBackend
 HOLD = """
 import sys
 from pathlib import Path
-from megalite_launch import rivals
+from megalite_launch.supervise import other_supervisors
 from megalite_launch.base.run_folder import RunFolder
 
-rivals.lock(RunFolder(Path(sys.argv[1])))
+other_supervisors.lock(RunFolder(Path(sys.argv[1])))
 print(flush=True)
 sys.stdin.read()
 """

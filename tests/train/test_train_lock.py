@@ -23,7 +23,7 @@ TAKERS = """
 import os, signal, sys
 from pathlib import Path
 from megalite.base.errors import InputError
-from megalite.train import lock
+from megalite.train.folder import lock
 
 lock.LOOK = 0.01
 

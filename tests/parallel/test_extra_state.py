@@ -119,7 +119,8 @@ def continued(config: Config, folder: Path) -> tuple[Parts, Parts]:
         return loaded, state(job)
 
 
-def agree(found: list[Parts], expected: Parts) -> None:
+def assert_alike(found: list[Parts], expected: Parts) -> None:
+    """The parts that ranks hold make up the state of one process, and have counted something."""
     whole = assemble(found)
     assert whole.keys() == expected.keys() == {f"layers.{layer}.mlp.uses.sums" for layer in range(2)}
     for name, part in expected.items():
@@ -140,14 +141,14 @@ def test_it_is_that_of_one_process_in_every_layout_and_after_loading(
     with one_rank():
         two, four = saved_at_2(config_of(Layout()), tmp_path / "one")
         again = continued(config_of(Layout()), tmp_path / "one")
-        agree([again[0]], two)
-        agree([again[1]], four)
+        assert_alike([again[0]], two)
+        assert_alike([again[1]], four)
     found = ranks.run(saved_at_2, config_of(first), tmp_path / "many")
-    agree([each[0] for each in found], two)
-    agree([each[1] for each in found], four)
+    assert_alike([each[0] for each in found], two)
+    assert_alike([each[1] for each in found], four)
     found = ranks.run(continued, config_of(then), tmp_path / "many")
-    agree([each[0] for each in found], two)
-    agree([each[1] for each in found], four)
+    assert_alike([each[0] for each in found], two)
+    assert_alike([each[1] for each in found], four)
 
 
 def verified(config: Config, forgets: bool) -> list[tuple[str, bool, str]]:

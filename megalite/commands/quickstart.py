@@ -36,9 +36,12 @@ def run(args: argparse.Namespace) -> int:
         raise InputError(f"{args.files[0]}: quickstart trains a configuration of its own; give KEY=VALUE alone")
     sources = python_sources()
     print(f"Quick start: {len(sources)} Python files of {sysconfig.get_path('stdlib')}")
-    for folder in (DATA, LADDER) if args.data else (DATA, RUN):
-        if folder.exists():
-            shutil.rmtree(folder)
+    folders = [folder for folder in (DATA, LADDER if args.data else RUN) if os.path.lexists(folder)]
+    for folder in folders:
+        if folder.is_symlink() or not folder.is_dir():
+            raise InputError(f"{folder}: is a link or a file, where the quick start makes a folder anew; move it away")
+    for folder in folders:
+        shutil.rmtree(folder)
     parts = make_data(DATA, VOCABULARY, sources)
     parts += make_data(LADDER, LADDER_VOCABULARY, sources) if args.data else train_and_write(args.steps, args.overrides)
     for number, (heading, program) in enumerate(parts, 1):

@@ -77,6 +77,16 @@ def test_it_begins_anew_and_leaves_other_folders(calls: Calls, tmp_path: Path) -
     assert sorted(path.name for path in tmp_path.glob("*/*")) == ["ladder", "mine", "mine"]
 
 
+def test_it_removes_nothing_where_a_link_lies(calls: Calls, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for folder in ("data/quickstart", "runs", "mine"):
+        (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / "runs/quickstart").symlink_to(tmp_path / "mine")
+    assert main.main(["quickstart"]) == 2
+    assert "runs/quickstart: is a link or a file" in capsys.readouterr().err
+    assert (tmp_path / "data/quickstart").is_dir()
+    assert calls == []
+
+
 def test_the_first_failure_ends_it(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quickstart, "call", lambda program: calls.append(program) or 3 * (len(calls) == 3))
     assert main.main(["quickstart"]) == 3

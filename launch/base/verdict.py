@@ -140,7 +140,9 @@ def _belied(seen: Seen, outcome: Outcome) -> bool:
     if outcome.code == DONE:
         return False
     said = _first_said(seen)
-    killed = said is not None and _code(said.text) < 0 and not said.text.startswith("Terminated")
+    # A rank that has stopped may die of a request that comes while it ends, when it listens no longer.
+    requests = ("Terminated", "User defined signal") if seen.asked else ("Terminated",)
+    killed = said is not None and _code(said.text) < 0 and not said.text.startswith(requests)
     return killed or any(failure.time < outcome.time for failure in seen.failures)
 
 

@@ -7,7 +7,7 @@ from megalite_launch.base.verdict import First, Seen, judge
 
 NODES = ("n1", "n2")
 KILLED = "srun: error: n2: task 3: Killed"
-TERMINATED = ["srun: launch/base/slurm: _step_signal: Terminating StepId=7.0", "srun: error: n1: tasks 0-1: Terminated"]
+TERMINATED = ["srun: launch/slurm: _step_signal: Terminating StepId=7.0", "srun: error: n1: tasks 0-1: Terminated"]
 
 
 def seen(code: int = 143, **more: object) -> Seen:
@@ -47,6 +47,15 @@ def test_ranks_that_stop_because_another_has_failed_do_not_count() -> None:
     assert (ended.cause, ended.first) == ("killed", First(3, "n2", "Killed"))
     own = ["srun: error: n1: task 0: Exited with exit code 3", *TERMINATED]
     assert judge(seen(outcome=Outcome(5.0, 3, 9), said=own)).cause == "stopped"
+
+
+def test_a_request_that_ends_a_rank_which_has_stopped_changes_nothing() -> None:
+    late = ["srun: error: n1: task 1: User defined signal 1"]
+    for out_of_time in (False, True):
+        stopped = Outcome(5.0, 3, 9)
+        found = judge(seen(outcome=stopped, said=late, asked=True, out_of_time=out_of_time))
+        assert (found.cause, found.code) == ("stopped", 3)
+    assert judge(seen(outcome=Outcome(5.0, 3, 9), said=late)).cause == "killed"
 
 
 @pytest.mark.parametrize(

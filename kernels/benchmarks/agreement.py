@@ -1,4 +1,4 @@
-"""Whether results agree, as far as roundings to a data type allow."""
+"""Return whether results agree, as far as roundings to a data type allow."""
 
 import math
 

@@ -38,7 +38,7 @@ class Row:
 
     @property
     def is_fault(self) -> bool:
-        """Whether these kernels are not what they must be."""
+        """Return whether these kernels are not what they must be."""
         return self.kind == OURS and self.status != AGREES
 
     def __str__(self) -> str:

@@ -47,7 +47,7 @@ def read_events(path: Path) -> list[Event]:
 
 
 def _half_written(descriptor: int) -> bool:
-    """Whether the last line has no end: its writer was killed, or the disk was full."""
+    """Return whether the last line has no end: its writer was killed, or the disk was full."""
     size = os.fstat(descriptor).st_size
     return size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"
 

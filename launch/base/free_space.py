@@ -1,4 +1,4 @@
-"""Whether there is room wherever a run writes. On a full disk no rank can say why it ends, and exit codes mislead."""
+"""Return whether there is room wherever a run writes. On a full disk no rank can say why it ends, and exit codes mislead."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ class Failure:
 
     @property
     def follows(self) -> bool:
-        """Whether it may only follow from the failure of another rank."""
+        """Return whether it may only follow from the failure of another rank."""
         return self.code == LOST_CONTACT
 
 
@@ -75,7 +75,7 @@ def write_met(attempt: Path) -> None:
 
 
 def have_met(attempt: Path) -> bool:
-    """Whether all ranks have met, as far as can be seen."""
+    """Return whether all ranks have met, as far as can be seen."""
     return (attempt / "met").exists()
 
 

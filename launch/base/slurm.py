@@ -50,7 +50,7 @@ class Job:
     nodes: str = ""  # as Slurm writes lists: n[1-2]
 
     def goes_on(self, restart: int) -> bool:
-        """Whether this start of the job may go on: it was neither cancelled nor requeued, nor is its time over."""
+        """Return whether this start of the job may go on: it was neither cancelled nor requeued, nor is its time over."""
         return self.state == "RUNNING" and self.restarts == restart
 
 

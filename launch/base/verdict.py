@@ -136,7 +136,7 @@ def _found(seen: Seen, code: int, first: First | None) -> Ended:
 
 
 def _belied(seen: Seen, outcome: Outcome) -> bool:
-    """Whether ranks have stopped only because a rank had failed or was killed: srun ends the others with SIGTERM."""
+    """Return whether ranks have stopped only because a rank had failed or was killed: srun ends the others with SIGTERM."""
     if outcome.code == DONE:
         return False
     said = _first_said(seen)

@@ -224,7 +224,7 @@ def choose(
 
 
 class Patience:
-    """Whether an attempt that is under way has to be killed. Fed with a look now and then."""
+    """Return whether an attempt that is under way has to be killed. Fed with a look now and then."""
 
     def __init__(self, limits: Limits, now: float) -> None:
         self.limits, self.before, self.quiet = limits, now, 0.0

@@ -333,7 +333,7 @@ class Supervisor:
             self.note("edited", text, frozen=str(self.frozen.path), used=self.frozen.used)
 
     def _folder_is_lost(self) -> bool:
-        """Whether the run folder was removed, or another is in its place. Going on would begin again at step 0."""
+        """Return whether the run folder was removed, or another is in its place. Going on would begin again at step 0."""
         for _ in range(LOOKS):  # a file system may lose sight of a folder for a moment
             if self._lost or self._made is None or _is_there(self._made):
                 return bool(self._lost)
@@ -395,7 +395,7 @@ class Supervisor:
 
 
 def _is_there(path: Path) -> bool:
-    """Whether a path leads somewhere, as far as the file system can tell."""
+    """Return whether a path leads somewhere, as far as the file system can tell."""
     try:
         path.stat()
     except (FileNotFoundError, NotADirectoryError):

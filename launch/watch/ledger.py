@@ -242,7 +242,7 @@ class Ledger:
         return min(now, self._ended_at) if self.phase == "ended" else now
 
     def _begins_or_goes_on(self, now: int, step: int) -> bool:
-        """Whether a line counts; the first one of a start ends its beginning."""
+        """Return whether a line counts; the first one of a start ends its beginning."""
         late = self._heard and not self._resumed and now <= self._ended_at + LATE
         if self.phase in ("queue", "starting") and late:
             return False

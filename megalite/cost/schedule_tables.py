@@ -118,7 +118,7 @@ class Tables:
 
 
 def _when(config: Config) -> tuple[bool, bool] | None:
-    """Whether weights are gathered, and gradients reduced, at moments of their own; None without FSDP2."""
+    """Return whether weights are gathered, and gradients reduced, at moments of their own; None without FSDP2."""
     mode = config.parallel.data.mode
     return (mode != "zero3", mode in ("zero2", "zero3")) if uses_fsdp(config) else None
 

@@ -123,7 +123,7 @@ class Expression:
         return value
 
     def holds(self, lookup: Lookup) -> bool:
-        """Whether the expression, which must be a condition, is true."""
+        """Return whether the expression, which must be a condition, is true."""
         value = self.value(lookup)
         if not isinstance(value, bool):
             raise ExpressionError(f"comes to {value!r}, which is neither true nor false; compare it with something")

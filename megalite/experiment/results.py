@@ -35,7 +35,7 @@ def collect(expanded: Expanded, known: Mapping[str, tuple[Status, int]]) -> list
 
 
 def runs_are_elsewhere(folder: ExperimentFolder) -> bool:
-    """Whether `results.csv` is all that is left of finished runs, so that it must not be made anew.
+    """Return whether `results.csv` is all that is left of finished runs, so that it must not be made anew.
 
     It is so where people have copied the experiment without `runs/`, or have deleted that.
     """

@@ -135,7 +135,7 @@ class Runner:
         self._end(run, replace(found, seconds=status.seconds + time.monotonic() - began), status)
 
     def _leaving(self) -> bool:
-        """Whether Slurm is ending this start of the job, so that what has failed was not the run."""
+        """Return whether Slurm is ending this start of the job, so that what has failed was not the run."""
         if self.options.backend != "slurm" or not self.options.job:
             return False
         job = Slurm(self.options.job).job()
@@ -217,7 +217,7 @@ class Runner:
 
 
 def _supervised(run: Path) -> bool:
-    """Whether a supervisor on this machine looks after the run: it holds a lock on the events."""
+    """Return whether a supervisor on this machine looks after the run: it holds a lock on the events."""
     with suppress(OSError), appended(RunFolder(run).events, PRIVATE) as events:
         try:
             fcntl.flock(events, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -227,7 +227,7 @@ def _supervised(run: Path) -> bool:
 
 
 def _trains(run: Path) -> bool:
-    """Whether a process of this machine trains in the run folder. Of other machines, training itself finds out."""
+    """Return whether a process of this machine trains in the run folder. Of other machines, training itself finds out."""
     owner = Lock.holder(run)
     return owner is not None and bool(owner.alive)
 

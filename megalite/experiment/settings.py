@@ -42,7 +42,7 @@ def flattened(value: Mapping[str, Any], where: str, problems: list[Problem]) -> 
 
 
 def check_key(key: str, where: str, problems: list[Problem]) -> bool:
-    """Whether a run's configuration has `key`, and an experiment may set it."""
+    """Return whether a run's configuration has `key`, and an experiment may set it."""
     known = re.sub(r"\[\d+\]", "[]", key)
     if known not in keys() and known.removesuffix("[]") not in keys():
         problems.append(Problem(where, "is no key of a run's configuration", hint(key)))

@@ -31,7 +31,7 @@ class Place:
 
     @property
     def leads(self) -> bool:
-        """Whether this is the rank that reads prompts and writes results."""
+        """Return whether this is the rank that reads prompts and writes results."""
         return self.group.leads
 
 
@@ -71,7 +71,7 @@ def run(
 
 
 def alone(options: argparse.Namespace) -> bool:
-    """Whether this process will be the only rank."""
+    """Return whether this process will be the only rank."""
     return find_rank_info() is None and options.tp * options.pp * getattr(options, "dp", 1) == 1
 
 

@@ -76,11 +76,11 @@ class Found:
         self._layouts.add(result.choice._replace(split=None))
 
     def has(self, node: "Node") -> bool:
-        """Whether the layout of a node is among the results with another split."""
+        """Return whether the layout of a node is among the results with another split."""
         return bool(self._layouts) and node.level > Level.MOVED and node.choice._replace(split=None) in self._layouts
 
     def fits(self, needed: float, choice: Choice, room: float) -> bool:
-        """Whether a layout does; if not, take note of it."""
+        """Return whether a layout does; if not, take note of it."""
         if needed > room:
             self.too_large(needed, choice)
         return needed <= room

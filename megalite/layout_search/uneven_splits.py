@@ -137,7 +137,7 @@ class Load:
 
     @cached_property
     def slow(self) -> bool:
-        """Whether the default split has a slower rank than necessary."""
+        """Return whether the default split has a slower rank than necessary."""
         now, ranks = self.seconds(self.ranks.default), len(self.ranks.stages)
         fullest = -(-sum(self.ranks.default) // ranks) * self.layer  # some rank has as many layers, whatever the split
         return now > (1 + FASTER) * fullest and now > (1 + FASTER) * self.seconds(self.quickest)
@@ -221,7 +221,7 @@ class Moves:
                 yield max(bound, self.least.of_unsplit(shape, layout)) if self._alike else bound, layout
 
     def _may_fit(self, shape: Shape, layout: Choice) -> bool:
-        """Whether there may be a split that fits; no layout whose ranks share more states has one otherwise."""
+        """Return whether there may be a split that fits; no layout whose ranks share more states has one otherwise."""
         layers, chunks = shape.passes.layers, self._flying(shape, layout).most
         states, load = self._states(shape, layout) * self._smallest, self._load(shape, layout)
         kept = 0.0 if layout.offload_activations else self._kept(layout, load)

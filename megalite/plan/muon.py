@@ -267,7 +267,7 @@ class MuonPlan:
 
 
 def moves(pieces: Iterable[Piece]) -> bool:
-    """Whether any rank sends to another."""
+    """Return whether any rank sends to another."""
     return any(piece.source != piece.target for piece in pieces)
 
 

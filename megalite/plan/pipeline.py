@@ -123,7 +123,7 @@ def check_schedule(config: Config) -> None:
 
 
 def can_be_planned(config: Config, m: int) -> bool:
-    """Whether the schedule of `m` micro-batches has at most MOST_ACTIONS, counted without building it."""
+    """Return whether the schedule of `m` micro-batches has at most MOST_ACTIONS, counted without building it."""
     return actions(config, m) <= MOST_ACTIONS
 
 
@@ -213,6 +213,6 @@ def tables_of(config: Config, costing: Costing | None = None) -> list[Table]:
 
 
 def uses_fsdp(config: Config) -> bool:
-    """Whether FSDP2 manages parameters: to shard them, to reduce gradients, or to compute in another precision."""
+    """Return whether FSDP2 manages parameters: to shard them, to reduce gradients, or to compute in another precision."""
     layout = config.parallel.layout
     return layout.dp * layout.cp > 1 or config.train.precision == "bf16"

@@ -116,7 +116,7 @@ class Cadence:
         )
 
     def _every(self, interval: int, step: int) -> bool:
-        """Whether something is due every `interval` steps and at the end; if that is 0, only at the end."""
+        """Return whether something is due every `interval` steps and at the end; if that is 0, only at the end."""
         return step == self._last or (interval > 0 and step % interval == 0)
 
     def _saves(self, step: int) -> bool:

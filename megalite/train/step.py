@@ -90,7 +90,7 @@ def evaluate(job: Job, batches: Iterable[Micros]) -> float:
 
 
 def _counts_loss(job: Job) -> bool:
-    """Whether this rank's part of the mean loss, 0 where no stage has one, is one of those that add up to it."""
+    """Return whether this rank's part of the mean loss, 0 where no stage has one, is one of those that add up to it."""
     return job.mesh.coordinates["tp"] == 0  # tp ranks hold the same sum
 
 

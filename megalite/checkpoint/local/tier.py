@@ -84,7 +84,7 @@ class Tier:
 
     @property
     def on(self) -> bool:
-        """Whether there are local checkpoints."""
+        """Return whether there are local checkpoints."""
         return self._place is not None
 
     @property

@@ -28,7 +28,7 @@ class HostGroup:
 
     @property
     def leads(self) -> bool:
-        """Whether this is the first rank, which acts for all."""
+        """Return whether this is the first rank, which acts for all."""
         return self.rank == 0
 
     def gather(self, value: T) -> list[T] | None:

@@ -131,7 +131,7 @@ class Activations(Sizes):
 
     @property
     def chunks_head(self) -> bool:
-        """Whether the head makes logits in several chunks; it then makes its gradients in F."""
+        """Return whether the head makes logits in several chunks; it then makes its gradients in F."""
         return self._chunk < self.tokens
 
     @property
@@ -185,6 +185,6 @@ class Activations(Sizes):
 
     @property
     def repeats(self) -> bool:
-        """Whether attention of any layer repeats keys and values for every query head."""
+        """Return whether attention of any layer repeats keys and values for every query head."""
         heads = {kind.attention.heads for kind in layer_kinds(self.config.model)}
         return any(AttentionMemory(self, each, normed=False).repeats for each in heads)

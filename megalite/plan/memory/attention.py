@@ -172,7 +172,7 @@ class AttentionMemory:
 
     @property
     def repeats(self) -> bool:
-        """Whether keys and values are repeated for every query head, in attention over whole sequences."""
+        """Return whether keys and values are repeated for every query head, in attention over whole sequences."""
         return not self._in_blocks and not self._on_cpu and self.w == 4 and self._shared > 1
 
     @cached_property

@@ -37,17 +37,17 @@ class Role:
 
     @property
     def decays(self) -> bool:
-        """Whether weight decay applies: to matrices, not to norms and biases."""
+        """Return whether weight decay applies: to matrices, not to norms and biases."""
         return self.inputs is not None
 
     @property
     def split(self) -> bool:
-        """Whether tensor parallelism splits the parameter: not norms of the residual stream or of single heads."""
+        """Return whether tensor parallelism splits the parameter: not norms of the residual stream or of single heads."""
         return not (self.kind is Kind.NORM and self.outputs in (Side.STREAM, Side.ONE_HEAD))
 
     @property
     def into_stream(self) -> bool:
-        """Whether the parameter is a layer's projection into the residual stream."""
+        """Return whether the parameter is a layer's projection into the residual stream."""
         return self.kind is Kind.MATRIX and self.outputs is Side.STREAM
 
     @property

@@ -164,5 +164,5 @@ class Gathering:
 
 
 def put_off(weight: Weight) -> bool:
-    """Whether a split backward puts off the gradient of a weight: of the matrices in layers, and of no others."""
+    """Return whether a split backward puts off the gradient of a weight: of the matrices in layers, and of no others."""
     return weight.role.kind is Kind.MATRIX

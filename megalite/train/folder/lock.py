@@ -81,7 +81,7 @@ class Owner:
 
     @property
     def alive(self) -> bool | None:
-        """Whether its process runs; None if this machine cannot tell."""
+        """Return whether its process runs; None if this machine cannot tell."""
         if self.machine != _machine():
             return None
         if not _runs(self.pid):
@@ -90,7 +90,7 @@ class Owner:
         return None if began is None else began == self.began
 
     def same_job_as(self, other: "Owner") -> bool:
-        """Whether `other` is another attempt of the same job. A job never has two attempts at a time."""
+        """Return whether `other` is another attempt of the same job. A job never has two attempts at a time."""
         return self.job == other.job != "" and self.attempt != other.attempt
 
 
@@ -151,7 +151,7 @@ class Lock:
         return ""
 
     def _holds(self, seen: Seen) -> bool:
-        """Whether the look has found this lock. If `lock` was removed, another job's may have the same number."""
+        """Return whether the look has found this lock. If `lock` was removed, another job's may have the same number."""
         return seen.number == self.number and not seen.free and seen.owner in (None, self.owner)
 
     @contextmanager
@@ -216,7 +216,7 @@ def _take(folder: Path, me: Owner, launcher: int | None) -> Lock:
 
 
 def _create(folder: Path, number: int, me: Owner) -> bool:
-    """Whether `me` has become the owner: no other process has created the file of this number, or of a higher one."""
+    """Return whether `me` has become the owner: no other process has created the file of this number, or of a higher one."""
     try:
         descriptor = opened(folder / str(number), os.O_WRONLY | os.O_CREAT | os.O_EXCL)
         with open(descriptor, "w", encoding="utf-8") as file:
@@ -281,7 +281,7 @@ def _machine() -> str:
 
 
 def _runs(pid: int) -> bool:
-    """Whether a process has this number, which may be that of another user."""
+    """Return whether a process has this number, which may be that of another user."""
     try:
         os.kill(pid, 0)
     except PermissionError:

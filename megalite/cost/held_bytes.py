@@ -13,7 +13,7 @@ from megalite.schedule.actions import Action, Kind
 
 
 class StageBytes(NamedTuple):
-    """What a stage holds.
+    """Bytes that a stage holds.
 
     kept: activations of a micro-batch, from F to its B or I. left: what an I leaves to its W. gathered: weights, from
     the first action of a step to the last. whole: gradients before they are reduced. layers: of these, the layers'.
@@ -31,7 +31,7 @@ class StageBytes(NamedTuple):
 
 
 class Step(IntEnum):
-    """What changes the bytes that a stage holds: actions, by their place among those of the stage."""
+    """Changes of the bytes that a stage holds: actions, by their place among those of the stage."""
 
     BEGIN = 0
     F = 1
@@ -51,7 +51,7 @@ STEPS = max(Step) + ENDED + 1
 
 
 def steps_of(order: Sequence[Action]) -> list[int]:
-    """What a rank does: by action, STEPS · the stage + its step; of W, both."""
+    """Steps of a rank's actions in order, each as STEPS · the stage + its step; a W has two."""
     last = {action.stage: index for index, action in enumerate(order)}  # it makes gradients
     begun, made, found = set[int](), set[int](), list[int]()
     for index, (kind, stage, _) in enumerate(order):

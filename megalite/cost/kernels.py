@@ -58,9 +58,9 @@ class Kernels:
         return best * self._clock(best * POWER.get(precision, 1.0)) * (self.fp8 if precision == "fp8" else 1.0)
 
     def _clock(self, best: float) -> float:
-        """How far clocks stay below those of a short product at `best` FLOP/s, for want of power.
+        """Clocks relative to those of a short product at `best` FLOP/s: at most 1, less for want of power.
 
-        Never above them; and arithmetic beyond what a watt can feed makes products neither faster nor slower.
+        Arithmetic beyond what a watt can feed makes products neither faster nor slower.
         """
         sustained, throttle, per_watt = self.constants.sustained, self.constants.throttle, best / 1e12 / self.gpu.power
         most = sustained / (2 * throttle)  # TFLOP/s a watt at which products are fastest

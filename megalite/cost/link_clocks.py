@@ -1,4 +1,4 @@
-"""For how long a rank's links are busy with what it sends: a clock for each link, of one direction. Imports no torch.
+"""Time that a rank's links are busy with what it sends: a clock for each link, of one direction. Imports no torch.
 
 Transfers are those of `plan.traffic`. The same wires carry all of them, whatever they run beside.
 """
@@ -34,7 +34,7 @@ def groups(config: Config) -> dict[str, Group]:
 
 
 def kind_of(transfer: str) -> Kind | None:
-    """As the network's times name a transfer; None for one that another rank sends."""
+    """Name of a transfer in the network's times; None for one that another rank sends."""
     return KINDS.get(transfer)
 
 

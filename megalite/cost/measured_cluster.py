@@ -44,7 +44,7 @@ def write_measured(
     figures: precision and matmul (FLOP/s of a GPU); and, if measured or read, products (FLOP/s by further precisions),
     spread (standard deviation of matmul, relative), host (bytes/s of the slower direction), copy (bytes/s read and
     written by a copy in the GPU's memory), name, multiprocessors, memory (bytes) and power (limit in watts) of the GPU,
-    gpus (of a node), node and network (bytes/s of bus bandwidth for a GPU). What was not measured stays, and so does
+    gpus (of a node), node and network (bytes/s of bus bandwidth for a GPU). Unmeasured figures stay, and so does
     the bandwidth of the GPU's memory: planner constants, fitted on datasheets, tell what part of it can be reached.
     by: the program that has measured. on: what it has measured, which by default is the number of `nodes` in figures.
     Raises InputError if a file is none, a figure is no number above 0, or a spread is none that a cluster file takes.

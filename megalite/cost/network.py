@@ -51,7 +51,7 @@ class Net:
         return size / self.bandwidth(group, "messages") + self._hop(group)
 
     def links(self, kind: Kind, whole: float, group: Group) -> Links:
-        """For how long a collective, or a message, keeps links busy, its start included."""
+        """Seconds that a collective, or a message, keeps each link busy, its start included."""
         shares = self._shares(kind, group)
         if group.size <= 1:
             return shares

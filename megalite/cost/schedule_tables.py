@@ -18,9 +18,9 @@ PICTURED = 3  # of these rounds, in a picture
 
 
 def enough(config: Config, m: int, rounds: int = ROUNDS) -> int:
-    """How many micro-batches of a step of `m` tell its time: the pipeline is full, and each more adds as much again.
+    """Micro-batches that suffice to time a step of `m`: the pipeline is full, and each more adds as much again.
 
-    What is left out are whole rounds, as what a micro-batch adds may depend on its place in its round. A test compares
+    Whole rounds are left out, as what a micro-batch adds may depend on its place in its round. A test compares
     steps that are cut short with whole ones.
     """
     pp, schedule = config.parallel.pp, config.parallel.pipeline.schedule
@@ -93,7 +93,7 @@ class Tables:
         return self._orders[key]
 
     def steps(self, config: Config, m: int, rank: int) -> list[int]:
-        """What a rank of a named schedule does, as `held` counts it."""
+        """Steps of a rank of a named schedule, as `held` counts them."""
         key = self._named(config, m)
         if (key, rank) not in self._steps:
             self._steps[key, rank] = steps_of(self.orders(config, m)[1][rank])

@@ -1,4 +1,4 @@
-"""How long a step waits for the slowest of its GPUs. Imports no torch."""
+"""Waiting of a step for the slowest of its GPUs. Imports no torch."""
 
 from statistics import NormalDist
 
@@ -15,7 +15,7 @@ def slowest(gpus: int) -> float:
 
 
 def waiting(spread: float | None, gpus: int) -> float:
-    """How many times as long a step takes on GPUs of this spread as on those of published runs; at least 1.
+    """Time of a step on GPUs of this spread, relative to that on GPUs of published runs; at least 1.
 
     spread: relative standard deviation of the GPUs' speeds; None where nobody has measured it. Published steps have
     waited for their slowest GPU, too, so that predictions contain what PUBLISHED makes of it.

@@ -48,7 +48,7 @@ def beside(compute: float, communication: float, constants: Constants) -> float:
 
 
 class Sent(NamedTuple):
-    """For how long links are busy with what a rank of a stage sends: in the passes of a micro-batch, while weights are
+    """Seconds that links are busy with what a rank of a stage sends: in the passes of a micro-batch, while weights are
     gathered once a step, while gradients are reduced, and while replicas sum them."""
 
     passes: Links
@@ -88,7 +88,7 @@ class StageTime:
         return (1 + SPLIT) * self.inputs, (1 + SPLIT) * self.weights
 
     def as_costs(self, size: StageCosts) -> StageCosts:
-        """For a search for an order, with the memory of `size`."""
+        """Return the costs for a search for an order, with the memory of `size`."""
         return StageCosts(self.forward.total, self.backward.total, *self.halves, size.kept, size.waiting)
 
 
@@ -157,7 +157,7 @@ class Timer:
         return stages
 
     def costs(self, config: Config, *, with_room: bool = True) -> OrderCosts:
-        """What `schedule: auto` searches for on this cluster, in seconds: a `Costing` of `plan.automatic`.
+        """Costs that `schedule: auto` optimizes on this cluster, in seconds: a `Costing` of `plan.automatic`.
 
         With `train.recompute: budget`, layers count as if they recomputed nothing, as what they do follows from the
         order; and there is no room, since they would recompute more to let more micro-batches be under way.
@@ -243,7 +243,7 @@ class Timer:
         return self._sent[key]
 
     def _pieces(self, plan: Plan, stage: int) -> Iterator[tuple[Piece, Mode, int]]:
-        """What a stage is made of, in order, and how often."""
+        """Yield the pieces that a stage is made of, in order, with their recompute modes and counts."""
         config = plan.config
         embedding, head = self.ends(share_of(config, plan.kinds[0]))
         if stage == 0:
@@ -343,7 +343,7 @@ class Moved(NamedTuple):
 
 
 def _beside(config: Config, times: Sequence[StageTime]) -> Beside | None:
-    """What data-parallel ranks of stages with these `times` exchange; None without FSDP2."""
+    """Exchanges of data-parallel ranks of stages with these `times`; None without FSDP2."""
     mode = sharding_mode(config)
     if mode is None:
         return None

@@ -54,7 +54,7 @@ def step_text(prediction: Prediction) -> str:
 
 
 def searched_text(config: Config, costs: OrderCosts) -> str:
-    """For what times, and for how many activations on a rank, `schedule: auto` is searched."""
+    """Text on the times of stages, and the activations on a rank, for which `schedule: auto` is searched."""
     cluster, memory = costs.cluster, config.parallel.pipeline.memory
     times = "the time of their FLOPs" if cluster is None else f"the time that is predicted on {cluster}"
     if memory is not None:

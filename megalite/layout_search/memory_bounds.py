@@ -101,7 +101,7 @@ class Estimate:
         return found
 
     def lightest(self, choice: Choice, parameters: float, layers: float) -> float:
-        """What `memory` is at least, if the first rank has so many parameters and activations of so many layers."""
+        """Lower bound of `memory` if the first rank has so many parameters and activations of so many layers."""
         each, kept = self.each(choice), 0 if choice.offload_activations else min(self.kept(choice))
         return parameters * (each.states + each.gathered) + layers * kept
 
@@ -162,7 +162,7 @@ class Estimate:
         return self._made_of[key]
 
     def _stage(self, choice: Choice, order: Sequence[int], first: bool, last: bool) -> StageBytes:
-        """What a stage holds. order: the kinds of its layers. first, last: of the model."""
+        """Bytes that a stage holds. order: the kinds of its layers. first, last: whether it is the model's."""
         each, mode = self.each(choice), mode_of(choice)
         kinds, sizes = [self._kinds[number] for number in order], self.sizes(choice)
         modes = [mode] * len(kinds)

@@ -55,7 +55,7 @@ class Passes:
         return there, back
 
     def weights_of(self, counts: Sequence[int], ends: tuple[bool, bool]) -> float:
-        """Of their backward passes, the weights' share."""
+        """Seconds of the weights' share in their backward passes."""
         layers = sum(count * kind[2] for count, kind in zip(counts, self.kinds, strict=True))
         return layers + ends[0] * self.embedding[2] + ends[1] * self.head[2]
 
@@ -71,7 +71,7 @@ class Passes:
 
     @cached_property
     def shortest(self) -> float:
-        """Of the layer that takes least, both passes."""
+        """Seconds of both passes of the layer that takes least."""
         return min(kind[0] + kind[1] for kind in self.kinds)
 
     def first_waits(self, ranks: int, layers: int, more: float) -> float:
@@ -147,7 +147,7 @@ def slowest_waiting(
 
 
 def longest_path(schedule: str, p: int, m: int) -> tuple[int, int, int]:
-    """How many F, I and W lie on a path through a V-shaped schedule: a longest one while the pipeline is not full.
+    """Numbers of F, I and W on a path through a V-shaped schedule: a longest one while the pipeline is not full.
 
     No times of stages make a step shorter than any path. A test finds these paths in the schedules.
     """
@@ -159,7 +159,7 @@ def longest_path(schedule: str, p: int, m: int) -> tuple[int, int, int]:
 
 
 def halved(schedule: str, split: Sequence[int], m: int) -> tuple[int, int]:
-    """How many of m backward passes are split at least: of any stage, and of all layers together.
+    """Lower bounds of split backward passes among m micro-batches: of any stage, and summed over all layers.
 
     A test counts them in the schedules.
     """
@@ -183,7 +183,7 @@ class Moved(NamedTuple):
 
 
 class Exchanged(NamedTuple):
-    """What moves for parts of a model: for the layers that have least and most of it, the embedding (or the head), and
+    """Traffic of parts of a model: of the layers that have least and most of it, the embedding (or the head), and
     all of them. last: seconds for each parameter of a rank at the end of a step."""
 
     least: Moved
@@ -194,9 +194,9 @@ class Exchanged(NamedTuple):
 
 
 class Chain(NamedTuple):
-    """What a pipeline rank waits for and does.
+    """Waits and work of a pipeline rank.
 
-    layers, stages: that it has. ends: whether the embedding and the head are among them. there, back: seconds of a
+    layers, stages: how many it has. ends: whether the embedding and the head are among them. there, back: seconds of a
     micro-batch. wait: seconds of compute before its first one and after its last one. before: passes of stages in that
     time; hops: of these, how many have their input from another rank; layers_before: of these stages. first: layers of
     the first stage of its own. fewest: of any.
@@ -257,9 +257,9 @@ class Longer(NamedTuple):
 
 
 class Waits(NamedTuple):
-    """What is the same of a shape's layouts with a schedule, however states are shared out.
+    """Waits and work of a shape's layouts with a schedule: the same, however states are shared out.
 
-    chains: what pipeline ranks wait for and do. hops: of a micro-batch's way through all stages. back: seconds
+    chains: waits and work of pipeline ranks. hops: of a micro-batch's way through all stages. back: seconds
     of a pipeline whose backward passes are split; way: of that way and back, for a whole pass or halves.
     """
 

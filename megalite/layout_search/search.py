@@ -42,7 +42,7 @@ ALL_RANKS = 16  # of a pipeline: in longer ones, only the first result has the m
 class Result:
     """A layout that fits. memory: bytes of its fullest pipeline rank.
 
-    Of more than ALL_RANKS ranks those that most likely are the fullest are looked at, except for the first result.
+    With more than ALL_RANKS ranks, only those most likely to be the fullest are looked at, except for the first result.
     """
 
     choice: Choice
@@ -56,7 +56,7 @@ class Result:
 
 @dataclass
 class Found:
-    """What a search found: the layouts that fit, the fastest first. The counts tell how.
+    """Result of a search: the layouts that fit, the fastest first, and counts of layouts on the way.
 
     shapes, layouts: with a bound. timed: simulated. walked: whose memory was walked through.
     tightest: of layouts that do not fit, the bytes and the choice of the one that needs least.
@@ -80,7 +80,7 @@ class Found:
         return bool(self._layouts) and node.level > Level.MOVED and node.choice._replace(split=None) in self._layouts
 
     def fits(self, needed: float, choice: Choice, room: float) -> bool:
-        """Return whether a layout does; if not, take note of it."""
+        """Return whether a layout fits into `room` bytes; if not, take note of it."""
         if needed > room:
             self.too_large(needed, choice)
         return needed <= room
@@ -92,7 +92,7 @@ class Found:
 
 
 class Level(IntEnum):
-    """How closely a node has been looked at."""
+    """Degree to which a node has been examined."""
 
     SHAPE = auto()
     PIPELINE = auto()  # a shape with a schedule
@@ -180,7 +180,7 @@ def _look(
 
 
 def _closer(space: Space, node: Node, room: float, found: Found) -> Iterator[tuple[float, Node]]:
-    """What a node leads to, with bounds."""
+    """Yield the nodes that a node leads to, with bounds."""
     shape, choice = node.shape, node.choice
     if node.trial is not None:
         yield node.trial.seconds, node._replace(level=Level.TIMED)

@@ -98,7 +98,7 @@ class Space:
         return needed <= self.moves.missed * limit
 
     def tightest(self, limit: float) -> tuple[float, Choice] | None:
-        """Of the shapes that do not fit: the bytes and the first layout of the one that needs least."""
+        """Bytes and first layout of the shape that needs least, among those that do not fit."""
         found: tuple[float, Choice] | None = None
         for first in self._too_large:
             if found is None or self.estimate.of_states(first) < found[0]:
@@ -219,7 +219,7 @@ class Space:
         return self._scheduled[key]
 
     def _can_be_placed(self, pp: int, m: int, schedule: str, virtual: int | None) -> bool:
-        """Return whether every stage has a layer, as many have one as a pinned split says, and a file is for this pipeline."""
+        """Return whether every stage has a layer, a pinned split has as many stages, and a file is for this pipeline."""
         stages = pp * (virtual or SCHEDULES.get(schedule, 1))
         split = self.config.parallel.pipeline.split if "parallel.pipeline.split" in self.pins else None
         if stages > self.model.layers or (split is not None and len(split) != stages):
@@ -285,5 +285,5 @@ class Space:
 
 
 def _can_be_planned(pp: int, m: int, schedule: str, virtual: int | None) -> bool:
-    """Return whether a schedule is not too long. That of a file is known when it is read."""
+    """Return whether a schedule is not too long. The length of one in a file is known when it is read."""
     return schedule not in SCHEDULES or actions_of(schedule, pp, m, virtual or SCHEDULES[schedule]) <= MOST_ACTIONS

@@ -1,4 +1,4 @@
-"""Which rank orthogonalizes which matrix under Muon, with the bytes moved, the memory and the FLOPs that this takes.
+"""Owner of each matrix, the rank that orthogonalizes it under Muon, with the bytes moved, the memory and the FLOPs.
 
 All ranks with the same pp coordinate share out the matrices that they hold. These ranks are counted row-major over
 (dp_replicate, fsdp, tp). Every matrix has one owner. The owner gathers the whole update, orthogonalizes it, and sends

@@ -371,7 +371,7 @@ class Walk:
         return part.times * sum(p * count // shards for count in counts)
 
     def _is_second_copy(self, stage: int, part: Unit) -> bool:
-        """Return whether a part is a tied embedding that the rank's first stage has too; a checkpoint saves only one."""
+        """Return whether a part is a tied embedding that the rank's first stage has too; a checkpoint saves one."""
         return stage > 0 and part.copy and 0 in self.parts
 
     def _hold_weights(self, kind: str, part: Unit, each: int, shards: int = 1) -> None:

@@ -42,7 +42,7 @@ class Role:
 
     @property
     def split(self) -> bool:
-        """Flag: tensor parallelism splits the parameter. It does not split norms of the residual stream or of single heads."""
+        """Flag: tensor parallelism splits the parameter, unless it is a norm of the residual stream or a single head."""
         return not (self.kind is Kind.NORM and self.outputs in (Side.STREAM, Side.ONE_HEAD))
 
     @property

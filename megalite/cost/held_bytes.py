@@ -1,7 +1,7 @@
 """Bytes that a pipeline rank holds at the ends of its actions. Imports no torch.
 
 `plan.walk` goes through the layers of every action. Here an action is a step or two, and what it needs for a moment is
-left out. So this takes a hundredth of the time, and never tells more than the walk.
+left out. So this takes a hundredth of the time, and never counts more than the walk.
 """
 
 from collections.abc import Mapping, Sequence
@@ -86,7 +86,7 @@ def most_held(steps: Sequence[int], stages: Mapping[int, StageBytes], each_time:
 
 
 def _changes(held: StageBytes, each_time: bool, at_all: bool) -> list[float]:
-    """By how much each step changes the bytes that a stage holds."""
+    """Bytes by which each step changes what a stage holds."""
     kept, left, gathered, whole, layers, reduced, buffer = held
     if not at_all:
         made = [whole, 0.0, 0.0, whole]

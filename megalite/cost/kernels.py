@@ -24,7 +24,7 @@ SPLIT_COST = 0.02  # for every further part, to add up the parts
 ALIGNED = 8  # elements: rows of other lengths cannot be loaded in whole vectors
 UNALIGNED = 2.0  # how much longer such products take
 # Watts that a FLOP/s takes, that of bf16 being 1. In fp8, twice as many lower clocks three quarters as far as in bf16,
-# as NVIDIA's runs on H100, B200, GB200 and GB300 tell.
+# as NVIDIA's runs on H100, B200, GB200 and GB300 show.
 POWER = {"fp8": 0.375}
 BEST = 0.8  # share of the peak that a matrix product reaches at best, where nobody has measured it
 

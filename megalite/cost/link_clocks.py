@@ -44,7 +44,7 @@ def total(links: Iterable[Links]) -> Links:
 
 
 def times(links: Links, count: float) -> Links:
-    """The same `count` times."""
+    """Return clocks of the same transfers `count` times."""
     return tuple(count * each for each in links)
 
 

@@ -88,13 +88,13 @@ class Net:
         return max(1, min(group.size, self.cluster.gpus_per_node // group.stride))
 
     def _hop(self, group: Group) -> float:
-        """Until a message arrives at the next rank: a launch, and the slowest hop."""
+        """Seconds until a message arrives at the next rank: a launch, and the slowest hop."""
         near, node, network = self._near(group), self.cluster.levels[-1].link.latency, self.cluster.network.latency
         between, inside = near < group.size, near > 1
         return self.constants.launch + self.constants.hop * max(between * network, inside * node)
 
     def _start(self, group: Group) -> float:
-        """Until the first element has been around a ring: a launch, and a hop between each two neighbours."""
+        """Seconds until the first element has been around a ring: a launch, and a hop between each two neighbours."""
         between = -(-group.size // self._near(group)) - 1  # hops from node to node
         inside = group.size - 1 - between
         node, network = self.cluster.levels[-1].link.latency, self.cluster.network.latency

@@ -1,6 +1,6 @@
 """Input of a search for an order of a pipeline, and the time of a step under an order. Imports no torch.
 
-Both have the times by which `predict` tells a step: those of stages on this cluster, halves of a backward pass that
+Both have the times by which `predict` predicts a step: those of stages on this cluster, halves of a backward pass that
 take longer than the whole, transfers, and weights and gradients that are exchanged beside compute.
 """
 
@@ -37,7 +37,7 @@ def problem_of(plan: Plan, m: int, limits: tuple[float, ...], timer: Timer) -> P
 
 
 def seconds_under(plan: Plan, table: Table, timer: Timer) -> float:
-    """Seconds of a whole step of `plan` under `table`, as `predict` tells of a schedule file with it."""
+    """Seconds of a whole step of `plan` under `table`, as `predict` gives for a schedule file with it."""
     whole = sharded(table, sharding_mode(plan.config))
     clock, stages = clock_of(whole, costs_of(whole)), timer.stages(plan)
     end, _ = clock.run([seconds_of(cost, stages) for cost in clock.classes], transfer_seconds(plan.config, timer.net))

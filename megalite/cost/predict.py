@@ -77,7 +77,7 @@ class Prediction:
 
     @cached_property
     def mfu_full(self) -> float:
-        """The same with attention counted in full, as Megatron-LM and PaLM do."""
+        """Model FLOP/s utilization with attention counted in full, as Megatron-LM and PaLM do."""
         return self._utilization(flops_per_token(self.config.model, "full"))
 
     def _utilization(self, flops: int) -> float:

@@ -3,11 +3,11 @@
 from statistics import NormalDist
 
 MOST = 0.2  # of a spread: with more, the slowest of many GPUs would hardly run at all
-PUBLISHED = 0.011  # spread of GPUs' speeds that the errors of published rows tell (docs/planner_evidence.md)
+PUBLISHED = 0.011  # spread of GPUs' speeds that follows from the errors of published rows (docs/planner_evidence.md)
 
 
 def slowest(gpus: int) -> float:
-    """By how many standard deviations the slowest of `gpus` GPUs is expected to be slower than the mean.
+    """Standard deviations by which the slowest of `gpus` GPUs is expected to be slower than the mean.
 
     It is the expected largest of as many normal deviates, by Blom's formula, which is within 2 % from four GPUs on.
     """

@@ -79,7 +79,7 @@ class StageTime:
     sent: Sent
 
     def reducing(self, last: bool) -> float:
-        """To reduce the gradients after one backward pass, and on the last of a step over replicas too."""
+        """Seconds to reduce the gradients after one backward pass, and on the last of a step over replicas too."""
         return self.reduce + (self.replicas if last else 0.0)
 
     @property

@@ -126,7 +126,7 @@ class Estimate:
         return first.most * kept + outside, None if first.beside is None else first.beside * kept
 
     def of_actions(self, choice: Choice, tables: Tables, room: float) -> float:
-        """Bytes that the fullest of some ranks has at least, as its actions tell; 0 where that is not told.
+        """Bytes that the fullest of some ranks has at least, by its actions; 0 where they are not counted.
 
         tables: of schedules. Ranks are looked at until one needs more than `room`.
         """

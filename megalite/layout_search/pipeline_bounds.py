@@ -240,7 +240,7 @@ class Turns(NamedTuple):
 
 
 class Longer(NamedTuple):
-    """By how many seconds passes are longer than their compute: those of a layer, the embedding and the head, forward
+    """Seconds by which passes are longer than their compute: those of a layer, the embedding and the head, forward
     and backward; and each pass of a stage once."""
 
     layer: tuple[float, float]
@@ -249,7 +249,7 @@ class Longer(NamedTuple):
     stage: float
 
     def exceeding(self, layers: int, ends: tuple[bool, bool]) -> tuple[float, float]:
-        """By how much a rank's passes are longer, forward and backward, but for what each stage takes once."""
+        """Seconds by which a rank's passes are longer, forward and backward, but for what each stage takes once."""
         there, back = (
             layers * self.layer[way] + ends[0] * self.embedding[way] + ends[1] * self.head[way] for way in (0, 1)
         )

@@ -101,7 +101,7 @@ class Level(IntEnum):
     SHARED = auto()  # a layout, with the bounds of its pipeline and of how its states are shared out
     BOUNDED = auto()  # with a bound of its own
     CHAINED = auto()  # and one from its schedule
-    ABOUT = auto()  # whose time is known about
+    ABOUT = auto()  # its time is known approximately
     TIMED = auto()
 
 

@@ -219,7 +219,7 @@ class Space:
         return self._scheduled[key]
 
     def _can_be_placed(self, pp: int, m: int, schedule: str, virtual: int | None) -> bool:
-        """Return whether every stage has a layer, a pinned split is for so many stages, and a file for this pipeline."""
+        """Return whether every stage has a layer, a pinned split is for so many stages, a file for this pipeline."""
         stages = pp * (virtual or SCHEDULES.get(schedule, 1))
         split = self.config.parallel.pipeline.split if "parallel.pipeline.split" in self.pins else None
         if stages > self.model.layers or (split is not None and len(split) != stages):

@@ -293,7 +293,7 @@ class Least:
         return self.timer.constants.overlap * min(least, sent)
 
     def _known(self, choice: Choice) -> bool:
-        """Return whether passes of layers take as long as told, rather than longer."""
+        """Return whether passes of layers take as long as `Shape.passes` says, rather than longer."""
         return not choice.offload_activations and not mixed(self.config, self.pins, choice)
 
     def _reductions(self, shape: Shape, choice: Choice, data: Exchanged, schedule: str) -> float:

@@ -77,7 +77,7 @@ class Ranks(NamedTuple):
 
 
 def ranks_of(split: Sequence[int], owners: Sequence[int]) -> Ranks:
-    """owners: by stage, its rank."""
+    """Ranks of a pipeline. owners: by stage, its rank."""
     last, owner = len(split) - 1, owners[-1]
     stages = list[list[int]]([[] for _ in range(max(owners) + 1)])
     for stage, rank in enumerate(owners):

@@ -56,10 +56,10 @@ class OrderCosts:
 
 
 class Costing(Protocol):
-    """Tells the costs of a configuration with numbers as `parallel.dp_shard` and `batch.micro`."""
+    """Gives the costs of a configuration with numbers as `parallel.dp_shard` and `batch.micro`."""
 
     def __call__(self, config: Config, *, with_room: bool = True) -> OrderCosts:
-        """with_room: False where the room is not asked for, as it takes a while to find."""
+        """Return the costs. with_room: False where the room is not asked for, as it takes a while to find."""
 
 
 def told(costs: OrderCosts) -> Costing:

@@ -67,7 +67,7 @@ class Activations(Sizes):
 
     @cached_property
     def _layers(self) -> dict[tuple[LayerKind, Mode], Unit]:
-        """Layers that were asked for."""
+        """Layers that were asked for, by kind and mode of recompute."""
         return {}
 
     def _layer(self, kind: LayerKind, mode: Mode) -> Unit:

@@ -329,7 +329,7 @@ class Walk:
             self._share(key, part.times * reduced)
 
     def _end_reductions(self, action: Action) -> None:
-        """After the last backward pass of a stage, free the buffers of its reductions; only the results stay."""
+        """Free the buffers of a stage's reductions after its last backward pass; only the results stay."""
         if self.reductions[action].last:
             self._release_reduced(action.stage)
             for index in range(len(self.parts[action.stage])):

@@ -42,7 +42,7 @@ class Role:
 
     @property
     def split(self) -> bool:
-        """Flag: tensor parallelism splits the parameter, unless it is a norm of the residual stream or a single head."""
+        """Flag: tensor parallelism splits the parameter, except norms of the residual stream or of one head."""
         return not (self.kind is Kind.NORM and self.outputs in (Side.STREAM, Side.ONE_HEAD))
 
     @property

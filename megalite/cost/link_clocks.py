@@ -44,7 +44,7 @@ def total(links: Iterable[Links]) -> Links:
 
 
 def times(links: Links, count: float) -> Links:
-    """Return clocks of the same transfers `count` times."""
+    """Clocks of `links`, `count` times as far."""
     return tuple(count * each for each in links)
 
 
@@ -58,7 +58,7 @@ def layer_links(config: Config, net: Net, kind: LayerKind, mode: Mode) -> tuple[
 
 
 def end_links(config: Config, net: Net, end: End) -> tuple[Links, Links]:
-    """The same of the embedding or of the head."""
+    """Links in forward and backward of the embedding or of the head."""
     traffic = LayerTraffic(config, 0)
     there, back = traffic.embedding() if end == "embedding" else traffic.head()
     return _busy(there, config, net), _busy(back, config, net)

@@ -107,7 +107,7 @@ class Tables:
         return self._clocks[key]
 
     def clock_of(self, table: Table) -> Clock[Cost]:
-        """The same under a schedule without a name. The table is kept, so that no other has its `id`."""
+        """A clock for a step under a schedule without a name. The table is kept, so that no other has its `id`."""
         if id(table) not in self._others:
             self._others[id(table)] = table, clock_of(table, costs_of(table))
         return self._others[id(table)][1]

@@ -172,7 +172,7 @@ class Timer:
         return replace(costs, room=room_for(config, costs, limit))
 
     def costs_of(self, plan: Plan) -> OrderCosts:
-        """The same for the stages of `plan`, whose layers recompute as it says."""
+        """Costs for `schedule: auto` of the stages of `plan`, whose layers recompute as it says."""
         times, sizes = self.stages(plan), sizes_of(plan.config)
         stages = tuple(time.as_costs(size) for time, size in zip(times, sizes, strict=True))
         transfer, beside = transfer_seconds(plan.config, self.net), _beside(plan.config, times)
@@ -315,7 +315,7 @@ class Shared:
         return max(self._element, 4) * count / self._shards.size
 
     def moved(self, part: Part) -> "Moved":
-        """The same, with what it keeps busy."""
+        """Seconds of the exchanges of a part, with the links that they keep busy."""
         if part not in self._known:
             gather, reduce, replicas = (self._net.links(*each) for each in self._collectives(part))
             reduce = total((reduce, partial_links(self._config, self._net, part, self._gradient)))

@@ -30,7 +30,7 @@ PARTS = {  # of `Prediction.parts`, in words
 
 
 def time_unit(seconds: float) -> tuple[float, str]:
-    """The unit in which a time is written: its seconds, and its name. Two days and two hours are the least of theirs."""
+    """The unit in which a time is written: its seconds and name. Two days and two hours are the least of theirs."""
     return next((unit for least, unit in UNITS if seconds >= least), UNITS[-1][1])
 
 

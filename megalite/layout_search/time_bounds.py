@@ -284,7 +284,7 @@ class Least:
         return (None, None) if self._known(choice) else shape.passes.least
 
     def _grown(self, alone: float, sent: float, least: float | None = None) -> float:
-        """By how much a pass is longer for communication beside it, at least.
+        """Seconds by which a pass is longer for communication beside it, at least.
 
         alone: what it takes at most without; least: if that is not known, what it takes at least.
         """
@@ -363,7 +363,7 @@ class Least:
         return held / shards * min(self._updating[offloaded] for offloaded in offloads) + held * data.last
 
     def _least_update(self, layers: int, choice: Choice) -> float:
-        """The same of the best layout of a shape of so many layers."""
+        """Seconds of the optimizer in the best layout of a shape of so many layers."""
         held = self._share_of_model(layers, choice.pp) / choice.tp
         return held / (choice.replicas * choice.shards * choice.cp) * min(self._updating.values())
 

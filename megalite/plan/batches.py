@@ -86,7 +86,7 @@ def latest_batches(config: Config, consumed: int, left_out: Ranges, end: int, co
 
 
 def joined(ranges: Ranges) -> Ranges:
-    """The same samples as disjoint, ascending ranges that do not touch."""
+    """Samples of `ranges` as disjoint, ascending ranges that do not touch."""
     found: list[tuple[int, int]] = []
     for first, end in sorted(ranges):
         if found and first <= found[-1][1]:

@@ -38,18 +38,18 @@ class Kernels:
     fp8: float = 1.0
 
     def matmul(self, m: float, n: float, k: float, batch: int = 1, precision: str = "bf16") -> float:
-        """A product of [m, k] and [k, n], or `batch` of them at once."""
+        """Seconds of a product of [m, k] and [k, n], or `batch` of them at once."""
         work = _tiled(ceil(m), ceil(n), ceil(k), batch, self.gpu.multiprocessors)
         if any(round(size) % ALIGNED for size in (m, n, k)):
             work *= UNALIGNED
         return max(work / self.rate(precision), self.passes(2 * batch * (m * k + k * n + m * n)))
 
     def passes(self, moved: float) -> float:
-        """Reading and writing so many bytes of memory."""
+        """Seconds to read and write so many bytes of memory."""
         return moved / self._memory
 
     def attention(self, flops: float, share: float, precision: str = "bf16") -> float:
-        """Fused attention of so many operations, at a share of the peak."""
+        """Seconds of fused attention of so many operations, at a share of the peak."""
         return flops / (self.gpu.peak.get(precision, self.gpu.peak["bf16"]) * share)
 
     def rate(self, precision: str) -> float:

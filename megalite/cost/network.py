@@ -34,11 +34,11 @@ class Net:
 
     @property
     def nothing(self) -> Links:
-        """No link is busy."""
+        """Seconds of links none of which is busy."""
         return (0.0,) * (len(self.cluster.levels) + 1)
 
     def collective(self, kind: Collective, whole: float, group: Group) -> float:
-        """A collective on a tensor that has `whole` bytes when no rank's part is left out."""
+        """Seconds of a collective on a tensor that has `whole` bytes when no rank's part is left out."""
         if group.size <= 1:
             return 0.0
         moved = (group.size - 1) / group.size * whole

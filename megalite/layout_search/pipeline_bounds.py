@@ -66,7 +66,7 @@ class Passes:
 
     @cached_property
     def most(self) -> tuple[float, float]:
-        """The longest ones."""
+        """The longest forward and the longest backward pass of a layer."""
         return max(kind[0] for kind in self.kinds), max(kind[1] for kind in self.kinds)
 
     @cached_property
@@ -127,7 +127,7 @@ def slowest(layers: int, ranks: int, layer: float, head: float) -> float:
 def slowest_waiting(
     layers: int, ranks: int, stages: int, layer: float, ends: tuple[float, float], before: float
 ) -> float:
-    """The same for ranks that wait for others' layers, in a pipeline that is not V-shaped and has evenly filled stages.
+    """Seconds as in `slowest`, of ranks that wait for others' layers; stages are filled evenly and form no V.
 
     A rank begins when the first stages of all ranks before have computed. So in T seconds it has at most
     (T - before · their layers) / layer of its own, of which its first stage has 1 / stages, rounded down: in all, as

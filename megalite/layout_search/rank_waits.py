@@ -67,7 +67,7 @@ class Ranks:
             )
 
     def chains(self, passes: Passes, whole: bool) -> list[Chain]:
-        """Waits and work of each rank. whole: whether backward passes are whole."""
+        """Waits and work of each rank. whole: backward passes are not split."""
         both, found = 1 + whole, []
         for rank in self.ranks.values():
             there, back = passes.of(rank.counts, rank.ends)

@@ -145,7 +145,7 @@ def search(
 
 @contextmanager
 def _uncollected() -> Iterator[None]:
-    """The garbage collector rests: of a hundred thousand nodes it would find none, in a fifth of the time."""
+    """Pause the garbage collector: of a hundred thousand nodes it would find none, in a fifth of the time."""
     collects = gc.isenabled()
     gc.disable()
     try:
@@ -158,7 +158,7 @@ def _uncollected() -> Iterator[None]:
 def _look(
     space: Space, found: Found, limit: float, wanted: int, exhaustive: bool, tell: Callable[[Found], object]
 ) -> None:
-    """Fill `found`."""
+    """Search the space, and fill `found` with results."""
     number, room = count(), float("inf") if exhaustive else limit
     heap: list[tuple[float, int, Node]]
     heap = [(shape.bound, next(number), Node(Level.SHAPE, shape, shape.choice)) for shape in space.shapes(room)]

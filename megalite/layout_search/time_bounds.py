@@ -234,7 +234,7 @@ class Least:
         return paces
 
     def _mean(self, shape: Shape, choice: Choice, data: Exchanged, whole: bool) -> float:
-        """Seconds in which a rank computes, on average. whole: backward passes are."""
+        """Seconds in which a rank computes, on average. whole: backward passes are not split."""
         forward, backward = shape.passes.there, shape.passes.back
         copied, added = data.all.copied + 2 * data.end.copied, data.all.added + 2 * data.end.added
         gathered, constants, zero3 = (

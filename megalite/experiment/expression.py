@@ -36,7 +36,7 @@ SAME: dict[type[ast.AST], Callable[[Any, Any], bool]] = {ast.Eq: operator.eq, as
 
 
 class ExpressionError(ValueError):
-    """What is wrong with an expression, in words."""
+    """A fault of an expression, in words."""
 
 
 def pow2(number: float) -> int | float:

@@ -1,9 +1,9 @@
-"""When a run is saved: every `checkpoint.interval` steps, or with `auto` as often as loses least time.
+"""Decides when a run is saved: every `checkpoint.interval` steps, or with `auto` at the interval that loses least time.
 
 Steps that `checkpoint.at` lists are saved in any case.
 
-Then rank 0 decides, from what saves and steps have taken and how often the run has failed, and tells the others: ranks
-that each decided for themselves might round differently. docs/goodput.md tells the rule.
+With `auto`, rank 0 decides, from the times of saves and steps and the number of failures of the run, and sends the
+interval to the others: ranks that each decided for themselves might round differently. docs/goodput.md has the rule.
 """
 
 import json
@@ -44,7 +44,7 @@ LONGEST = 1e7  # seconds that are believed of a save
 
 @dataclass(frozen=True)
 class Due:
-    """What follows a step."""
+    """Actions that are due after a step."""
 
     log: bool
     evaluate: bool
@@ -105,7 +105,7 @@ class Cadence:
         """A step was taken. seconds: of that clock."""
 
     def due(self, step: int, saves_locally: bool) -> Due:
-        """What follows `step`. saves_locally: whether nodes can be saved to."""
+        """Return the actions that are due after `step`. saves_locally: whether nodes can be saved to."""
         config = self._job.config
         local = config.checkpoint.local
         return Due(
@@ -140,7 +140,7 @@ class Cadence:
 
 
 class Automatic(Cadence):
-    """Of `checkpoint.interval: auto`. Steps that are kept or exported by their number are saved as well."""
+    """The cadence of `checkpoint.interval: auto`. Steps that are kept or exported by their number are saved as well."""
 
     def __init__(self, job: Job, report: Silent) -> None:
         super().__init__(job, report)

@@ -64,13 +64,13 @@ class Signs:
 
 @dataclass(frozen=True)
 class Asked:
-    """Which signals have asked some rank to stop, on its way to the host."""
+    """Signals that have asked some rank to stop, on their way from the device to the host."""
 
     host: Tensor
     arrived: torch.cuda.Event | None
 
     def read(self) -> tuple[str, ...]:
-        """Their names, the same on every rank. Waits until the device has finished what was before."""
+        """Return the names of the signals, the same on every rank. Waits until the device has finished earlier work."""
         if self.arrived is not None:
             self.arrived.synchronize()
         return _names(self.host.tolist())

@@ -292,7 +292,7 @@ def _runs(pid: int) -> bool:
 
 
 def _began(pid: int) -> int | None:
-    """When a process was started, in ticks since boot; -1 once it has ended and waits to be noticed; None: unknown."""
+    """Start time of a process, in ticks since boot; -1 once it has ended and waits to be noticed; None: unknown."""
     try:
         # The name of the process comes before the last parenthesis, in bytes that need be no text.
         fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].decode().split()

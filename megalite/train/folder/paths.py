@@ -45,13 +45,13 @@ class Folder:
 
     @property
     def logs(self) -> Path:
-        """Of this attempt, where a supervisor has said which it is."""
+        """The folder of logs: that of the current attempt, where a supervisor has named it."""
         attempt = os.environ.get(ATTEMPT)
         return self.path / "logs" / Path(attempt).name if attempt else self.path / "logs"
 
     @property
     def flights(self) -> Path:
-        """Where ranks that hang leave what they have recorded of their collectives."""
+        """The folder in which ranks that hang leave their records of collectives."""
         attempt = os.environ.get(ATTEMPT)
         return (Path(attempt) if attempt else self.path / "logs") / "flight"
 

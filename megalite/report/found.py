@@ -1,4 +1,4 @@
-"""What a report draws: the runs of an experiment, and its laws where there is a fit."""
+"""Content of a report: the runs of an experiment, and its laws where there is a fit."""
 
 from dataclasses import dataclass
 from functools import cached_property

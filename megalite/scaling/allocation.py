@@ -1,4 +1,4 @@
-"""How approaches 1 and 2 divide a budget between N and D: a power law through the best size of each budget."""
+"""Division of a budget between N and D by approaches 1 and 2: a power law through the best size of each budget."""
 
 from dataclasses import dataclass
 

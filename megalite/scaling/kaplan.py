@@ -50,7 +50,7 @@ class Kaplan:
         return told
 
     def optimum(self, flops: Number) -> tuple[Number, Number]:
-        """Where (alpha_N / alpha_D) · (Nc / N)^(alpha_N / alpha_D) = Dc / D, and 6·N·D = `flops`."""
+        """Return N and D with (alpha_N / alpha_D) · (Nc / N)^(alpha_N / alpha_D) = Dc / D, and 6·N·D = `flops`."""
         with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
             log = np.log(self.ratio) + self.ratio * self.ln_n - self.ln_d + np.log(flops / FLOPS)
             size = np.exp(log * self.exponent)

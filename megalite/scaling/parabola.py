@@ -21,7 +21,7 @@ class Parabola:
     inside: np.ndarray
 
     def at(self, x: Array) -> Array:
-        """Of the first one."""
+        """Values of the first parabola at x."""
         told: Array = self.lowest[0] + self.curvature[0] * (x - self.vertex[0]) ** 2
         return told
 

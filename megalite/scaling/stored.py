@@ -27,7 +27,7 @@ class Stored:
     fit: Mapping[str, Any]
 
     def main(self, method: str) -> Mapping[str, Any]:
-        """What a method told with the definition of N that counts; empty where it told nothing."""
+        """Results of a method with the definition of N that counts; empty where it has none."""
         found: Mapping[str, Any] = self.fit.get("fits", {}).get(self.settings.parameters, {}).get(method, {})
         return {} if "failed" in found else found
 

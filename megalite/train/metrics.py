@@ -110,7 +110,7 @@ class Meter:
             yield batch
 
     def jumps(self, judged: Judged) -> bool:
-        """Return whether the gradient norm of this step is far above those before, and that of the step before was not."""
+        """Return whether the gradient norm of this step is far above those before, and that of the last step was not."""
         before, self.jumped = self.jumped, is_jump(self.norms, judged.reading.norm, self.job.config.train)
         return self.jumped and not before
 

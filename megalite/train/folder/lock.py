@@ -151,7 +151,7 @@ class Lock:
         return ""
 
     def _holds(self, seen: Seen) -> bool:
-        """Return whether the look has found this lock. If `lock` was removed, another job's may have the same number."""
+        """Return whether the look has found this lock. If `lock` was removed, another job may have the same number."""
         return seen.number == self.number and not seen.free and seen.owner in (None, self.owner)
 
     @contextmanager
@@ -216,7 +216,7 @@ def _take(folder: Path, me: Owner, launcher: int | None) -> Lock:
 
 
 def _create(folder: Path, number: int, me: Owner) -> bool:
-    """Return whether `me` has become the owner: no other process has created the file of this number, or of a higher one."""
+    """Create the file of `number`; return whether `me` has become the owner: no other has this or a higher number."""
     try:
         descriptor = opened(folder / str(number), os.O_WRONLY | os.O_CREAT | os.O_EXCL)
         with open(descriptor, "w", encoding="utf-8") as file:

@@ -74,7 +74,7 @@ def _submit_one(
     after: str,
     ask: Call,
 ) -> str:
-    """Submit one array; the id of its job.
+    """Submit one array. Returns the id of its job.
 
     Runs are noted as submitted before that, so that a task which begins at once has the last word.
     """

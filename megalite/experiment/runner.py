@@ -66,7 +66,7 @@ class Runner:
         self.asked.append(number)
 
     def work(self, names: Sequence[str]) -> int:
-        """Returns the exit code: DONE if all runs are done, STOPPED if there is more to do, else FAILED."""
+        """Do runs. Returns the exit code: DONE if all are done, STOPPED if there is more to do, else FAILED."""
         for name in names:
             self._run(name)
             found = read_status(self.folder.run(name))

@@ -31,7 +31,7 @@ class Place:
 
     @property
     def leads(self) -> bool:
-        """Return whether this is the rank that reads prompts and writes results."""
+        """Flag: this rank reads prompts and writes results."""
         return self.group.leads
 
 

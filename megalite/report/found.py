@@ -49,7 +49,7 @@ class Found(Stored):
 
     @cached_property
     def stale(self) -> str:
-        """Why `fit.json` does not belong to these results; empty where it does."""
+        """The reason why `fit.json` does not belong to these results; empty where it does."""
         if not self.fit:
             return ""
         known = {run.id for run in self.results.done()}

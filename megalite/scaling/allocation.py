@@ -35,7 +35,7 @@ class Allocation:
 
 
 def allocation(flops: Array, sizes: Array, losses: Array, weights: Array | None = None) -> Allocation:
-    """Through the best size and its loss of every budget. sizes, losses: `[budgets]` or `[g, budgets]`; so weights."""
+    """Fit the best sizes and their losses by budget. sizes, losses, weights: `[budgets]` or `[g, budgets]`."""
     log = np.log(flops)
     with np.errstate(invalid="ignore", divide="ignore"):
         constant, exponent = line(log, np.log(sizes), weights)

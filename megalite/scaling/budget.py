@@ -188,7 +188,7 @@ def _configured(
     machine: Machine | None,
     told: list[str],
 ) -> Config:
-    """With batch, rate and steps, as far as laws tell them; the rest is the largest rung's."""
+    """Return the configuration with batch, rate and steps, as far as laws give them; the rest is the largest rung's."""
     fitted = [each for each in (rates, stored) if each]
     known = {"N": size, "D": tokens}
     if law := _law(BATCH, fitted, base, told):

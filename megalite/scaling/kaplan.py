@@ -30,7 +30,7 @@ class Kaplan:
 
     @staticmethod
     def of(parameters: Array, centre: Array) -> "Kaplan":
-        """From the parameters `[..., 4]` of `forms.kaplan`, whose logarithms were less by `centre`."""
+        """Make the law from parameters `[..., 4]` of `forms.kaplan` that were fitted to ln N and ln D less `centre`."""
         a, b, rho, kappa = np.moveaxis(np.asarray(parameters, float), -1, 0)
         return Kaplan(a / rho + centre[0], b + centre[1], rho * kappa, kappa)
 
@@ -62,7 +62,7 @@ class Kaplan:
 
 @dataclass(frozen=True)
 class FitKaplan:
-    """residuals: ln of predicted minus ln of measured loss. leverage: of each run."""
+    """A fit of Kaplan's law. residuals: ln of predicted minus ln of measured loss. leverage: of each run."""
 
     law: Kaplan
     residuals: Array
@@ -73,7 +73,7 @@ class FitKaplan:
 def fit_kaplan(
     sizes: Array, tokens: Array, losses: Array, delta: float = 1e-3, weights: Array | None = None
 ) -> FitKaplan:
-    """From n runs. weights: `[g, n]`, of draws. Raises InputError where the runs tell no law."""
+    """Fit Kaplan's law to n runs. weights: `[g, n]`, of draws. Raises InputError where the runs determine no law."""
     check_points(sizes, tokens, losses)
     inputs = np.stack([np.log(sizes), np.log(tokens)], axis=1)
     centre = inputs.mean(axis=0)

@@ -13,7 +13,7 @@ DISTINCT = 1e-9
 
 @dataclass(frozen=True)
 class Parabola:
-    """lowest + curvature · (x - vertex)², g times. inside: whether there is a minimum between the outermost points."""
+    """g parabolas lowest + curvature · (x - vertex)². inside: whether a minimum lies between the outermost points."""
 
     vertex: Array
     lowest: Array

@@ -41,7 +41,7 @@ class Points:
 
 @dataclass(frozen=True)
 class Chosen:
-    """fitted: what fits see; undropped: the same with the highest losses, which fit.drop leaves out.
+    """Sorted runs. fitted: those that fits see; undropped: the same with the highest losses, which fit.drop leaves out.
 
     held_out: runs of rungs that fits do not see. dropped: other finished runs, with why. caveats: sentences about the
     data. noise: the standard deviation of ln(loss) between seeds, where cells have some.
@@ -123,7 +123,7 @@ def _loss_column(done: Sequence[Run], caveats: list[str]) -> str:
 
 
 def _unusable(run: Run, which: str, settings: Settings) -> str:
-    """Why a finished run cannot be fitted; empty where it can."""
+    """The reason why a finished run cannot be fitted; empty where it can."""
     loss, steps = run.number(which), run.number("steps")
     for name in ("tokens", *(f"n_{each}" for each in DEFINITIONS if each == settings.parameters)):
         if not run.number(name) >= 1:

@@ -186,7 +186,7 @@ def _redrawn(seen: Seen, cell: Cell) -> Parabola:
 
 
 def _scan(key: str, seen: Seen | None) -> Scan | None:
-    """None where no cell has two values of the key."""
+    """Find the optima of a scanned key; None where no cell has two values of the key."""
     if seen is None:
         return None
     groups: dict[tuple[float | str, ...], list[int]] = {}

@@ -24,7 +24,7 @@ class Sections:
 
 @dataclass(frozen=True)
 class Settings:
-    """method: whose predictions count. delta: where Huber's loss becomes linear, in ln(loss).
+    """Settings of fits. method: whose predictions count. delta: where Huber's loss becomes linear, in ln(loss).
 
     min_steps: runs with fewer are left out. drop: that many runs with the highest losses, or runs by id or slug.
     bootstrap: samples. holdout: rungs that no fit sees. parameters: the definition of N that counts. report: all

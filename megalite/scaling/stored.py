@@ -20,7 +20,7 @@ NEEDED = ("version", "settings", "data", "caveats", "rates", "downstream")
 
 @dataclass(frozen=True)
 class Stored:
-    """folder: of the experiment. fit: the content of `fit.json`; empty where there is none."""
+    """An experiment's fit. folder: of the experiment. fit: the content of `fit.json`; empty where there is none."""
 
     folder: Path
     settings: Settings

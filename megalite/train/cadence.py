@@ -99,10 +99,10 @@ class Cadence:
         return Automatic(job, report) if job.config.checkpoint.interval == "auto" else Cadence(job, report)
 
     def begin(self, step: int, seconds: float) -> None:
-        """Training begins after `step`, which is saved, or 0. seconds: of a clock that stands still in pauses."""
+        """Note that training begins after `step`, which is saved, or 0. seconds: of a clock that stops in pauses."""
 
     def stepped(self, step: int, seconds: float) -> None:
-        """A step was taken. seconds: of that clock."""
+        """Note that a step was taken. seconds: of the clock of `begin`."""
 
     def due(self, step: int, saves_locally: bool) -> Due:
         """Return the actions that are due after `step`. saves_locally: whether nodes can be saved to."""
@@ -136,7 +136,7 @@ class Cadence:
             self._saved(step, blocked, saver.wrote)
 
     def _saved(self, step: int, blocked: float, wrote: float | None) -> None:
-        """The state after `step` is being written to the shared folder. wrote: seconds, for the one before."""
+        """Note that the state after `step` is being written to the shared folder. wrote: seconds of the last write."""
 
 
 class Automatic(Cadence):
@@ -230,7 +230,7 @@ class Automatic(Cadence):
                 write_whole(path, json.dumps(kept) + "\n")
 
     def _recall(self, path: Path) -> int:
-        """Take over what an earlier start has measured; its interval, or 0."""
+        """Take over the measurements of an earlier start. Returns its interval, or 0."""
         try:
             kept: Any = json.loads(read_bytes(path, 4096))
         except (OSError, ValueError, RecursionError):

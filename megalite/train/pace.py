@@ -139,7 +139,7 @@ def _tell(step: int, prediction: Prediction, measured: Measured, report: Silent)
 
 
 def judged(prediction: Prediction, measured: Measured) -> tuple[str, str]:
-    """`as expected`, `faster` or `slower`; and of the last two why that may be."""
+    """The verdict, `as expected`, `faster` or `slower`; and for the last two a possible explanation, else ""."""
     if measured.median < prediction.low:
         return "faster", "megalite-calibrate-cluster fits the cluster's file to runs"
     if measured.median <= prediction.high:

@@ -81,7 +81,7 @@ class Owner:
 
     @property
     def alive(self) -> bool | None:
-        """Return whether its process runs; None if this machine cannot tell."""
+        """Flag: its process runs; None if this machine cannot tell."""
         if self.machine != _machine():
             return None
         if not _runs(self.pid):
@@ -263,7 +263,7 @@ def _look(folder: Path) -> Seen:
 
 
 def _names(folder: Path) -> dict[int, set[str]]:
-    """By number: which files there are."""
+    """Names of the files in the lock's folder, by number."""
     names: dict[int, set[str]] = {}
     for name in os.listdir(folder):
         if found := NAME.fullmatch(name):

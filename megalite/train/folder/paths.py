@@ -66,13 +66,13 @@ class Folder:
 
 
 def _foreign(path: Path) -> str:
-    """Why other files would be written through `path`; empty if none would."""
+    """The reason why other files would be written through `path`; empty if none would."""
     told = foreign(path)
     return f"{path}: {told}" if told else ""
 
 
 def _hindrance(path: Path, folder: bool) -> str:
-    """Why a folder, or else a file, cannot be made or written to at `path`; empty if it can."""
+    """The reason why a folder, or else a file, cannot be made or written to at `path`; empty if it can."""
     wanted, needed = ("a folder", os.W_OK | os.X_OK) if folder else ("a file", os.W_OK)
     try:
         mode = path.stat().st_mode

@@ -21,7 +21,7 @@ Settings = dict[str, Any]
 
 @dataclass
 class Axes:
-    """What is swept: `keys` in the order of the file, and every combination of their values."""
+    """Swept settings: `keys` in the order of the file, and every combination of their values."""
 
     keys: tuple[str, ...] = ()
     points: Sequence[Settings] = field(default_factory=lambda: [{}])

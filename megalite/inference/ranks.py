@@ -23,7 +23,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 
 @dataclass(frozen=True)
 class Place:
-    """Where this process computes."""
+    """The mesh, host group and data type with which this process computes."""
 
     mesh: Mesh
     group: HostGroup
@@ -31,7 +31,7 @@ class Place:
 
     @property
     def leads(self) -> bool:
-        """Return whether this is the rank that reads prompts and writes results."""
+        """Flag: this rank reads prompts and writes results."""
         return self.group.leads
 
 

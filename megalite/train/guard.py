@@ -58,10 +58,10 @@ def is_jump(norms: Sequence[float], norm: float, train: Train) -> bool:
 
 
 def _out_of_line(before: Sequence[float], value: float, train: Train, floor: float) -> bool:
-    """Return whether `value` exceeds the median of those before by more than `train.spike_threshold` standard deviations.
+    """Return whether `value` exceeds the median of `before` by more than `train.spike_threshold` standard deviations.
 
-    These are estimated from the median absolute deviation, and taken to be at least `floor` of the median. A quarter
-    of the window must be there to judge.
+    The standard deviation is estimated from the median absolute deviation, and taken to be at least `floor` of the
+    median. The answer is False until a quarter of the window is there.
     """
     if len(before) < max(LEAST, train.spike_window // 4):
         return False

@@ -19,14 +19,14 @@ class Model:
 
     name: str
     shape: Shape
-    tokens: int  # of a micro-batch
+    tokens: int  # tokens of a micro-batch
     columns: int  # classes whose logits are here
     layers: int  # whose parameters are here
     ranks: int  # among which each parameter is split
 
     @property
     def elements(self) -> int:
-        """Of all parameters here."""
+        """Number of elements of all parameters on this rank."""
         return sum(math.prod(size) for size in self.parameters())
 
     def parameters(self) -> list[tuple[int, ...]]:
@@ -102,7 +102,7 @@ class Random:
         return wide.mul_(scale).add_(mean).to(dtype)
 
     def weight(self, width: int) -> Tensor:
-        """Of a norm."""
+        """Return the weight of a norm."""
         return self.normal(width, scale=0.1, mean=1)
 
     def below(self, limit: int, count: int) -> Tensor:

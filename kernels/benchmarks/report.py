@@ -1,4 +1,4 @@
-"""What the measured rows say: bandwidths, ratios, whether targets are met; as data, and as a page of Markdown."""
+"""Summary of the measured rows: bandwidths, ratios, whether targets are met; as data, and as a page of Markdown."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
@@ -10,7 +10,7 @@ from megalite_kernels.benchmarks.measure import NO_SUCH_KERNEL, Row
 from megalite_kernels.benchmarks.timing import Spread
 from megalite_kernels.benchmarks.variants import COMPILED, EAGER, LIGER, MATMULS, OURS
 
-SHARES = {  # of the bandwidth of a copy, at least
+SHARES = {  # targets: least share of the bandwidth of a copy
     ("rms_norm", "forward"): 0.90,
     ("rms_norm", "backward"): 0.80,
     ("add_rms_norm", "forward"): 0.90,
@@ -55,7 +55,7 @@ def median(row: Timed) -> float:
 
 
 def share_of_copy(row: Timed, copy: float) -> float | None:
-    """Of a copy's bytes per second, how many these would be if no more were moved than must be."""
+    """Return the row's bytes per second, counting only bytes that must be moved, as a share of `copy`, a copy's."""
     return row.moved_bytes / row.seconds.median / copy if row.moved_bytes and row.seconds else None
 
 
@@ -135,7 +135,7 @@ def full_table(rows: Iterable[Row], copy: float) -> str:
 
 
 def result_table(rows: Iterable[Row]) -> str:
-    """Of what was compared only."""
+    """Table of the results of a run that compares and times nothing."""
     return table(["op", "implementation", "result"], ([row.op, row.variant, row.status] for row in rows))
 
 

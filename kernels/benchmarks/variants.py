@@ -101,7 +101,7 @@ def _rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, backend: Backend) -> t
 
 
 def _bind_liger_rope(inputs: Inputs) -> Run:
-    """It takes heads before tokens, and tables of all features."""
+    """Bind Liger's rope, which takes heads before tokens, and tables of all features."""
     q, k, *angles = inputs.arguments
     cos, sin = (torch.cat((table, table), -1)[None, :, 0, 0] for table in angles)
     module = _liger_module()
@@ -139,7 +139,7 @@ def _plain_linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor) -> T
 
 @torch.no_grad()
 def _matmuls(x: Tensor, weight: Tensor, _: Tensor) -> tuple[Tensor, Tensor]:
-    """What forward and backward multiply, with logits in place of their gradient."""
+    """Run the matrix products of forward and backward, with logits in place of their gradient."""
     logits = x @ weight.T
     return logits @ weight, logits.T @ x
 

@@ -73,7 +73,7 @@ def times(x: Tensor, factor: Tensor) -> Tensor:
 
 
 def use_triton(backend: Backend, device: torch.device) -> bool:
-    """Return whether Triton runs on tensors on `device`; see the table above. Raise ValueError for a bad `backend`."""
+    """Return whether Triton runs for tensors on `device`; see above. Raises ValueError if `backend` cannot run."""
     if backend not in ("auto", "triton", "torch"):
         raise ValueError(f"{backend!r} is no backend; choose auto, triton or torch")
     if backend == "auto":

@@ -1,4 +1,4 @@
-"""What only a comparison of nodes, or of their GPUs, can tell: a pure function of what each node has measured.
+"""Findings that only a comparison of nodes, or of their GPUs, shows: a pure function of what each node has measured.
 
 The supervisor gives `compare` the files of an attempt and leaves out the nodes in `Verdict.bad`.
 """
@@ -24,7 +24,7 @@ COPIES = {"copy to device": "to_device", "copy to host": "to_host"}
 
 @dataclass(frozen=True)
 class Verdict:
-    """What is known of all nodes together."""
+    """Findings about all nodes together."""
 
     sheets: Mapping[str, Sheet]  # by node: its own findings and then those of the comparison
     missing: Mapping[str, str]  # nodes that left no file that can be read, and why
@@ -35,7 +35,7 @@ class Verdict:
 
     @property
     def bad(self) -> dict[str, str]:
-        """Why each node that should be left out should be, in one line."""
+        """Nodes that should be left out, each with the reason in one line."""
         failed = {node: sheet.reason for node, sheet in self.sheets.items() if not sheet.passed}
         return {**failed, **self.missing}
 

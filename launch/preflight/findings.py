@@ -1,4 +1,4 @@
-"""What a preflight has found on a node, and the file in which it says so."""
+"""Findings of a preflight on a node, and the file in which it writes them."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def _sheet(read: Any) -> Sheet:
 
 
 def refuse_constant(constant: str) -> float:
-    """For `parse_constant` of json.loads: what JSON does not have raises ValueError."""
+    """Raise ValueError for NaN and infinities, which JSON does not have; for `parse_constant` of json.loads."""
     raise ValueError(f"{constant} is no number")
 
 

@@ -106,7 +106,7 @@ def _block(random: bytes, place: int) -> bytes:
 
 
 def judge_write(sheet: Sheet, written: Written, checkpoint: Optional[int], nodes: int, limits: Limits) -> None:
-    """Return whether this node writes fast enough for its part of a checkpoint."""
+    """Add a finding: whether this node writes fast enough for its part of a checkpoint."""
     rate = written.size / max(written.seconds, 1e-9)
     sheet.measured["write"] = {"bytes": written.size, "seconds": written.seconds, "rate": rate}
     target, shown = limits.number("save_seconds"), f"{rate / 1e6:,.0f} MB/s with fsync, {written.size / 2**20:,.0f} MiB"

@@ -17,7 +17,7 @@ PATIENCE = 600.0  # seconds: a large data set is scanned once
 
 @dataclass(frozen=True)
 class Checked:
-    """What would start."""
+    """Run that would start, as a check has found it."""
 
     ranks: int
     layout: str

@@ -116,7 +116,7 @@ def _case(name: str, model: Model) -> Case:
 
 
 def _exact(op: _Op, inputs: Inputs) -> list[Tensor]:
-    """From widened leaves; references of ops without backward widen by themselves, one tensor at a time."""
+    """Return exact results and gradients, from widened leaves. A reference without backward widens tensor by tensor."""
     leaves = [leaf.detach().float().requires_grad_() for leaf in inputs.leaves.values()]
     results = flat(op.reference(*leaves, *inputs.constants))
     if not leaves:

@@ -50,7 +50,7 @@ TINY = Model("tiny", Shape(48, 3, 1, 16, 80, 72), 11, columns=70, layers=1, rank
 
 
 def fitting(model: Model, memory: int) -> Model:
-    """With parameters split among so many more ranks that AdamW takes at most `memory` bytes."""
+    """Split the model's parameters among more ranks until AdamW takes at most `memory` bytes."""
     while model.elements * STATES > memory and model.ranks < MOST_RANKS:
         model = replace(model, ranks=2 * model.ranks)
     return model

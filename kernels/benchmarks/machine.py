@@ -1,4 +1,4 @@
-"""On what was measured: the device, and the versions of what runs on it."""
+"""Facts of the machine that was measured: the device, and the versions of the software on it."""
 
 import platform
 import subprocess

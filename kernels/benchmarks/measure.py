@@ -59,7 +59,7 @@ def check(case: Case, device: torch.device, log: Log) -> list[Row]:
 
 
 def measure(case: Case, gpu: Gpu, rounds: int, log: Log) -> list[Row]:
-    """Compare all implementations, and time those that agree, in at most so many rounds."""
+    """Compare all implementations, and time those that agree, in at most `rounds` rounds."""
     inputs = case.make(gpu.device)
     candidates = _compared(case, inputs, log)
     rows = [candidate.row for candidate in candidates if candidate.run is None]

@@ -151,7 +151,7 @@ def number(value: float | None, scale: float, form: str = "{:,.1f}") -> str:
 
 
 def as_data(head: dict[str, Any], rows: Sequence[Row], copies: dict[str, float]) -> dict[str, Any]:
-    """Everything, for JSON. head: what was run, on what; copies: bytes per second of every one."""
+    """All results as data for JSON. head: facts of the run and its machine; copies: bytes per second of every copy."""
     copy = max(copies.values())
     return {
         **head,
@@ -166,7 +166,7 @@ def as_data(head: dict[str, Any], rows: Sequence[Row], copies: dict[str, float])
 
 
 def page(head: dict[str, Any], rows: Sequence[Row], copies: dict[str, float]) -> str:
-    """Everything, to read."""
+    """All results as a page of Markdown."""
     copy = max(copies.values())
     return f"""# The kernels on a GPU
 
@@ -184,7 +184,7 @@ Backward's has what forward keeps.
 
 
 def facts(head: dict[str, Any], copies: dict[str, float]) -> str:
-    """A list of what was run, on what, and how fast that copies."""
+    """List the facts of the run and its machine, and how fast the machine copies."""
     copy = f"{max(copies.values()) / 1e9:,.0f} GB/s, bytes read and written, the best of {len(copies)}"
     return "\n".join(f"- {name}: {_words(value)}" for name, value in (head | {"copy": copy}).items())
 

@@ -28,7 +28,7 @@ FLUSHED = 1 << 28  # bytes: at least four times any cache of today
 
 @dataclass(frozen=True)
 class Call:
-    """run: what is timed, given what prepare, which is not timed, returns."""
+    """A call to time: `run(prepare())`, of which only `run` is timed."""
 
     run: Callable[[Any], Any]
     prepare: Callable[[], Any] = lambda: None
@@ -50,7 +50,7 @@ class Warm:
 
 @dataclass(frozen=True)
 class Spread:
-    """Seconds: the 10th percentile, the median and the 90th percentile of so many rounds."""
+    """The 10th percentile, the median and the 90th percentile of `rounds` rounds, in seconds."""
 
     p10: float
     median: float

@@ -83,7 +83,7 @@ def _compiled(function: Callable[..., Any]) -> Variant:
 
 
 def _liger(function: Callable[..., Any], overwrites: bool = False, name: str = LIGER) -> Variant:
-    """function: is given Liger's module before the arguments."""
+    """Bind `function` of Liger, which takes Liger's module before the arguments."""
     return Variant(LIGER, name, lambda inputs: partial(function, _liger_module(), *inputs.arguments), overwrites)
 
 
@@ -123,7 +123,7 @@ def _qk_norm_rope(
 def _plain_qk_norm_rope(
     q: Tensor, k: Tensor, of_q: Tensor, of_k: Tensor, cos: Tensor, sin: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Rounded once, as the reference."""
+    """Return what the reference computes, rounded once."""
     normal_q, normal_k = rms_norm_reference(q.float(), of_q, EPS), rms_norm_reference(k.float(), of_k, EPS)
     first, second = _rope(normal_q, normal_k, cos, sin, "torch")
     return first.to(q.dtype), second.to(k.dtype)

@@ -80,7 +80,7 @@ def have_met(attempt: Path) -> bool:
 
 
 def read_failures(attempt: Path) -> list[Failure]:
-    """All that can be read: causes before what may follow from them, and then the earliest first."""
+    """Read all complete failures of an attempt: causes before failures that may follow from them, then by time."""
     found = [_read(path, Failure) for path in sorted(attempt.glob("fail-*.json"))]
     failures = [failure for failure in found if isinstance(failure, Failure)]
     return sorted(failures, key=lambda failure: (failure.follows, failure.time))

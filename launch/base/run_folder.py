@@ -54,7 +54,7 @@ class Attempt:
 
 @dataclass(frozen=True)
 class RunFolder:
-    """The paths of what the launcher, the supervisor and the ranks tell each other in the folder of a run."""
+    """Paths of the files in a run's folder by which the launcher, the supervisor and the ranks inform each other."""
 
     path: Path
 

@@ -31,7 +31,7 @@ ENDING = ("_step_signal: Terminating", "Job step aborted", "Force Terminated", "
 
 @dataclass(frozen=True)
 class First:
-    """The first to fail."""
+    """The first rank or node to fail."""
 
     rank: int | None
     node: str | None
@@ -87,7 +87,7 @@ class Ended:
 
 
 def judge(seen: Seen) -> Ended:
-    """The verdict. See the module's text for what counts first."""
+    """Return the verdict. The module's text says which evidence counts first."""
     met = seen.met or any(failure.step for failure in seen.failures) or bool(seen.outcome and seen.outcome.step)
     return replace(_judged(seen), met=met)
 

@@ -92,7 +92,7 @@ def _kinds(nodes: Sequence[Sheet]) -> None:
 
 
 def _speeds(nodes: Sequence[Sheet], thresholds: Thresholds) -> None:
-    """Each GPU beside the median of all: matrix products and copies."""
+    """Compare each GPU with the median of all: matrix products and copies."""
     for check, key in {"matmul": "matmul", **COPIES}.items():
         values = {sheet.node: gpu_values(sheet.measured, key) for sheet in nodes}
         every = [value for found in values.values() for _, value in found]
@@ -140,7 +140,7 @@ def _digests(sheet: Sheet) -> list[str]:
 
 
 def _all_reduce(nodes: Sequence[Sheet], thresholds: Thresholds) -> None:
-    """In the node: beside the figure of its kind, or else beside the other nodes."""
+    """Compare each node's own all-reduce with the figure for its kind of GPU, or else with the other nodes."""
     rates = {sheet.node: number(sheet.measured, "all_reduce") for sheet in nodes}
     known = [rate for rate in rates.values() if rate]
     for sheet in nodes:
@@ -192,7 +192,7 @@ def _pairs(nodes: Sequence[Sheet], thresholds: Thresholds) -> None:
 
 
 def _clocks(nodes: Sequence[Sheet], thresholds: Thresholds) -> None:
-    """Each clock beside the median of all, or of two beside the one that both were compared with."""
+    """Compare each clock with the median of all; two clocks with the board's, by which both were measured."""
     found = {sheet.node: number(sheet.measured, "clock", "offset") for sheet in nodes}
     offsets = {node: offset for node, offset in found.items() if offset is not None}
     if len(offsets) < 2:

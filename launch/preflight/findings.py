@@ -36,7 +36,7 @@ class Finding:
 
 @dataclass
 class Sheet:
-    """All that was found on a node."""
+    """All findings on a node."""
 
     node: str
     level: str  # light or full
@@ -67,7 +67,7 @@ class Sheet:
 
     @property
     def reason(self) -> str:
-        """Why the node failed, in one line; empty if it did not."""
+        """Reason why the node failed, in one line; empty if it did not."""
         return "; ".join(f"{finding.check}: {' '.join(finding.text.split())}" for finding in self.of(FAIL))
 
 

@@ -45,7 +45,7 @@ class Order:
 
 
 def check_node(order: Order, thresholds: Thresholds) -> Sheet:
-    """Everything that this node can find out. Raises UserError if it cannot even keep the board."""
+    """Run all checks of this node and return its findings. Raises UserError if it cannot even keep the board."""
     deadline = time.monotonic() + SECONDS[order.level]
     sheet = Sheet(order.node, order.level, gpu=CPU)
     with ExitStack() as stack:

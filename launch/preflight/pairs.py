@@ -33,7 +33,7 @@ def rounds(nodes: Sequence[str]) -> list[list[tuple[str, str]]]:
 def measure_pairs(
     node: str, nodes: Sequence[str], board: Board, trainer: Trainer, gpus: int, size: int, deadline: float
 ) -> list[dict[str, Any]]:
-    """All-reduces over this node and each of its partners: partner, bytes/s of bus bandwidth, or the error."""
+    """Measure all-reduces over this node and each of its partners: partner, bytes/s of bus bandwidth, or the error."""
     found = []
     for number, pairs in enumerate(rounds(nodes)):
         for first, second in pairs:

@@ -213,7 +213,7 @@ def _query(option: str, columns: Sequence[str], timeout: float) -> list[dict[str
 
 
 def _slowdowns(timeout: float) -> list[dict[str, str]]:
-    """Why clocks are held down, by the names of `SLOWDOWNS`."""
+    """Reasons why clocks are held down, by the names of `SLOWDOWNS`."""
     for prefix in PREFIXES:
         columns = [f"{prefix}.{name}" for name in SLOWDOWNS]
         try:

@@ -119,7 +119,7 @@ def judge_write(sheet: Sheet, written: Written, checkpoint: Optional[int], nodes
 
 
 def read_back(sheet: Sheet, node: str, note: Any, wait: float, limits: Limits) -> None:
-    """Read the file that `node` has written and fsynced before it told so; wait at most so many seconds for it."""
+    """Read the file that `node` has written and fsynced before its note; wait at most `wait` seconds for the file."""
     path, limit = Path(note["path"]), limits.number("visible_seconds")
     rule = "the same bytes" + (f", warn > {limit:g} s" if limit is not None else "")
     start = time.monotonic()

@@ -217,7 +217,7 @@ def _identity(pods: Pods) -> dict[str, Any]:
 
 
 def _rights(pods: Pods) -> dict[str, Any]:
-    """No more rights than the image's user has. Registering memory for RDMA takes the right to lock it.
+    """Rights of pods: no more than the image's user has. Registering memory for RDMA takes the right to lock it.
 
     Root keeps its capabilities: without them it could not write to volumes of others.
     """

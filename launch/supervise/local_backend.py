@@ -64,7 +64,7 @@ class LocalBackend:
         self._locked: int | None = None
 
     def rival(self, events: Sequence[Event]) -> str:
-        """Another supervisor on this machine, or that of a Slurm job. This one's lock goes with its process."""
+        """Find another supervisor on this machine, or that of a Slurm job. This one's lock goes with its process."""
         with suppress(OSError):
             self._locked = other_supervisors.lock(self._run)
             if self._locked is None:

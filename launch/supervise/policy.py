@@ -75,7 +75,7 @@ class Past:
 
     @staticmethod
     def of(events: Iterable[Event], job: str) -> Past:
-        """By the events of the run. Starts without nodes count as stuck; attempts in which ranks never met do not."""
+        """Count the run's events. Starts without nodes count as stuck; attempts in which ranks never met do not."""
         stuck = pauses = 0
         trained = False
         for event in events:
@@ -121,14 +121,14 @@ def next_move(ended: Ended, past: Past, limits: Limits) -> Move:
 
 
 def bad_input(told: str, past: Past, limits: Limits) -> Move:
-    """Decide when a configuration or its files are refused. If the job has trained, they were good and may come back."""
+    """Decide when a configuration or its files are refused: if the job has trained, they were good and may return."""
     if not past.trained:
         return Move(END, BAD_INPUT, f"{told}; it does not get better by trying again")
     return after_a_pause(BAD_INPUT, f"{told}; this job has trained with it before", past, limits)
 
 
 def after_a_pause(code: int, reason: str, past: Past, limits: Limits) -> Move:
-    """Another attempt after a pause, which is longer each time; the end, with `code`, where there were enough."""
+    """Decide on another attempt after a pause, longer each time; after enough of them on the end, with `code`."""
     if past.pauses >= limits.pauses:
         return Move(END, code, f"{reason}; {past.pauses} pauses in a row have not mended that")
     return Move(RELAUNCH, code, reason, min(PAUSES[0] * 2**past.pauses, PAUSES[1]))
@@ -143,7 +143,7 @@ def no_nodes(count: int, least: int, stuck: int, limits: Limits) -> Move:
 
 
 def why_not_requeue(job: Job | None, restart: int, limits: Limits) -> str:
-    """Why a job must not or cannot be requeued; empty if it may.
+    """Return why a job must not or cannot be requeued; empty if it may.
 
     job: as Slurm sees it now; None if Slurm does not answer. A job that was cancelled, has met its time limit or was
     requeued by others is not RUNNING any more, or its restarts are counted further: requeuing it would bring it back
@@ -182,7 +182,7 @@ def slow_nodes(events: Iterable[Event], now: float) -> set[str]:
 
 
 def _of_late(event: Event, now: float) -> bool:
-    """Within a day. An event of tomorrow was dated by a clock that was wrong, and would be remembered for ever."""
+    """Return whether an event is within a day of `now`. One that a wrong clock has dated ahead would count for ever."""
     return abs(now - float(event["time"])) <= MEMORY
 
 
@@ -202,7 +202,7 @@ def choose(
     sizes: tuple[int, int],
     fits: Callable[[int], bool],
 ) -> Choice:
-    """Pick nodes.
+    """Choose the nodes of an attempt.
 
     sizes: the number that is wanted and the least that will do. fits: whether training can run on so many. A slow node
     serves where there is no better one for its place. A node that has failed before serves only where there would be

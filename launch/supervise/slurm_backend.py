@@ -126,7 +126,7 @@ class SlurmBackend:
         return self.slurm.job()
 
     def nodes(self, job: Job | None) -> list[str]:
-        """Without an answer of Slurm, those that the job has had before. With --no-kill, they get fewer."""
+        """Nodes of the job; if Slurm does not answer, those it had before. With --no-kill, they get fewer."""
         listed = job.nodes if job else ("" if self._names else os.environ.get("SLURM_JOB_NODELIST", ""))
         self._names = self.slurm.names(listed) or self._names
         return self._names
@@ -296,7 +296,7 @@ class SlurmBackend:
     def _srun(
         self, arguments: Sequence[str], said: IO[bytes] | None = None, env: dict[str, str] | None = None
     ) -> subprocess.Popen[bytes]:
-        """In a session of its own, so that what signals the batch script's group does not end ranks."""
+        """Start srun in a session of its own, so that a signal to the batch script's group does not end ranks."""
         return subprocess.Popen(
             ["srun", *arguments],
             env=env,
@@ -322,7 +322,7 @@ def _end(sruns: Sequence[subprocess.Popen[bytes]], pause: Pause) -> None:
 
 
 def _on(nodes: Sequence[str]) -> list[str]:
-    """One task on each of these nodes."""
+    """Options of srun for one task on each of these nodes."""
     count = len(nodes)
     return [f"--nodes={count}", f"--ntasks={count}", "--ntasks-per-node=1", f"--nodelist={','.join(nodes)}"]
 

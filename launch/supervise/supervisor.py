@@ -368,7 +368,7 @@ class Supervisor:
         tries: list[str] = []
 
         def attempt() -> str | None:
-            """Why the job is not requeued; empty if it is; None to try again."""
+            """Return why the job is not requeued; empty if it is; None to try again."""
             job = self.backend.standing()
             if job is None:
                 return None

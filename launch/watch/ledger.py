@@ -27,7 +27,7 @@ def nothing() -> Spent:
 
 @dataclass
 class Part:
-    """An attempt, or a start of a run that no supervisor looks after. Times are microseconds since 1970."""
+    """An attempt, or a start of a run without a supervisor. Times are microseconds since 1970."""
 
     name: str
     began: int

@@ -61,7 +61,7 @@ def state_of(run: Watched) -> State:
 
 
 def summary(run: Watched) -> Summary:
-    """Everything that is told of a run. Numbers that are not known are None."""
+    """Return all facts of a run for people and programs. Unknown numbers are None."""
     state, ledger = state_of(run), run.ledger
     checkpoint = run.newest_checkpoint()
     spent, end = ledger.accounts(int(run.now * SECOND), state.living, checkpoint or 0)

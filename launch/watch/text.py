@@ -78,7 +78,7 @@ def facts(found: Summary) -> list[tuple[str, str]]:
 
 
 def status_text(found: Summary) -> str:
-    """All that a screen should show."""
+    """Text of a run's status for a screen."""
     head = table(("", ""), [("state", found["text"]), *facts(found)], (0, 1))
     parts = [printable(found["run"]), head, _where(found)]
     parts += [_attempts(found), _nodes(found), _decisions(found)]

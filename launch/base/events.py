@@ -35,7 +35,7 @@ def append_event(path: Path, event: str, by: str, text: str, **details: Any) -> 
 
 
 def read_events(path: Path) -> list[Event]:
-    """All events in the order they were written; a line that is none is passed over. No file: no events.
+    """Read all events in the order they were written, without lines that are none. No file: no events.
 
     Raises OSError if there is a file that cannot be read.
     """

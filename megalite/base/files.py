@@ -51,18 +51,18 @@ def look(path: str | Path, follow: bool = True) -> os.stat_result | None:
 
 
 def exists(path: str | Path, follow: bool = True) -> bool:
-    """Return whether there is anything at `path`; as `look`."""
+    """Whether there is anything at `path`; as `look`."""
     return look(path, follow) is not None
 
 
 def is_file(path: str | Path) -> bool:
-    """Return whether there is a regular file at `path`, or a link to one; as `look`."""
+    """Whether there is a regular file at `path`, or a link to one; as `look`."""
     found = look(path)
     return found is not None and stat.S_ISREG(found.st_mode)
 
 
 def is_folder(path: str | Path, follow: bool = True) -> bool:
-    """Return whether there is a folder at `path`, or a link to one; as `look`."""
+    """Whether there is a folder at `path`, or a link to one; as `look`."""
     found = look(path, follow)
     return found is not None and stat.S_ISDIR(found.st_mode)
 

@@ -55,7 +55,7 @@ def merged(paths: Iterable[str], model: Model | None = None) -> dict[str, Any]:
 
 
 def is_set(paths: Iterable[str], key: str) -> bool:
-    """Return whether one of the YAML files `paths`, or one that they include, gives the dotted `key` a value."""
+    """Whether one of the YAML files `paths`, or one that they include, gives the dotted `key` a value."""
     for path in paths:
         found: Any = _read(located(path), (), {})
         for step in key.split("."):
@@ -114,7 +114,7 @@ def files_and_overrides(arguments: Iterable[str]) -> tuple[list[str], list[str]]
 
 
 def is_override(argument: str) -> bool:
-    """Return whether a command-line argument is a `key=value` override, not a file."""
+    """Whether a command-line argument is a `key=value` override, not a file."""
     return re.fullmatch(KEY, argument.partition("=")[0]) is not None and "=" in argument
 
 

@@ -114,7 +114,7 @@ class Pipeline:
 
     @property
     def searched(self) -> bool:
-        """Return whether the order of the schedule is looked for."""
+        """Whether the order of the schedule is looked for."""
         return self.schedule == "auto"
 
 
@@ -147,7 +147,7 @@ class DataParallel:
 
     @property
     def sharded(self) -> bool:
-        """Return whether parameters are divided among data-parallel ranks."""
+        """Whether parameters are divided among data-parallel ranks."""
         return self.mode != "ddp"
 
 

@@ -122,7 +122,7 @@ class _Clock:
             self._weight(rank, now)
 
     def _may_start(self, rank: int, stage: int) -> bool:
-        """Return whether the policy, and memory, let a forward start."""
+        """Whether the policy, and memory, let a forward start."""
         first = self.problem.owned[rank][0]
         if stage == first and self.forwards[stage] - self.backwards[stage] >= self.policy.ahead[rank]:
             return False
@@ -133,7 +133,7 @@ class _Clock:
         return prefer == "backward" or (prefer == "alternate" and self.last[rank] == F)
 
     def _passes(self, rank: int, now: float, until: float) -> bool:
-        """Return whether a W may fill the time until then."""
+        """Whether a W may fill the time until then."""
         return now + self.policy.gap * self.problem.times[self.waiting[rank][0]][W] <= until * SLACK
 
     def _backward(self, rank: int, stage: int, now: float) -> None:

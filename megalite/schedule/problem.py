@@ -142,7 +142,7 @@ class Problem:
         return [max(self._held(order), default=0.0) for order in orders]
 
     def fits(self, orders: Iterable[Order]) -> bool:
-        """Return whether no rank holds more than its limit."""
+        """Whether no rank holds more than its limit."""
         return all(peak <= limit * SLACK for peak, limit in zip(self.peaks(orders), self.limits, strict=True))
 
     def _held(self, order: Order) -> Iterator[float]:

@@ -1,4 +1,4 @@
-"""Return whether two sources of weights hold the same model: tensor by tensor, and in what it computes."""
+"""Whether two sources of weights hold the same model: tensor by tensor, and in what it computes."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace

@@ -36,7 +36,7 @@ class Line:
         return [slope(self.points, means) for means in self.means[module]]
 
     def within(self, module: str) -> bool:
-        """Return whether the slope after the last step is near 0."""
+        """Whether the slope after the last step is near 0."""
         return abs(self.slopes(module)[-1]) <= TOLERANCE  # not so of NaN
 
     @property
@@ -47,7 +47,7 @@ class Line:
 
     @property
     def passed(self) -> bool:
-        """Return whether all slopes are near 0, or if this is the control, whether one is not."""
+        """Whether all slopes are near 0, or if this is the control, whether one is not."""
         return self.steepest >= CONTROL if self.control else all(map(self.within, MODULES))
 
     @property

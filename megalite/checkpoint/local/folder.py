@@ -150,7 +150,7 @@ class Place:
 
     @property
     def in_memory(self) -> bool:
-        """Return whether the folder is in host memory, as /dev/shm is. If Linux does not tell, it is taken to be on a disk."""
+        """Whether the folder is in host memory, as /dev/shm is. If Linux does not tell, it is taken to be on a disk."""
         real, best, kind = os.path.realpath(self.folder), "", ""
         try:
             lines = Path("/proc/self/mounts").read_text().splitlines()

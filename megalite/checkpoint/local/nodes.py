@@ -21,7 +21,7 @@ class Nodes:
         return len(self.names)
 
     def leads(self, rank: int) -> bool:
-        """Return whether `rank` acts for its node."""
+        """Whether `rank` acts for its node."""
         return self.leader(self.node_of[rank]) == rank
 
     def leader(self, node: int) -> int:

@@ -84,7 +84,7 @@ class Tier:
 
     @property
     def on(self) -> bool:
-        """Return whether there are local checkpoints."""
+        """Whether there are local checkpoints."""
         return self._place is not None
 
     @property

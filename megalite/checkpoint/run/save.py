@@ -169,7 +169,7 @@ class Saver:
 
     @property
     def local(self) -> bool:
-        """Return whether checkpoints are saved on the nodes."""
+        """Whether checkpoints are saved on the nodes."""
         return self._tier is not None and self._tier.on
 
     def save(self, progress: Progress, shared: bool = True) -> None:
@@ -318,7 +318,7 @@ class Saver:
         return Ended([saved], tier.copy_if_due(at_once=shared and self._lasts(progress.step)))
 
     def _lasts(self, step: int) -> bool:
-        """Return whether the checkpoint of this very step is wanted, not only a new one."""
+        """Whether the checkpoint of this very step is wanted, not only a new one."""
         checkpoint = self.config.checkpoint
         every = checkpoint.keep_every
         kept = (every > 0 and step % every == 0) or step in checkpoint.at

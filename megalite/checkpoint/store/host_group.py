@@ -28,7 +28,7 @@ class HostGroup:
 
     @property
     def leads(self) -> bool:
-        """Return whether this is the first rank, which acts for all."""
+        """Whether this is the first rank, which acts for all."""
         return self.rank == 0
 
     def gather(self, value: T) -> list[T] | None:

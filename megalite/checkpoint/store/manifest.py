@@ -94,12 +94,12 @@ class Manifest:
 
     @property
     def foreign(self) -> bool:
-        """Return whether another program has saved the weights."""
+        """Whether another program has saved the weights."""
         return self.layout is None
 
     @property
     def resumable(self) -> bool:
-        """Return whether there are an optimizer's states and the progress of a run, too."""
+        """Whether there are an optimizer's states and the progress of a run, too."""
         return self.tokens is not None
 
     @property
@@ -132,7 +132,7 @@ def check_sizes(path: Path) -> Manifest:
 
 
 def is_plain(name: str) -> bool:
-    """Return whether `name` can be a file of a checkpoint: on every system, it lies in the checkpoint's folder."""
+    """Whether `name` can be a file of a checkpoint: on every system, it lies in the checkpoint's folder."""
     return FILE_NAME.fullmatch(name) is not None and name not in (".", "..")
 
 

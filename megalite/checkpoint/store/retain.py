@@ -102,5 +102,5 @@ def damaged(folder: Path) -> list[Path]:
 
 
 def _is_folder(path: Path) -> bool:
-    """Return whether `path` is a folder itself, not a link to one."""
+    """Whether `path` is a folder itself, not a link to one."""
     return is_folder(path, follow=False)

@@ -216,7 +216,7 @@ def _refuse_unfit(theirs: Theirs, block: torch.Tensor, resumable: bool) -> None:
 
 
 def _finite(block: torch.Tensor) -> bool:
-    """Return whether all elements are finite; those of a sum that is are."""
+    """Whether all elements are finite; those of a sum that is are."""
     return bool(block.sum().isfinite() or block.isfinite().all())
 
 

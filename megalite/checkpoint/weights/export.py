@@ -17,7 +17,7 @@ DTYPES = {"bf16": "bfloat16"}  # of exported weights, where it is not their own
 
 
 def is_due(checkpoint: Checkpoint, step: int, last: int) -> bool:
-    """Return whether the checkpoint of `step` is exported; `last` is the last step of the run."""
+    """Whether the checkpoint of `step` is exported; `last` is the last step of the run."""
     every = checkpoint.export_every
     return checkpoint.export is not None and (step == last or (every > 0 and step % every == 0))
 

@@ -93,7 +93,7 @@ def _enough(asked: Asked, gpus: int) -> int | None:
 
 
 def _possible(asked: Asked, gpus: int, pins: Mapping[str, Any]) -> bool:
-    """Return whether there is a layout with these pins, whatever memory it needs."""
+    """Whether there is a layout with these pins, whatever memory it needs."""
     space = Space(asked.config, gpus, asked.timer, pins, asked.offload)
     shapes = (shape for shape in space.shapes(inf) if space.sharings(shape))
     return any(True for shape in shapes for _ in space.pipelines(shape.choice))

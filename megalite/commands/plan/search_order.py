@@ -154,7 +154,7 @@ class _Placed:
         return 3 * self.m * self.plan.stages * FEW > EFFORT
 
     def is_own(self, orders: Orders) -> bool:
-        """Return whether these are the orders that the layout has."""
+        """Whether these are the orders that the layout has."""
         return self.first and orders is self.named[self.schedule]
 
     def seconds(self, orders: Orders) -> float:

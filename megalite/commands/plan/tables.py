@@ -158,7 +158,7 @@ def pareto(runs: Sequence[Run]) -> list[bool]:
 
 
 def fits_text(needed: float, limit: float) -> Text:
-    """Return whether bytes fit, with both numbers."""
+    """Whether bytes fit, with both numbers."""
     if needed <= limit:
         return Text(f"fits: {memory(needed)} of {memory(limit)} for tensors", style="green")
     over = f"{memory(needed - limit)} more than the {memory(limit)} for tensors"

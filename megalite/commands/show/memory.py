@@ -124,7 +124,7 @@ def dry_run_command(args: argparse.Namespace, config: Config, pp: int) -> list[s
 
 
 def verdict(config: Config, memories: Sequence[Memory], limit: float | None, cluster: Cluster | None = None) -> Text:
-    """Return whether the fullest rank fits.
+    """Whether the fullest rank fits.
 
     limit: GiB of a device that tensors may fill; None: those of a GPU of `cluster`. Without either, a GPU of 80 GiB is
     assumed, or on CPUs no limit.

@@ -38,7 +38,7 @@ def validate_files(config: Config) -> list[Problem]:
 
 
 def _installed(package: str) -> bool:
-    """Return whether there is a package. A mere folder of its name, which Python would take for one, does not count."""
+    """Whether there is a package. A mere folder of its name, which Python would take for one, does not count."""
     found = find_spec(package)
     return found is not None and found.origin is not None
 

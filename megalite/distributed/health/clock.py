@@ -95,7 +95,7 @@ class Clock:
         return timed
 
     def _holds_up(self, waits: object) -> bool:
-        """Return whether the section waits, and not another stream that communicates beside it."""
+        """Whether the section waits, and not another stream that communicates beside it."""
         if not self._cuda:
             return True
         return torch.cuda.current_stream() == self._stream and (
@@ -114,5 +114,5 @@ class Clock:
 
 
 def _computes(thread: threading.Thread) -> bool:
-    """Return whether a thread trains: the main one, or one of autograd's, which Python did not start."""
+    """Whether a thread trains: the main one, or one of autograd's, which Python did not start."""
     return thread is threading.main_thread() or isinstance(thread, threading._DummyThread)

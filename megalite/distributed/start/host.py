@@ -22,7 +22,7 @@ def host_memory() -> int:
 
 
 def on_cpus(device: str) -> bool:
-    """Return whether ranks on this machine will run on CPUs with this `run.device`. Finds out without torch."""
+    """Whether ranks on this machine will run on CPUs with this `run.device`. Finds out without torch."""
     return device == "cpu" or (device == "auto" and not any(map(os.path.exists, DRIVERS)))
 
 

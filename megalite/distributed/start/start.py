@@ -37,7 +37,7 @@ LOST_PEER = (
 
 
 def is_lost_peer(error: BaseException) -> bool:
-    """Return whether an error of a collective means that another rank is gone."""
+    """Whether an error of a collective means that another rank is gone."""
     if isinstance(error, LostPeer | dist.DistNetworkError | dist.DistStoreError):
         return True
     return isinstance(error, RuntimeError) and any(sign in str(error).lower() for sign in LOST_PEER)

@@ -1,4 +1,4 @@
-"""Return whether implementations compute the same: their losses at every step, and the first gradients. Imports no torch.
+"""Whether implementations compute the same: their losses at every step, and the first gradients. Imports no torch.
 
 Rows of one group have the same weights, tokens and settings. The first that is megalite's is what the others are
 compared with; one that is too far from it disagrees, and no ratio is made of its times.

@@ -80,7 +80,7 @@ class Save:
         return self.resumed + self.write
 
     def overlaps(self, step: Step) -> bool:
-        """Return whether the checkpoint was being written during some of the step."""
+        """Whether the checkpoint was being written during some of the step."""
         return step.began < self.complete and self.resumed < step.ended
 
     def report(self) -> dict[str, float]:

@@ -60,7 +60,7 @@ def page(rows: Mapping[str, Row], cases: Sequence[Case], head: Mapping[str, Any]
 
 
 def can_be_shown(row: Row) -> bool:
-    """Return whether a row has the shape that tables need: a file may hold one of an earlier program, or anything."""
+    """Whether a row has the shape that tables need: a file may hold one of an earlier program, or anything."""
     try:
         page({row["id"]: {"written": 0.0, **row}}, [], {"best_gemm": 1.0})
         return isinstance(row.get("written", 0.0), int | float) and all(map(float, row.get("loss") or ())) in (

@@ -204,5 +204,5 @@ def _set(target: Any, items: list[Any]) -> None:
 
 
 def _is_key(value: Any) -> bool:
-    """Return whether the hash of `value` is quick to compute and cannot be chosen, unlike those of tuples and floats."""
+    """Whether the hash of `value` is quick to compute and cannot be chosen, unlike those of tuples and floats."""
     return isinstance(value, str | Made) or (type(value) is int and -LARGEST <= value < LARGEST)

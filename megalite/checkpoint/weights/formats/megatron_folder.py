@@ -32,7 +32,7 @@ def latest(path: Path) -> str:
 
 
 def has(path: Path, *patterns: str) -> bool:
-    """Return whether the latest weights in `path` have files of all these names."""
+    """Whether the latest weights in `path` have files of all these names."""
     try:
         folder = path / latest(path)
         return all(any(True for _ in folder.glob(pattern)) for pattern in patterns)

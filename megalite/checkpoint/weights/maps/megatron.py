@@ -184,6 +184,6 @@ def places(split: Split) -> Iterator[tuple[int, int, int]]:
 
 
 def replicated(name: str) -> bool:
-    """Return whether every tensor-parallel rank has the whole of this tensor."""
+    """Whether every tensor-parallel rank has the whole of this tensor."""
     found = LAYER.fullmatch(name)
     return name == FINAL_NORM or (found is not None and found[2] in WHOLE)

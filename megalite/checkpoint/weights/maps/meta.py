@@ -32,7 +32,7 @@ ROUNDED = ((1.0, 256), (1.3, 1024), (1.3, 4096), (1.2, 4096), (1.5, 256))  # the
 
 
 def replicated(name: str) -> bool:
-    """Return whether every file has the whole of this tensor."""
+    """Whether every file has the whole of this tensor."""
     return name == NORM or name.endswith(tuple(EVERYWHERE))
 
 

@@ -197,7 +197,7 @@ def fused_adamw(
     clip: Tensor | None = None,
     found_inf: Tensor | None = None,
 ) -> None:
-    """As `adamw`, for `FusedAdamW(…, update=fused_adamw)`, by the kernel that `torch.optim.AdamW(fused=True)` runs.
+    """Do what `adamw` does with the kernel of `torch.optim.AdamW(fused=True)`; for `FusedAdamW(…, update=fused_adamw)`.
 
     There are two differences: all tensors of a parameter have one data type, and gradients are overwritten by the
     clipped ones.

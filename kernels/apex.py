@@ -55,7 +55,7 @@ def adamw(
     clip: Tensor | None = None,
     found_inf: Tensor | None = None,
 ) -> None:
-    """As `megalite_kernels.adamw.adamw`, for `FusedAdamW(…, update=adamw)`, by the kernel of apex's FusedAdam.
+    """Do what `megalite_kernels.adamw.adamw` does with apex's FusedAdam kernel; for `FusedAdamW(…, update=adamw)`.
 
     There are three differences: weights must be float32, all must have had the same number of updates, and float32
     gradients are overwritten by the clipped ones.
@@ -93,6 +93,6 @@ def adamw(
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """As `megalite_kernels.rms_norm.rms_norm`, by the kernel of apex's FusedRMSNorm."""
+    """Return what `megalite_kernels.rms_norm.rms_norm` returns, computed by the kernel of apex's FusedRMSNorm."""
     extension("fused_layer_norm_cuda")
     return extension(NORMS).fused_rms_norm_affine(x, weight.to(x.dtype), (x.shape[-1],), eps)

@@ -1,4 +1,4 @@
-"""Which implementation runs an operation: Triton's kernels, or PyTorch's own operations.
+"""Choice of the implementation that runs an operation: Triton's kernels, or PyTorch's own operations.
 
 | backend  | CUDA tensor                          | any other tensor | any tensor, under TRITON_INTERPRET=1 |
 |----------|--------------------------------------|------------------|--------------------------------------|
@@ -39,7 +39,7 @@ INTERPRETED = HAS_TRITON and triton.knobs.runtime.interpret  # fixed when Triton
 class Program(NamedTuple):
     """The size of a kernel's programs. Launch functions choose it, unless they are given one."""
 
-    elements: int  # of a program's block, a power of 2
+    elements: int  # elements of a program's block, a power of 2
     warps: int
 
 
@@ -73,7 +73,7 @@ def times(x: Tensor, factor: Tensor) -> Tensor:
 
 
 def use_triton(backend: Backend, device: torch.device) -> bool:
-    """Whether Triton runs on tensors on `device`; see the table above. Raises ValueError if `backend` cannot run."""
+    """Return whether Triton runs for tensors on `device`; see above. Raises ValueError if `backend` cannot run."""
     if backend not in ("auto", "triton", "torch"):
         raise ValueError(f"{backend!r} is no backend; choose auto, triton or torch")
     if backend == "auto":

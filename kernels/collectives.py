@@ -8,7 +8,7 @@ reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.red
 
 
 def name_of(group: dist.ProcessGroup | None) -> str:
-    """The name by which a custom op is told `group`; empty if there is no other rank."""
+    """The name by which a custom op finds `group`; empty if there is no other rank."""
     return group.group_name if group is not None and group.size() > 1 else ""
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-TOKENS = 8192  # of a micro-batch
+TOKENS = 8192  # tokens of a micro-batch
 
 
 @dataclass(frozen=True)

@@ -54,7 +54,7 @@ def _stats_kernel(
     X, Targets, Stats, x_stride, first, columns,
     KEPT: tl.constexpr, SHARE: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
-    """For one row's columns on this rank: the log-sum-exp, and the terms of the loss that are linear in x.
+    """Computes the log-sum-exp, and the terms of the loss that are linear in x, of one row's columns on this rank.
 
     Every lane keeps its own maximum and sum, so that lanes wait for each other only at the end. The maximum starts at a
     finite number, so that a column of −inf adds exp(−inf), not nan.
@@ -199,7 +199,7 @@ def launch_gradient(
 
 
 def torch_stats(logits: Tensor, targets: Tensor, labels: Labels) -> Tensor:
-    """As `launch_stats`."""
+    """Return what `launch_stats` returns, by PyTorch's operations."""
     stats = logits.new_zeros(len(logits), 2, dtype=wide_dtype(logits.dtype))
     for rows in _blocks(len(logits)):
         wide = logits[rows, : labels.columns].to(stats.dtype)
@@ -214,7 +214,7 @@ def torch_stats(logits: Tensor, targets: Tensor, labels: Labels) -> Tensor:
 
 
 def torch_merge(parts: Tensor, targets: Tensor, labels: Labels) -> tuple[Tensor, Tensor]:
-    """As `launch_merge`."""
+    """Return what `launch_merge` returns, by PyTorch's operations."""
     lses, linear = parts[0].unbind(1)
     if len(parts) > 1:
         lses, linear = parts[..., 0].logsumexp(0), parts[..., 1].sum(0)
@@ -229,7 +229,7 @@ def torch_merge(parts: Tensor, targets: Tensor, labels: Labels) -> tuple[Tensor,
 
 
 def torch_gradient(logits: Tensor, targets: Tensor, lses: Tensor, scales: Tensor, labels: Labels) -> None:
-    """As `launch_gradient`."""
+    """Overwrite logits by their gradient, as `launch_gradient` does, by PyTorch's operations."""
     local, owned = labels.local(targets)
     constants = labels.constants
     for rows in _blocks(len(logits)):

@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 class Labels(NamedTuple):
-    """Which classes the columns of this rank's logits belong to, and how targets are read."""
+    """Classes of the columns of this rank's logits, and the options by which targets are read."""
 
     first: int  # class of the first column
     columns: int  # how many columns are classes; those after them are padding

@@ -21,7 +21,7 @@ from megalite_kernels.rms_norm import rms_norm
 from megalite_kernels.rope import Layout, block, check, load_heads, load_pairs, rope, store_pairs, tables, turn
 from megalite_kernels.rope import reference as rope_reference
 
-PROGRAMS = 3  # of backward, per multiprocessor: as many as fit into its registers at once
+PROGRAMS = 3  # programs of backward per multiprocessor: as many as fit into its registers at once
 
 
 def reference(

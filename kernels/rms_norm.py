@@ -34,7 +34,7 @@ from megalite_kernels.backend import (
 )
 from megalite_kernels.compile_cases import TOKENS, Case, meta, models
 
-ELEMENTS = 4096  # of a program's block, if rows are narrow enough
+ELEMENTS = 4096  # elements of a program's block, if rows are narrow enough
 SCRATCH = 1024  # bytes of shared memory for sums over a program's threads
 
 
@@ -115,7 +115,7 @@ def _rms_norm_backward(
     WIDTH: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, PARTS: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """For every num_programs-th block of rows, computes DX, with DTotal added if it is given, and a partial sum of dw.
+    """Computes DX, with DTotal added if it is given, and a partial sum of dw, for every num_programs-th block of rows.
 
     PARTS programs share a block: each reads whole rows for the mean, and then its own TILES tiles of columns again.
     STAGES: blocks in flight; the next are read while one is summed.

@@ -11,7 +11,7 @@ CHUNK = 16384  # elements of one program
 
 
 def launches(lists: Sequence[Sequence[Tensor]]) -> list[tuple[list[int], bool]]:
-    """For each launch, the indices of its tensors, and whether all of these are aligned.
+    """Return, for each launch, the indices of its tensors, and whether all of these are aligned.
 
     The i-th tensors of all lists belong together and have the same size; empty ones are left out. Each launch has one
     data type per list. A tensor is aligned if it may be read 16 elements at a time.
@@ -38,7 +38,7 @@ def tensor_table(lists: Sequence[Sequence[Tensor]]) -> tuple[Tensor, int]:
 
 
 def search_steps(tensors: int) -> int:
-    """How often `find` halves the tensors. Only few different numbers, as each needs a kernel of its own."""
+    """Return the number of times `find` halves the tensors. Few numbers occur, as each needs a kernel of its own."""
     return max(power_of_2(tensors).bit_length() - 1, 8)
 
 

@@ -1,1 +1,1 @@
-"""How fast the kernels are, beside torch.compile, eager PyTorch and Liger: `python -m megalite_kernels.benchmarks`."""
+"""Speed of the kernels beside torch.compile, eager PyTorch and Liger: `python -m megalite_kernels.benchmarks`."""

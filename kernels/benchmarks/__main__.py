@@ -99,7 +99,7 @@ def _json(text: str) -> Path:
 
 
 def _obstacle(options: argparse.Namespace) -> str:
-    """Why this cannot be run here; empty if it can."""
+    """Return why the benchmarks cannot run here; empty if they can."""
     has_gpu, out = has_cuda(), options.out
     if options.sweep and (others := [op for op in options.ops if op not in SWEPT]):
         return f"--sweep knows {', '.join(SWEPT)}, not {', '.join(others)}; leave that out of --ops"

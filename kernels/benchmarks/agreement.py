@@ -1,4 +1,4 @@
-"""Whether results agree, as far as roundings to a data type allow."""
+"""Check that results agree, as far as roundings to a data type allow."""
 
 import math
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def excess(found: Tensor, exact: Tensor, rounded: tuple[torch.dtype, int]) -> float:
-    """How far `found` is off, in multiples of what is allowed; infinite where it is not a number or of another shape.
+    """Return the error of `found` in multiples of the allowed one; infinite if it has nan, inf or another shape.
 
     rounded: a data type, and how many roundings to it are allowed, each of at most half the distance of two neighbours.
     All elements together may be off by as much, in the L2 norm; any one by four times as much of itself or of the root

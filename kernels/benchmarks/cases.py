@@ -1,4 +1,4 @@
-"""What is measured: every op at the sizes of every model, what its result must be, and what it must at least move."""
+"""Benchmark cases: every op at the sizes of every model, its exact result, and the bytes it must at least move."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -42,7 +42,7 @@ from megalite_kernels.rope import reference as rope_reference
 from megalite_kernels.swiglu import bytes_moved as swiglu_bytes
 from megalite_kernels.swiglu import reference as swiglu_reference
 
-EPS = 1e-5  # of norms
+EPS = 1e-5  # epsilon of norms
 
 
 class AdamWOptions(TypedDict):
@@ -79,7 +79,7 @@ class Case:
 
 @dataclass(frozen=True)
 class _Op:
-    """How to make cases. moved: bytes by forward and by backward, or none where they are not what bounds it."""
+    """A recipe for cases. moved: bytes that forward and backward move, or None for an op that memory does not bound."""
 
     inputs: Callable[[Model, Random], Inputs]
     reference: Callable[..., Any]
@@ -95,7 +95,7 @@ def cases(ops: Iterable[str], models: Iterable[Model]) -> list[Case]:
 
 
 def _sizes(op: str, model: Model) -> list[Model]:
-    """Of twice the tokens too, where only then logits of 8B come in chunks."""
+    """The model; for linear_cross_entropy also with twice the tokens: only then the logits of 8B come in chunks."""
     twice = replace(model, name=f"{model.name}, twice", tokens=2 * model.tokens)
     return [model, twice] if op == "linear_cross_entropy" else [model]
 
@@ -116,7 +116,7 @@ def _case(name: str, model: Model) -> Case:
 
 
 def _exact(op: _Op, inputs: Inputs) -> list[Tensor]:
-    """From widened leaves; references of ops without backward widen by themselves, one tensor at a time."""
+    """Return exact results and gradients, from widened leaves. A reference without backward widens tensor by tensor."""
     leaves = [leaf.detach().float().requires_grad_() for leaf in inputs.leaves.values()]
     results = flat(op.reference(*leaves, *inputs.constants))
     if not leaves:
@@ -200,7 +200,7 @@ OPS = {
         lambda model: f"{model.tokens} × {model.shape.width} × {model.columns}",
         lambda model: None,
         parts=(*APART, WHOLE),
-        rounded=(torch.bfloat16, 4),  # of logits and their gradients too, and of sums over chunks
+        rounded=(torch.bfloat16, 4),  # logits, their gradients and sums over chunks are rounded too
     ),
     "adamw": _Op(
         optimizer_inputs,

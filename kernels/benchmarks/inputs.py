@@ -19,14 +19,14 @@ class Model:
 
     name: str
     shape: Shape
-    tokens: int  # of a micro-batch
+    tokens: int  # tokens of a micro-batch
     columns: int  # classes whose logits are here
     layers: int  # whose parameters are here
     ranks: int  # among which each parameter is split
 
     @property
     def elements(self) -> int:
-        """Of all parameters here."""
+        """Number of elements of all parameters on this rank."""
         return sum(math.prod(size) for size in self.parameters())
 
     def parameters(self) -> list[tuple[int, ...]]:
@@ -50,7 +50,7 @@ TINY = Model("tiny", Shape(48, 3, 1, 16, 80, 72), 11, columns=70, layers=1, rank
 
 
 def fitting(model: Model, memory: int) -> Model:
-    """With parameters split among so many more ranks that AdamW takes at most `memory` bytes."""
+    """Split the model's parameters among more ranks until AdamW takes at most `memory` bytes."""
     while model.elements * STATES > memory and model.ranks < MOST_RANKS:
         model = replace(model, ranks=2 * model.ranks)
     return model
@@ -102,7 +102,7 @@ class Random:
         return wide.mul_(scale).add_(mean).to(dtype)
 
     def weight(self, width: int) -> Tensor:
-        """Of a norm."""
+        """Return the weight of a norm."""
         return self.normal(width, scale=0.1, mean=1)
 
     def below(self, limit: int, count: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""On what was measured: the device, and the versions of what runs on it."""
+"""Facts of the machine that was measured: the device, and the versions of the software on it."""
 
 import platform
 import subprocess
@@ -16,7 +16,7 @@ def has_cuda() -> bool:
 
 
 def device_facts(device: torch.device) -> dict[str, str]:
-    """Of a CUDA device, by PyTorch and, where it is there, nvidia-smi."""
+    """Return facts of a CUDA device by name, from PyTorch and, where it is installed, nvidia-smi."""
     properties = torch.cuda.get_device_properties(device)
     return {
         "name": properties.name,

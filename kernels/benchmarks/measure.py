@@ -22,7 +22,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Row:
-    """What is known of one implementation, and of one part of its work if that was timed; in bytes and seconds."""
+    """Results for one implementation, and for one part of its work if that was timed; in bytes and seconds."""
 
     op: str
     model: str
@@ -38,7 +38,7 @@ class Row:
 
     @property
     def is_fault(self) -> bool:
-        """Whether these kernels are not what they must be."""
+        """Flag: the row is of one of our kernels, and its result does not agree."""
         return self.kind == OURS and self.status != AGREES
 
     def __str__(self) -> str:
@@ -59,7 +59,7 @@ def check(case: Case, device: torch.device, log: Log) -> list[Row]:
 
 
 def measure(case: Case, gpu: Gpu, rounds: int, log: Log) -> list[Row]:
-    """Compare all implementations, and time those that agree, in at most so many rounds."""
+    """Compare all implementations, and time those that agree, in at most `rounds` rounds."""
     inputs = case.make(gpu.device)
     candidates = _compared(case, inputs, log)
     rows = [candidate.row for candidate in candidates if candidate.run is None]
@@ -85,7 +85,7 @@ def _compared(case: Case, inputs: Inputs, log: Log) -> list[_Candidate]:
 
 
 def _compare(variant: Variant, case: Case, inputs: Inputs, exact: Sequence[Tensor]) -> tuple[str, Run | None]:
-    """How the implementation did, and what runs it if it may be timed."""
+    """Return the status of the implementation, and the function that runs it; None if it may not be timed."""
     if variant.bind is None:
         return NO_SUCH_KERNEL, None
     if variant.kind == LIGER and not has_liger():
@@ -106,7 +106,7 @@ def _compare(variant: Variant, case: Case, inputs: Inputs, exact: Sequence[Tenso
 
 
 def attempt(work: Callable[[], Result]) -> Result | str:
-    """What `work` returns, or how it failed: code of other projects may do so in any way, and the rest is wanted."""
+    """Return the result of `work`, or how it failed: other projects' code may fail anyhow, and the rest is wanted."""
     try:
         return work()
     except Exception as error:  # noqa: BLE001 - it is reported
@@ -115,7 +115,7 @@ def attempt(work: Callable[[], Result]) -> Result | str:
 
 
 def _excesses(run: Run, inputs: Inputs, exact: Sequence[Tensor], rounded: tuple[torch.dtype, int]) -> dict[str, float]:
-    """How far every result and gradient is off; results before backward, which may overwrite them."""
+    """Return the `excess` of every result and gradient; results come before backward, which may overwrite them."""
     results = flat(run())
     names = [f"result {number}" for number in range(len(results))]
     of_results = [excess(*both, rounded) for both in zip(results, exact[: len(results)], strict=True)]

@@ -1,4 +1,4 @@
-"""What the measured rows say: bandwidths, ratios, whether targets are met; as data, and as a page of Markdown."""
+"""Summary of the measured rows: bandwidths, ratios, whether targets are met; as data, and as a page of Markdown."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
@@ -10,7 +10,7 @@ from megalite_kernels.benchmarks.measure import NO_SUCH_KERNEL, Row
 from megalite_kernels.benchmarks.timing import Spread
 from megalite_kernels.benchmarks.variants import COMPILED, EAGER, LIGER, MATMULS, OURS
 
-SHARES = {  # of the bandwidth of a copy, at least
+SHARES = {  # targets: least share of the bandwidth of a copy
     ("rms_norm", "forward"): 0.90,
     ("rms_norm", "backward"): 0.80,
     ("add_rms_norm", "forward"): 0.90,
@@ -55,7 +55,7 @@ def median(row: Timed) -> float:
 
 
 def share_of_copy(row: Timed, copy: float) -> float | None:
-    """Of a copy's bytes per second, how many these would be if no more were moved than must be."""
+    """Return the row's bytes per second, counting only bytes that must be moved, as a share of `copy`, a copy's."""
     return row.moved_bytes / row.seconds.median / copy if row.moved_bytes and row.seconds else None
 
 
@@ -135,7 +135,7 @@ def full_table(rows: Iterable[Row], copy: float) -> str:
 
 
 def result_table(rows: Iterable[Row]) -> str:
-    """Of what was compared only."""
+    """Table of the results of a run that compares and times nothing."""
     return table(["op", "implementation", "result"], ([row.op, row.variant, row.status] for row in rows))
 
 
@@ -151,7 +151,7 @@ def number(value: float | None, scale: float, form: str = "{:,.1f}") -> str:
 
 
 def as_data(head: dict[str, Any], rows: Sequence[Row], copies: dict[str, float]) -> dict[str, Any]:
-    """Everything, for JSON. head: what was run, on what; copies: bytes per second of every one."""
+    """All results as data for JSON. head: facts of the run and its machine; copies: bytes per second of every copy."""
     copy = max(copies.values())
     return {
         **head,
@@ -166,7 +166,7 @@ def as_data(head: dict[str, Any], rows: Sequence[Row], copies: dict[str, float])
 
 
 def page(head: dict[str, Any], rows: Sequence[Row], copies: dict[str, float]) -> str:
-    """Everything, to read."""
+    """All results as a page of Markdown."""
     copy = max(copies.values())
     return f"""# The kernels on a GPU
 
@@ -184,7 +184,7 @@ Backward's has what forward keeps.
 
 
 def facts(head: dict[str, Any], copies: dict[str, float]) -> str:
-    """A list of what was run, on what, and how fast that copies."""
+    """List the facts of the run and its machine, and how fast the machine copies."""
     copy = f"{max(copies.values()) / 1e9:,.0f} GB/s, bytes read and written, the best of {len(copies)}"
     return "\n".join(f"- {name}: {_words(value)}" for name, value in (head | {"copy": copy}).items())
 

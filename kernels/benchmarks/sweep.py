@@ -109,7 +109,7 @@ def _swiglu(inputs: Inputs) -> Iterator[Pass]:
 
 
 def _cross_entropy(inputs: Inputs) -> Iterator[Pass]:
-    """Both passes, without the merge of ranks' parts, which takes next to no time."""
+    """Yield forward and backward, without the merge of ranks' parts, which takes next to no time."""
     logits, targets = inputs.leaves["logits"].detach(), inputs.constants[0]
     rows, width = logits.shape
     labels = labels_of(rows, width, targets, None, None, 0.0, 0.0, None, None)
@@ -166,7 +166,7 @@ def check(case: Case, device: torch.device) -> Iterator[list[Trial]]:
 
 
 def measure(case: Case, gpu: Gpu, rounds: int, log: Log) -> Iterator[list[Trial]]:
-    """The trials of each pass. Programs that agree are timed, the fastest of them in at most so many rounds."""
+    """The trials of each pass. Programs that agree are timed, the fastest of them in at most `rounds` rounds."""
     for one in SWEPT[case.op](case.make(gpu.device)):
         _compile(one)
         trials = _timed(one, _compared(case, one), gpu, rounds)

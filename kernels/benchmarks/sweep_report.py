@@ -82,7 +82,7 @@ def agreement_table(trials: Iterable[Trial]) -> str:
 
 
 def sweep_data(head: dict[str, Any], trials: Sequence[Trial], copies: dict[str, float]) -> dict[str, Any]:
-    """All results as data for JSON. head: what was run, on what; copies: bytes per second of every one."""
+    """All results as data for JSON. head: facts of the run and its machine; copies: bytes per second of every copy."""
     copy = max(copies.values())
     return {
         **head,

@@ -1,8 +1,8 @@
-"""How long calls take on a GPU, in turns, each with cold caches and with its launches queued beforehand.
+"""Time of calls on a GPU, in turns, each with cold caches and with its launches queued beforehand.
 
 Two events on the stream measure what lies between them, and with it any wait for the host to launch the next kernel.
 So before the first of both the GPU is given as much else to do as the host takes for the call: writing over its cache,
-again and again. What is measured is then the time of the kernels alone, for all calls alike; what the host takes is
+again and again. Then the events measure the time of the kernels alone, for all calls alike; the time of the host is
 measured apart.
 """
 
@@ -28,7 +28,7 @@ FLUSHED = 1 << 28  # bytes: at least four times any cache of today
 
 @dataclass(frozen=True)
 class Call:
-    """run: what is timed, given what prepare, which is not timed, returns."""
+    """A call to time: `run(prepare())`, of which only `run` is timed."""
 
     run: Callable[[Any], Any]
     prepare: Callable[[], Any] = lambda: None
@@ -36,7 +36,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Warm:
-    """What is known of a call before it is timed: seconds of the host, bytes at most allocated, seconds of a turn."""
+    """Measurements of a call before it is timed: seconds of the host, bytes at most allocated, seconds of a turn."""
 
     host: float
     peak: int
@@ -44,13 +44,13 @@ class Warm:
 
     @property
     def lead(self) -> float:
-        """Seconds that the GPU is given to do before, twice what the host takes, which varies."""
+        """Seconds of other work that the GPU gets before the call: twice the host's time, because that varies."""
         return min(2 * self.host, LONGEST_LEAD)
 
 
 @dataclass(frozen=True)
 class Spread:
-    """Seconds: the 10th percentile, the median and the 90th percentile of so many rounds."""
+    """The 10th percentile, the median and the 90th percentile of `rounds` rounds, in seconds."""
 
     p10: float
     median: float
@@ -122,7 +122,7 @@ def warm_up(call: Call, gpu: Gpu) -> Warm:
 
 
 def rounds_for(warm: Iterable[Warm], most: int) -> int:
-    """How many rounds these calls run: at most `most`."""
+    """Return the number of rounds in which to run these calls: at most `most`."""
     turns = sum(each.turn + each.lead for each in warm)
     return min(most, max(LEAST_ROUNDS, int(SECONDS / turns)))
 
@@ -159,7 +159,7 @@ def spread(seconds: list[float]) -> Spread:
 
 
 def spreads(calls: Mapping[str, Call], warm: Mapping[str, Warm], gpu: Gpu, rounds: int) -> dict[str, Spread]:
-    """Of calls that are warm, in at most so many rounds."""
+    """Time calls that are warm, in at most `rounds` rounds; return the spread of each in seconds."""
     turns = {name: (call, warm[name].lead) for name, call in calls.items()}
     seconds = take_turns(turns, gpu, rounds_for(warm.values(), rounds))
     return {name: spread(each) for name, each in seconds.items()}
@@ -171,7 +171,7 @@ def copied_sizes(free: int) -> list[int]:
 
 
 def copies(device: torch.device, sizes: Iterable[int]) -> dict[str, tuple[int, Call]]:
-    """Of so many bytes, how many are read and written, and calls: the driver's copy, and an elementwise kernel."""
+    """Return, for every size, the driver's copy and an elementwise kernel: bytes read and written, and the call."""
     found = {}
     for size in sizes:
         source = torch.randn(size // 2, dtype=torch.bfloat16, device=device)

@@ -83,7 +83,7 @@ def _compiled(function: Callable[..., Any]) -> Variant:
 
 
 def _liger(function: Callable[..., Any], overwrites: bool = False, name: str = LIGER) -> Variant:
-    """function: is given Liger's module before the arguments."""
+    """Bind `function` of Liger, which takes Liger's module before the arguments."""
     return Variant(LIGER, name, lambda inputs: partial(function, _liger_module(), *inputs.arguments), overwrites)
 
 
@@ -101,7 +101,7 @@ def _rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, backend: Backend) -> t
 
 
 def _bind_liger_rope(inputs: Inputs) -> Run:
-    """It takes heads before tokens, and tables of all features."""
+    """Bind Liger's rope, which takes heads before tokens, and tables of all features."""
     q, k, *angles = inputs.arguments
     cos, sin = (torch.cat((table, table), -1)[None, :, 0, 0] for table in angles)
     module = _liger_module()
@@ -123,7 +123,7 @@ def _qk_norm_rope(
 def _plain_qk_norm_rope(
     q: Tensor, k: Tensor, of_q: Tensor, of_k: Tensor, cos: Tensor, sin: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Rounded once, as the reference."""
+    """Return what the reference computes, rounded once."""
     normal_q, normal_k = rms_norm_reference(q.float(), of_q, EPS), rms_norm_reference(k.float(), of_k, EPS)
     first, second = _rope(normal_q, normal_k, cos, sin, "torch")
     return first.to(q.dtype), second.to(k.dtype)
@@ -139,7 +139,7 @@ def _plain_linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor) -> T
 
 @torch.no_grad()
 def _matmuls(x: Tensor, weight: Tensor, _: Tensor) -> tuple[Tensor, Tensor]:
-    """What forward and backward multiply, with logits in place of their gradient."""
+    """Run the matrix products of forward and backward, with logits in place of their gradient."""
     logits = x @ weight.T
     return logits @ weight, logits.T @ x
 

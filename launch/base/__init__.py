@@ -1,1 +1,1 @@
-"""What the programs of this package share: files, events, paths of a run folder, processes, texts."""
+"""Parts that the programs of this package share: files, events, paths of a run folder, processes, texts."""

@@ -1,4 +1,4 @@
-"""What a user has to mend."""
+"""Errors that a user has to mend."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ def append_event(path: Path, event: str, by: str, text: str, **details: Any) -> 
 
 
 def read_events(path: Path) -> list[Event]:
-    """All events in the order they were written; a line that is none is passed over. No file: no events.
+    """Read all events in the order they were written, without lines that are none. No file: no events.
 
     Raises OSError if there is a file that cannot be read.
     """
@@ -47,7 +47,7 @@ def read_events(path: Path) -> list[Event]:
 
 
 def _half_written(descriptor: int) -> bool:
-    """Whether the last line has no end: its writer was killed, or the disk was full."""
+    """Return whether the last line has no end: its writer was killed, or the disk was full."""
     size = os.fstat(descriptor).st_size
     return size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"
 

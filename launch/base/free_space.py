@@ -1,4 +1,4 @@
-"""Whether there is room wherever a run writes. On a full disk no rank can say why it ends, and exit codes mislead."""
+"""Check for room wherever a run writes. On a full disk no rank can say why it ends, and exit codes mislead."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def no_room(run: Path) -> str:
-    """Which file system is full that a run writes to, or what quota is used up; empty if none is.
+    """Return the folder of a run in which nothing more can be written, and why: a full disk or quota. Empty if none.
 
     Any folder in that of the run, such as `checkpoints` or `logs`, may be a link or a mount.
     """
@@ -23,7 +23,7 @@ def no_room(run: Path) -> str:
 
 
 def _refusal(folder: Path) -> str:
-    """Why nothing more can be written into a folder for want of room."""
+    """Return why a folder has no room for another file; empty if it has room."""
     probe = folder / f".room.{os.getpid()}"
     try:
         found = os.statvfs(folder)

@@ -25,7 +25,7 @@ class Tail:
         self._skipping = False  # inside of a line that is too long
 
     def replaced(self) -> bool:
-        """Whether there is another file, or a shorter one, so that everything has to be read anew."""
+        """Return whether there is another file, or a shorter one, so that everything has to be read anew."""
         try:
             found = self.path.stat()
         except OSError:

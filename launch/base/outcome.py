@@ -1,4 +1,4 @@
-"""How an attempt has ended, as its ranks say it: exit codes that pass through srun or torchrun cannot be trusted.
+"""End of an attempt, as its ranks report it: exit codes that pass through srun or torchrun cannot be trusted.
 
 In the folder of an attempt, a rank that fails writes `fail-RANK.json`, and rank 0 `outcome.json` when all have ended as
 they should. Whoever reads them may find neither, if ranks were killed. As soon as all ranks have met, rank 0 leaves
@@ -23,7 +23,7 @@ LARGEST = 2**20  # bytes of a report
 
 @dataclass(frozen=True)
 class Failure:
-    """What a rank says as it ends before its time."""
+    """Report of a rank that ends before its time."""
 
     time: float  # seconds since the epoch
     rank: int
@@ -34,13 +34,13 @@ class Failure:
 
     @property
     def follows(self) -> bool:
-        """Whether it may only follow from the failure of another rank."""
+        """Flag: this failure may only follow from the failure of another rank."""
         return self.code == LOST_CONTACT
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What rank 0 says when all ranks have ended as they should."""
+    """Report of rank 0 when all ranks have ended as they should."""
 
     time: float
     code: int  # DONE or STOPPED
@@ -75,12 +75,12 @@ def write_met(attempt: Path) -> None:
 
 
 def have_met(attempt: Path) -> bool:
-    """Whether all ranks have met, as far as can be seen."""
+    """Return whether all ranks have met, as far as can be seen."""
     return (attempt / "met").exists()
 
 
 def read_failures(attempt: Path) -> list[Failure]:
-    """All that can be read: causes before what may follow from them, and then the earliest first."""
+    """Read all complete failures of an attempt: causes before failures that may follow from them, then by time."""
     found = [_read(path, Failure) for path in sorted(attempt.glob("fail-*.json"))]
     failures = [failure for failure in found if isinstance(failure, Failure)]
     return sorted(failures, key=lambda failure: (failure.follows, failure.time))
@@ -92,7 +92,7 @@ def read_outcome(attempt: Path) -> Outcome | None:
 
 
 def _read(path: Path, kind: type[Failure] | type[Outcome]) -> Failure | Outcome | None:
-    """What is in a file; None if that is not whole, or not of this kind."""
+    """Read the report of one kind from a file; None if the file is incomplete or of another kind."""
     try:
         report = json.loads(read_bytes(path, LARGEST))
         values = {field.name: report[field.name] for field in fields(kind)}

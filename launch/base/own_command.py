@@ -1,4 +1,4 @@
-"""How a process of this package starts another one, installed or not: from a checkout the folder has another name."""
+"""Command to start another process of this package, installed or not: in a checkout its folder has another name."""
 
 from __future__ import annotations
 

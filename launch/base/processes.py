@@ -26,7 +26,7 @@ class Stopped(KeyboardInterrupt):
 def stoppable() -> Iterator[None]:
     """Let signals that ask for a stop raise Stopped meanwhile, so that nothing is left behind; Ctrl-C does already.
 
-    Those that were ignored stay ignored, as SIGHUP under nohup. A program may take other handlers, which then stay.
+    Ignored signals stay ignored, as SIGHUP under nohup. A program may take other handlers, which then stay.
     """
     if threading.current_thread() is not threading.main_thread():  # no handler could be set
         yield
@@ -48,7 +48,7 @@ def _stop(number: int, frame: object) -> None:
 
 
 def prepared(number: int) -> Callable[[], None]:
-    """What a child does before it becomes another program, for `preexec_fn`.
+    """Return a function for `preexec_fn`, which prepares a child's signals before it becomes another program.
 
     The signals of `HEARD` wait until that program can hear them. On Linux, it gets the signal `number` when this
     process dies.

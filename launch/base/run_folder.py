@@ -1,4 +1,4 @@
-"""Where the files about a run's starts lie in its run folder, and how they are named.
+"""Places and names of the files about a run's starts in its run folder.
 
 A run is started by jobs. Slurm may restart a job, and within one start of a job the supervisor may start the ranks
 several times: these are its attempts. An attempt is named JOB.RESTART.NUMBER, as in `4711.0.2`.
@@ -54,7 +54,7 @@ class Attempt:
 
 @dataclass(frozen=True)
 class RunFolder:
-    """The paths of what the launcher, the supervisor and the ranks tell each other in the folder of a run."""
+    """Paths of the files in a run's folder by which the launcher, the supervisor and the ranks inform each other."""
 
     path: Path
 
@@ -71,7 +71,7 @@ class RunFolder:
 
     @property
     def metrics(self) -> Path:
-        """What training reports; docs/metrics.md."""
+        """File in which training reports its metrics; see docs/metrics.md."""
         return self.path / "metrics.jsonl"
 
     @property
@@ -100,7 +100,7 @@ class RunFolder:
     def resumed_step(self, since: int) -> int | None:
         """The step from which ranks say to go on, in what was reported after `since` bytes; None if they do not.
 
-        That is not the newest checkpoint where it was damaged.
+        If the newest checkpoint was damaged, this is the step of an older one.
         """
         with suppress(OSError), open(opened(self.metrics, os.O_RDONLY), "rb") as file:
             file.seek(since)

@@ -1,6 +1,6 @@
 """Slurm's commands, as the supervisor and the guard use them.
 
-Everything is passed as a list of arguments, never through a shell. What Slurm answers is checked before it is used.
+Everything is passed as a list of arguments, never through a shell. Slurm's answers are checked before they are used.
 A controller may be busy or restarting: no answer is an answer of its own, and `patiently` asks again.
 """
 
@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 
 class Answer(NamedTuple):
-    """What a command has answered. The code is 124 if it took too long, and 127 if it could not be run."""
+    """Answer of a command. The code is 124 if it took too long, and 127 if it could not be run."""
 
     code: int
     out: str
@@ -50,7 +50,7 @@ class Job:
     nodes: str = ""  # as Slurm writes lists: n[1-2]
 
     def goes_on(self, restart: int) -> bool:
-        """Whether this start of the job may go on: it was neither cancelled nor requeued, nor is its time over."""
+        """Return whether this start of the job may go on: neither cancelled nor requeued, and not out of time."""
         return self.state == "RUNNING" and self.restarts == restart
 
 
@@ -74,7 +74,7 @@ class Slurm:
         self.number, self._call = job, call
 
     def job(self, number: str | None = None) -> Job | None:
-        """This job or another; None if Slurm gave no answer that can be understood."""
+        """Ask Slurm for this job or another; None if Slurm gave no answer that can be understood."""
         answer = self._call(["scontrol", "show", "job", number or self.number])
         if answer.code:
             return Job("GONE") if GONE in answer.error else None
@@ -117,7 +117,7 @@ class Slurm:
 
 
 def patiently(ask: Callable[[], T | None], pause: Callable[[float], object], patience: float) -> T | None:
-    """What `ask` returns as soon as that is not None, asked again and again with growing pauses.
+    """Call `ask` again and again, with growing pauses, until its answer is not None; return the answer.
 
     patience: seconds of pauses in all, after which the answer is None.
     """

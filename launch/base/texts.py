@@ -1,4 +1,4 @@
-"""Times, numbers and tables as people read them. What comes from files is made printable first."""
+"""Times, numbers and tables as people read them. Texts from files are made printable first."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def printable(text: object, longest: int = 2000) -> str:
 
 
 def lasting(seconds: float) -> str:
-    """How long something takes: `350 ms`, `2.50 s`, `3 min 20 s`, `5 h 12 min`, `3 d 4 h`."""
+    """Format a duration: `350 ms`, `2.50 s`, `3 min 20 s`, `5 h 12 min`, `3 d 4 h`."""
     if seconds < 0.9995:
         return f"{max(seconds, 0.0) * 1e3:.3g} ms"
     if seconds < MINUTE - 0.05:

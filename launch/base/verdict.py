@@ -1,6 +1,6 @@
-"""How an attempt has ended, and which rank of which node was the first to fail.
+"""Verdict on an attempt: how it has ended, and which rank of which node was the first to fail.
 
-srun tells the highest exit code of all ranks, and those that it has ended itself have one too. So what ranks have
+srun returns the highest exit code of all ranks, and those that it has ended itself have one too. So what ranks have
 written counts first (`outcome`), then what srun says of single tasks, and the exit code only if there is nothing else.
 Where a disk is full, ranks could write nothing and end with any code: then that is the cause, unless a signal was.
 """
@@ -31,7 +31,7 @@ ENDING = ("_step_signal: Terminating", "Job step aborted", "Force Terminated", "
 
 @dataclass(frozen=True)
 class First:
-    """The first to fail."""
+    """The first rank or node to fail."""
 
     rank: int | None
     node: str | None
@@ -44,14 +44,14 @@ class First:
 
     @property
     def summary(self) -> str:
-        """Of a traceback the last line, which is the error; else the first two, as a table may follow."""
+        """The last line of a traceback, which is the error; of other texts the first two, as a table may follow."""
         lines = [line.strip() for line in self.text.strip().splitlines()] or [""]
         return lines[-1] if any(TRACEBACK in line for line in lines) else "; ".join(lines[:2])
 
 
 @dataclass(frozen=True)
 class Seen:
-    """What is known of an attempt that is over."""
+    """Observations of an attempt that is over."""
 
     nodes: Sequence[str]
     ranks_per_node: int
@@ -82,12 +82,12 @@ class Ended:
 
     @property
     def saved(self) -> str:
-        """What there is to go on from."""
+        """Text that names the saved step from which training can go on, or says that there is none."""
         return f"step {self.steps[1]} is saved" if self.steps[1] else "nothing was saved yet"
 
 
 def judge(seen: Seen) -> Ended:
-    """The verdict. See the module's text for what counts first."""
+    """Return the verdict. The module's text says which evidence counts first."""
     met = seen.met or any(failure.step for failure in seen.failures) or bool(seen.outcome and seen.outcome.step)
     return replace(_judged(seen), met=met)
 
@@ -136,7 +136,7 @@ def _found(seen: Seen, code: int, first: First | None) -> Ended:
 
 
 def _belied(seen: Seen, outcome: Outcome) -> bool:
-    """Whether ranks have stopped only because a rank had failed or was killed: srun ends the others with SIGTERM."""
+    """Return whether ranks stopped only because another had failed or was killed: srun ends the rest with SIGTERM."""
     if outcome.code == DONE:
         return False
     said = _first_said(seen)
@@ -162,9 +162,9 @@ def _code(text: str) -> int:
 def _first_said(seen: Seen) -> First | None:
     """The task that ended the others, by what srun says of single tasks.
 
-    Of those that srun names before it begins to end the others itself, one that a signal has killed counts before one
-    that has ended by itself, as the latter may only have missed the former. A task that was lost in between is known by
-    being the only one that was killed and not terminated.
+    Among tasks that srun names before it begins to end the others itself, one that a signal has killed counts before
+    one that has ended by itself, as the latter may only have missed the former. A task that was lost in between is
+    known by being the only one that was killed and not terminated.
     """
     before: list[First] = []
     after: list[First] = []
@@ -186,7 +186,7 @@ def _first_said(seen: Seen) -> First | None:
 
 
 def _who(seen: Seen, told: Failure) -> First:
-    """Who was missed, when all that ranks say is that they have missed somebody."""
+    """Find the rank that was missed, when ranks report only that they have missed another."""
     if seen.reaped and (missing := _missing(seen)):
         return First(missing.rank, missing.node, told.text or missing.text)
     return First(told.rank, None, told.text)  # the one that tells has done nothing wrong

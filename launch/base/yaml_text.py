@@ -29,7 +29,7 @@ def _key(key: Any, margin: str) -> str:
 
 
 def _inner(value: Any, indent: int) -> str:
-    """What comes after the colon of a key."""
+    """Text of a value as it follows the colon of a key."""
     nested = isinstance(value, (Mapping, list, tuple)) and value
     return f"\n{yaml_text(value, indent)}" if nested else f" {_scalar(value)}\n"
 

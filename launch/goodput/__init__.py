@@ -1,1 +1,1 @@
-"""How much of a run's time counts: formulas, a simulation, and advice from what a run has measured."""
+"""Share of a run's time that counts: formulas, a simulation, and advice from what a run has measured."""

@@ -19,7 +19,7 @@ ROUNDS = 60  # steps of Newton's method, which needs fewer than ten
 
 @dataclass(frozen=True)
 class Costs:
-    """What failures and checkpoints cost a job."""
+    """Costs of failures and checkpoints for a job, in seconds."""
 
     between: float  # from one failure of the job to the next, on average; inf: nothing fails
     save: float = 0.0  # that training stands still for a checkpoint
@@ -29,7 +29,7 @@ class Costs:
 
 
 def between_failures(gpus: int, hours: float = HOURS_BETWEEN_FAILURES) -> float:
-    """Seconds between failures of a job on `gpus` GPUs. hours: between failures of one of them."""
+    """Seconds between failures of a job on `gpus` GPUs. hours: hours between failures of one GPU."""
     return hours * HOUR / gpus
 
 

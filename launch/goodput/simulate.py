@@ -24,7 +24,7 @@ class Simulated:
 
 
 def simulate(costs: Costs, interval: float, seconds: float, runs: int, seed: int = 0) -> Simulated:
-    """Simulate `runs` runs of `seconds` each. What was trained at the end counts, saved or not."""
+    """Simulate `runs` runs of `seconds` each. Training at the end of a run counts, saved or not."""
     random = Random(seed)
     found = [_run(random, costs, interval, seconds) for _ in range(runs)]
     shares = sorted(share for share, _ in found)

@@ -19,7 +19,7 @@ Point = tuple[float, float]
 
 
 def thinned(points: Sequence[Point], most: int = POINTS) -> list[Point]:
-    """At most about `most` points that look the same: of every stretch the lowest and the highest.
+    """Thin out points to at most about `most` that look the same: the lowest and the highest of every stretch.
 
     Values for which no axis has numbers are left out; those next to 0 are 0.
     """
@@ -80,7 +80,7 @@ def curve_chart(title: str, unit: Callable[[float], str], curves: Sequence[tuple
 
 
 def _range(values: Sequence[float]) -> Point:
-    """From where to where values are shown: without the few that would press all others flat."""
+    """Lowest and highest value that is shown: without the few that would press all others flat."""
     low, high = values[0], values[-1]
     usual = values[floor(0.98 * (len(values) - 1))]
     if len(values) >= 20 and high - low > 5 * (usual - low) > 0:

@@ -41,7 +41,7 @@ def figure(picture: str, width: int, caption: str) -> str:
 
 
 def wide(inner: str) -> str:
-    """What is scrolled sideways where it is wider than the page. The keyboard can scroll it, too."""
+    """Wrap `inner` so that it scrolls sideways where it is wider than the page. The keyboard can scroll it, too."""
     return f'<div class="wide" tabindex="0">{inner}</div>'
 
 

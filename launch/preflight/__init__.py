@@ -1,1 +1,1 @@
-"""What is checked of nodes before a job trains on them; see docs/preflight.md."""
+"""Checks of nodes before a job trains on them; see docs/preflight.md."""

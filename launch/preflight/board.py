@@ -118,7 +118,7 @@ class Board:
         return found
 
     def clock(self) -> tuple[float, float]:
-        """How far this node's clock is ahead of the board's, and the round trip of the fastest of some pings; seconds.
+        """Seconds by which this node's clock is ahead of the board's, and the fastest of some pings' round trips.
 
         Half of the round trip bounds the error, whatever the way there and back take (Cristian 1989).
         """

@@ -19,7 +19,7 @@ ENOUGH = 8  # GPUs from which on a spread is told, within a quarter of it; of fe
 
 
 def figures(verdict: Verdict) -> dict[str, Any]:
-    """Of the nodes that are fine: GPUs per node, medians of bytes/s or FLOP/s for a GPU, and the spread of products.
+    """Summarize the nodes that are fine: GPUs per node, median bytes/s and FLOP/s, and the spread of products.
 
     Raises UserError.
     """

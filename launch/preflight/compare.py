@@ -1,4 +1,4 @@
-"""What only a comparison of nodes, or of their GPUs, can tell: a pure function of what each node has measured.
+"""Findings that only a comparison of nodes, or of their GPUs, shows: a pure function of what each node has measured.
 
 The supervisor gives `compare` the files of an attempt and leaves out the nodes in `Verdict.bad`.
 """
@@ -24,7 +24,7 @@ COPIES = {"copy to device": "to_device", "copy to host": "to_host"}
 
 @dataclass(frozen=True)
 class Verdict:
-    """What is known of all nodes together."""
+    """Findings about all nodes together."""
 
     sheets: Mapping[str, Sheet]  # by node: its own findings and then those of the comparison
     missing: Mapping[str, str]  # nodes that left no file that can be read, and why
@@ -35,7 +35,7 @@ class Verdict:
 
     @property
     def bad(self) -> dict[str, str]:
-        """Why each node that should be left out should be, in one line."""
+        """Nodes that should be left out, each with the reason in one line."""
         failed = {node: sheet.reason for node, sheet in self.sheets.items() if not sheet.passed}
         return {**failed, **self.missing}
 
@@ -92,7 +92,7 @@ def _kinds(nodes: Sequence[Sheet]) -> None:
 
 
 def _speeds(nodes: Sequence[Sheet], thresholds: Thresholds) -> None:
-    """Each GPU beside the median of all: matrix products and copies."""
+    """Compare each GPU with the median of all: matrix products and copies."""
     for check, key in {"matmul": "matmul", **COPIES}.items():
         values = {sheet.node: gpu_values(sheet.measured, key) for sheet in nodes}
         every = [value for found in values.values() for _, value in found]
@@ -140,7 +140,7 @@ def _digests(sheet: Sheet) -> list[str]:
 
 
 def _all_reduce(nodes: Sequence[Sheet], thresholds: Thresholds) -> None:
-    """In the node: beside the figure of its kind, or else beside the other nodes."""
+    """Compare each node's own all-reduce with the figure for its kind of GPU, or else with the other nodes."""
     rates = {sheet.node: number(sheet.measured, "all_reduce") for sheet in nodes}
     known = [rate for rate in rates.values() if rate]
     for sheet in nodes:
@@ -192,7 +192,7 @@ def _pairs(nodes: Sequence[Sheet], thresholds: Thresholds) -> None:
 
 
 def _clocks(nodes: Sequence[Sheet], thresholds: Thresholds) -> None:
-    """Each clock beside the median of all, or of two beside the one that both were compared with."""
+    """Compare each clock with the median of all; two clocks with the board's, by which both were measured."""
     found = {sheet.node: number(sheet.measured, "clock", "offset") for sheet in nodes}
     offsets = {node: offset for node, offset in found.items() if offset is not None}
     if len(offsets) < 2:

@@ -1,4 +1,4 @@
-"""What a preflight has found on a node, and the file in which it says so."""
+"""Findings of a preflight on a node, and the file in which it writes them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Finding:
 
 @dataclass
 class Sheet:
-    """All that was found on a node."""
+    """All findings on a node."""
 
     node: str
     level: str  # light or full
@@ -67,7 +67,7 @@ class Sheet:
 
     @property
     def reason(self) -> str:
-        """Why the node failed, in one line; empty if it did not."""
+        """Reason why the node failed, in one line; empty if it did not."""
         return "; ".join(f"{finding.check}: {' '.join(finding.text.split())}" for finding in self.of(FAIL))
 
 
@@ -131,7 +131,7 @@ def _sheet(read: Any) -> Sheet:
 
 
 def refuse_constant(constant: str) -> float:
-    """For `parse_constant` of json.loads: what JSON does not have raises ValueError."""
+    """Raise ValueError for NaN and infinities, which JSON does not have; for `parse_constant` of json.loads."""
     raise ValueError(f"{constant} is no number")
 
 

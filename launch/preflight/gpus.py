@@ -201,7 +201,7 @@ def _idle(sheet: Sheet, found: Survey, limits: Limits) -> None:
 
 
 def gpu_values(measured: Mapping[str, Any], key: str) -> list[tuple[int, float]]:
-    """What the probe has measured on each GPU of a node: its number, and the value of that name."""
+    """Return the value `key` that the probe has measured on each GPU of a node, as (GPU number, value)."""
     found = measured.get("gpus")
     rows = enumerate(found) if isinstance(found, list) else []
     return [

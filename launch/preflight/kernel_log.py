@@ -39,7 +39,7 @@ def check_xids(sheet: Sheet, limits: Limits, files: tuple[Path, ...] = FILES) ->
 
 
 def _kernel_log(files: tuple[Path, ...]) -> Optional[tuple[str, str]]:
-    """Where the kernel's messages since boot were found, and these."""
+    """Find the kernel's messages since boot: their source and their text; None if there are none."""
     for source, text in _sources(files):
         if "\n" in text:
             return source, text

@@ -28,7 +28,7 @@ CPU = "cpu"
 
 @dataclass(frozen=True)
 class Order:
-    """What is to be checked."""
+    """Order for a preflight: the nodes to check, and how."""
 
     node: str
     nodes: Sequence[str]  # all that are checked at the same time, in an order that all know; the first keeps the board
@@ -45,7 +45,7 @@ class Order:
 
 
 def check_node(order: Order, thresholds: Thresholds) -> Sheet:
-    """Everything that this node can find out. Raises UserError if it cannot even keep the board."""
+    """Run all checks of this node and return its findings. Raises UserError if it cannot even keep the board."""
     deadline = time.monotonic() + SECONDS[order.level]
     sheet = Sheet(order.node, order.level, gpu=CPU)
     with ExitStack() as stack:
@@ -98,7 +98,7 @@ def _versions(sheet: Sheet, order: Order, deadline: float) -> None:
 
 
 def _between_nodes(sheet: Sheet, order: Order, limits: Limits, deadline: float) -> None:
-    """What needs the others, and in a full preflight what takes the accelerators; the latter needs no others."""
+    """Run the checks that need other nodes, and in a full preflight those of accelerators, which need no others."""
     with ExitStack() as stack:
         board: Optional[Board] = None
         if len(order.nodes) > 1:
@@ -161,7 +161,7 @@ def _storage(sheet: Sheet, order: Order, folder: Path, limits: Limits, board: Op
 
 
 def _gpus(sheet: Sheet, order: Order) -> Optional[int]:
-    """How many GPUs to measure with; 0: on the CPU. None if the GPUs cannot be counted."""
+    """Return the number of GPUs to measure with; 0: on the CPU. None if the GPUs cannot be counted."""
     if order.gpus == 0:
         return 0
     counted = [finding.value for finding in sheet.findings if finding.check == "GPU count"]

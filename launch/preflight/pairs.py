@@ -18,9 +18,9 @@ MEASURING = 60.0  # seconds for one pair
 
 
 def rounds(nodes: Sequence[str]) -> list[list[tuple[str, str]]]:
-    """Who measures with whom: neighbours, then the other neighbours.
+    """Return rounds of pairs of nodes that measure together: neighbours, then the other neighbours.
 
-    Every node is in two pairs; of two nodes, twice with the same partner. An odd number takes three rounds.
+    Every node is in two pairs; if there are two nodes, twice with the same partner. An odd number takes three rounds.
     """
     n = len(nodes)
     if n < 2:
@@ -33,7 +33,7 @@ def rounds(nodes: Sequence[str]) -> list[list[tuple[str, str]]]:
 def measure_pairs(
     node: str, nodes: Sequence[str], board: Board, trainer: Trainer, gpus: int, size: int, deadline: float
 ) -> list[dict[str, Any]]:
-    """All-reduces over this node and each of its partners: partner, bytes/s of bus bandwidth, or the error."""
+    """Measure all-reduces over this node and each of its partners: partner, bytes/s of bus bandwidth, or the error."""
     found = []
     for number, pairs in enumerate(rounds(nodes)):
         for first, second in pairs:
@@ -61,7 +61,7 @@ class _Pair:
         self._gpus, self._size, self._deadline = gpus, size, deadline
 
     def measure(self, side: int) -> float:
-        """This node's half of the ranks, those of side 0 or 1. Raises Unreachable or TrainerError."""
+        """Run this node's half of the ranks, those of side 0 or 1. Raises Unreachable or TrainerError."""
         wait = min(WAITING, self._deadline - time.monotonic())
         self._board.put(f"{self._key}:ready:{side}", True)
         self._board.get(f"{self._key}:ready:{1 - side}", wait)
@@ -88,7 +88,7 @@ class _Pair:
 
 
 def rank_arguments(gpus: int, place: int) -> list[str]:
-    """What tells a rank its device: a GPU, or the CPU where there is none."""
+    """Return the arguments that give a rank its device: a GPU, or the CPU where there is none."""
     return ["--device", "cuda" if gpus else "cpu", "--local-rank", str(place)]
 
 

@@ -168,7 +168,7 @@ def _order(options: argparse.Namespace) -> Order:
 
 
 def _checkpoints(run: Path) -> Path:
-    """Where a run's checkpoints go; before the first one, its folder."""
+    """Return the folder of a run's checkpoints; before the first checkpoint, the run's folder."""
     found = RunFolder(run).checkpoints
     return found.resolve() if found.is_dir() else run.resolve()
 

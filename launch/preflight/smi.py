@@ -68,7 +68,7 @@ class Broken(ValueError):
 
 @dataclass
 class Survey:
-    """What nvidia-smi says of the GPUs of this node."""
+    """Report of nvidia-smi on the GPUs of this node."""
 
     seconds: float  # that the first answer took
     gpus: list[dict[str, str]]  # a row of `BASE` and of `GROUPS` for each
@@ -80,7 +80,7 @@ class Survey:
 
 
 def ask(arguments: Sequence[str], timeout: float) -> str:
-    """What nvidia-smi prints. Raises SmiError.
+    """Run nvidia-smi and return what it prints. Raises SmiError.
 
     A hanging driver may keep nvidia-smi in the kernel, where no signal ends it: it is left behind then.
     """
@@ -141,7 +141,7 @@ def flag(cell: str) -> Optional[bool]:
 
 
 def links(text: str) -> list[list[Optional[float]]]:
-    """What `nvidia-smi nvlink -s` says: of every GPU, GB/s of its links; None for one that is not active."""
+    """Parse `nvidia-smi nvlink -s`: for every GPU, GB/s of each of its links; None for one that is not active."""
     found: list[list[Optional[float]]] = []
     for line in text.splitlines():
         if GPU.match(line.strip()):
@@ -154,7 +154,7 @@ def links(text: str) -> list[list[Optional[float]]]:
 
 
 def link_errors(text: str) -> dict[str, int]:
-    """What `nvidia-smi nvlink -e` counts, where it is not 0."""
+    """Parse the error counts that `nvidia-smi nvlink -e` prints, where they are not 0."""
     found, gpu = {}, "?"
     for line in text.splitlines():
         heading, link = GPU.match(line.strip()), LINK.fullmatch(line.strip())
@@ -213,7 +213,7 @@ def _query(option: str, columns: Sequence[str], timeout: float) -> list[dict[str
 
 
 def _slowdowns(timeout: float) -> list[dict[str, str]]:
-    """Why clocks are held down, by the names of `SLOWDOWNS`."""
+    """Reasons why clocks are held down, by the names of `SLOWDOWNS`."""
     for prefix in PREFIXES:
         columns = [f"{prefix}.{name}" for name in SLOWDOWNS]
         try:

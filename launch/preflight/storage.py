@@ -106,7 +106,7 @@ def _block(random: bytes, place: int) -> bytes:
 
 
 def judge_write(sheet: Sheet, written: Written, checkpoint: Optional[int], nodes: int, limits: Limits) -> None:
-    """Whether this node writes fast enough for its part of a checkpoint."""
+    """Add a finding: whether this node writes fast enough for its part of a checkpoint."""
     rate = written.size / max(written.seconds, 1e-9)
     sheet.measured["write"] = {"bytes": written.size, "seconds": written.seconds, "rate": rate}
     target, shown = limits.number("save_seconds"), f"{rate / 1e6:,.0f} MB/s with fsync, {written.size / 2**20:,.0f} MiB"
@@ -119,7 +119,7 @@ def judge_write(sheet: Sheet, written: Written, checkpoint: Optional[int], nodes
 
 
 def read_back(sheet: Sheet, node: str, note: Any, wait: float, limits: Limits) -> None:
-    """Read the file that `node` has written and fsynced before it told so; wait at most so many seconds for it."""
+    """Read the file that `node` has written and fsynced before its note; wait at most `wait` seconds for the file."""
     path, limit = Path(note["path"]), limits.number("visible_seconds")
     rule = "the same bytes" + (f", warn > {limit:g} s" if limit is not None else "")
     start = time.monotonic()

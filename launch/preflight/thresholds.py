@@ -32,7 +32,7 @@ OF_KINDS = ("names", "cluster")  # keys that `all` cannot have
 
 @dataclass(frozen=True)
 class Limits:
-    """What holds for a node: the keys of `all`, replaced by those of the kind of its GPUs."""
+    """Limits that hold for a node: the keys of `all`, replaced by those of the kind of its GPUs."""
 
     values: Mapping[str, Value]
 
@@ -82,7 +82,7 @@ def load_thresholds(site: Optional[Path] = None) -> Thresholds:
 
 
 def _misfit(kind: str, key: str, value: Value, known: set[str]) -> str:
-    """What is wrong with a key of a site's file; empty if nothing is."""
+    """Return what is wrong with a key of a site's file; empty if nothing is."""
     if key not in known:
         return f"is not known; known are {', '.join(sorted(known))}"
     if key in OF_KINDS and kind == ALL:

@@ -34,7 +34,7 @@ class Trainer:
         return self.crew(module, [arguments], timeout, given)[0]
 
     def crew(self, module: str, arguments: Sequence[Sequence[str]], timeout: float, given: str = "") -> list[Any]:
-        """As `ask`, for several at once: what each has printed. The first to fail ends all."""
+        """Run several programs at once and return the JSON of each, as `ask` does. The first to fail ends all."""
         with tempfile.TemporaryDirectory(prefix="megalite-preflight-") as folder:
             running: list[subprocess.Popen[bytes]] = []
             outputs: list[tuple[Path, Path]] = []

@@ -1,6 +1,6 @@
-"""Which commit and packages this Python would train with, as JSON; imports none of them, so that it takes no time.
+"""Commit and packages with which this Python would train, as JSON; imports none of them, so that it takes no time.
 
-Run as a program of the environment that will train.
+The environment that will train runs this file as a program.
 """
 
 from __future__ import annotations

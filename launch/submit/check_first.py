@@ -1,4 +1,4 @@
-"""Asks `megalite train --check` what would start: bad input is told on the login node, not when the job begins."""
+"""Check of a run by `megalite train --check`: users see bad input on the login node, not when the job begins."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PATIENCE = 600.0  # seconds: a large data set is scanned once
 
 @dataclass(frozen=True)
 class Checked:
-    """What would start."""
+    """Run that would start, as a check has found it."""
 
     ranks: int
     layout: str
@@ -62,7 +62,7 @@ def find_megalite(given: str | None) -> str:
 
 
 def check(megalite: str, arguments: Sequence[str], ranks: int | None) -> Checked:
-    """Check the configuration `arguments`, as `megalite train` takes it, for so many ranks; None: as the layout says.
+    """Check the configuration `arguments`, as `megalite train` takes it. ranks: None for as many as the layout has.
 
     Raises CheckFailed when the check has told what is wrong, and UserError when it cannot be made.
     """

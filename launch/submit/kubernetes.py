@@ -37,7 +37,7 @@ UID = "metadata.labels['batch.kubernetes.io/controller-uid']"
 
 @dataclass(frozen=True)
 class Pods:
-    """What to ask Kubernetes for, and what to run there."""
+    """Request to Kubernetes, and the command to run there."""
 
     name: str
     image: str
@@ -179,7 +179,7 @@ def _resources(pods: Pods) -> dict[str, Any]:
 
 
 def _place(pods: Pods) -> dict[str, Any]:
-    """Where pods may run: each on a node of its own, as `megalite-node` takes a pod for a machine."""
+    """Place of pods: each runs on a node of its own, as `megalite-node` takes a pod for a machine."""
     apart = {"labelSelector": {"matchLabels": {"job-name": pods.name}}, "topologyKey": "kubernetes.io/hostname"}
     tolerations = [_toleration(text) for text in dict.fromkeys([*([pods.gpu] if pods.gpu else ()), *pods.tolerations])]
     return {
@@ -203,7 +203,7 @@ def _toleration(text: str) -> dict[str, str]:
 
 
 def _identity(pods: Pods) -> dict[str, Any]:
-    """As whom pods run, and what they may see. They ask nothing of Kubernetes, so they get no token for it."""
+    """User and rights of pods. Pods ask nothing of Kubernetes, so they get no token for it."""
     uid, _, gid = pods.user.partition(":")
     user = {"runAsNonRoot": uid != "0", "runAsUser": int(uid)} if uid else {}
     group = {"runAsGroup": int(gid), "fsGroup": int(gid), "fsGroupChangePolicy": "OnRootMismatch"} if gid else {}
@@ -217,7 +217,7 @@ def _identity(pods: Pods) -> dict[str, Any]:
 
 
 def _rights(pods: Pods) -> dict[str, Any]:
-    """No more rights than the image's user has. Registering memory for RDMA takes the right to lock it.
+    """Rights of pods: no more than the image's user has. Registering memory for RDMA takes the right to lock it.
 
     Root keeps its capabilities: without them it could not write to volumes of others.
     """

@@ -162,7 +162,7 @@ def _kubernetes(args: argparse.Namespace) -> int:
 
 
 def _checked(args: argparse.Namespace) -> Checked:
-    """What would start on a cluster, after a check unless that is left to the job."""
+    """Return the run that would start on a cluster, after a check unless the check is left to the job."""
     ranks = args.nodes * args.gpus_per_node
     if args.unchecked is not None:
         return Checked(ranks, f"{ranks} ranks, not checked here", Path(args.unchecked).absolute(), "as configured")

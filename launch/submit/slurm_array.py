@@ -20,7 +20,7 @@ ANSWER = 120.0  # seconds that sbatch has
 
 @dataclass(frozen=True)
 class Array:
-    """What to ask Slurm for."""
+    """Request to Slurm for an array of tasks."""
 
     name: str
     tasks: int
@@ -73,7 +73,7 @@ def largest_array(ask: Call = call) -> int:
 def element_states(jobs: Sequence[str], ask: Call = call) -> dict[str, str] | None:
     """Slurm's states of the tasks of arrays, by JOB_TASK; tasks that it does not know are left out.
 
-    None if Slurm gives no answer. Of tasks that have ended some time ago only the accounting knows, where there is one.
+    None if Slurm gives no answer. Tasks that ended some time ago are known only to the accounting, where there is one.
     """
     if not jobs:
         return {}

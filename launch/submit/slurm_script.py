@@ -31,7 +31,7 @@ RESERVE = 60  # seconds that are left before the time limit when ranks that have
 
 @dataclass(frozen=True)
 class Job:
-    """What to ask Slurm for, and what to run there."""
+    """Request to Slurm, and the command to run there."""
 
     run: Path  # the folder of the run
     name: str
@@ -55,9 +55,9 @@ class Job:
 
 
 def limit_seconds(text: str) -> int | None:
-    """The seconds of a time limit as sbatch takes it; None if it has none, or is none that this knows.
+    """Seconds of a time limit as sbatch takes it; None for no limit, or for a text of another form.
 
-    That is minutes, minutes:seconds, hours:minutes:seconds, days-hours, days-hours:minutes or
+    Its forms are minutes, minutes:seconds, hours:minutes:seconds, days-hours, days-hours:minutes and
     days-hours:minutes:seconds.
     """
     found = LIMIT.fullmatch(text)
@@ -131,7 +131,7 @@ def _joined(words: Sequence[str]) -> str:
 
 
 def _preflight(job: Job) -> list[str]:
-    """What checks a node, where the supervisor fills in the level and the attempt's folder."""
+    """Command that checks a node, in which the supervisor fills in the level and the attempt's folder."""
     words = [job.python, str(PACKAGE), "preflight", "--level", "{mode}", "--attempt", "{attempt}"]
     words += ["--nodes", "{nodes}", "--port", "{port}"]
     words += [] if job.thresholds is None else ["--thresholds", job.thresholds]

@@ -154,7 +154,7 @@ class Journal:
                 self._note("attempt_ended", text, from_step=before, to_step=newest, asked=False, **details)
 
     def _events(self) -> list[Event]:
-        """Those of this job about its course."""
+        """Events of this job about its course."""
         try:
             found = read_events(self.run.events)
         except OSError:

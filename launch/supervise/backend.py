@@ -1,4 +1,4 @@
-"""What the supervisor asks of where it runs: a Slurm job (`slurm_backend`) or this machine (`local_backend`)."""
+"""Interface of the supervisor to where it runs: a Slurm job (`slurm_backend`) or this machine (`local_backend`)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..base.events import Event
 from ..base.run_folder import ATTEMPT
 from ..base.slurm import Job
 
-# Of launchers around this one, which would tell ranks a wrong place.
+# Variables set by launchers around this one, which would give ranks a wrong place.
 PLACES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
 Pause = Callable[[float], None]
 
@@ -42,11 +42,11 @@ class Running(Protocol):
         """End everything that belongs to the ranks, at once."""
 
     def said(self) -> list[str]:
-        """What the launcher of the ranks has said, a line each."""
+        """Lines that the launcher of the ranks has printed."""
 
 
 class Backend(Protocol):
-    """Where ranks run."""
+    """The place where ranks run: a Slurm job or this machine."""
 
     job: str
     restart: int

@@ -28,7 +28,7 @@ OVER = b"over\n"  # in the file: the silence from now on is intended
 
 
 class Heart:
-    """The supervisor's signs of life. The guard is told when they end on purpose."""
+    """The supervisor's signs of life. A mark in their file shows the guard that they end on purpose."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -44,7 +44,7 @@ class Heart:
             self._thread.start()
 
     def stop(self) -> None:
-        """Tell the guard that no further sign of life is meant to come."""
+        """Mark in the file, for the guard, that no further sign of life is meant to come."""
         if self._thread.ident is not None:
             self._over.set()
             self._write(OVER)

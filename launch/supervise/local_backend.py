@@ -47,13 +47,13 @@ class LocalRanks:
             pause(0.05)
 
     def said(self) -> list[str]:
-        """The launcher says what ranks have left to say; only its own end it cannot tell."""
+        """Line about the launcher's own death by a signal: it reports everything else itself."""
         code = self.process.poll()
         return [f"their launcher was killed by {signal.Signals(-code).name}"] if code is not None and code < 0 else []
 
 
 class LocalBackend:
-    """This machine."""
+    """Backend for this machine."""
 
     where = "local"
     restart = 0
@@ -64,7 +64,7 @@ class LocalBackend:
         self._locked: int | None = None
 
     def rival(self, events: Sequence[Event]) -> str:
-        """Another supervisor on this machine, or that of a Slurm job. This one's lock goes with its process."""
+        """Find another supervisor on this machine, or that of a Slurm job. This one's lock goes with its process."""
         with suppress(OSError):
             self._locked = other_supervisors.lock(self._run)
             if self._locked is None:

@@ -1,4 +1,4 @@
-"""Who else is at work in a run folder: the decisions of two supervisors at a time would be a muddle.
+"""Search for other supervisors at work in a run folder: the decisions of two at a time would be a muddle.
 
 A supervisor of a Slurm job gives signs of life, which are seen on every node. One on a machine of its own locks the
 events of the run. File systems without locks are left to the lock that training has.
@@ -96,7 +96,7 @@ def _begun(events: Sequence[Event]) -> list[Event]:
 
 
 def _beat(path: Path) -> int | None:
-    """When the latest sign of life was given, on whatever clock; None if no other is meant to come."""
+    """Time of the latest sign of life in ns, on whatever clock; None if no other is meant to come."""
     try:
         with open(opened(path, os.O_RDONLY), "rb") as file:  # for which NFS asks the server
             return None if file.read(len(OVER)) == OVER else os.fstat(file.fileno()).st_mtime_ns

@@ -1,4 +1,4 @@
-"""What the supervisor does next. Everything here decides from what it is given; nothing asks, waits or writes.
+"""Decisions of the supervisor on its next step. The code decides from its arguments; it does not ask, wait or write.
 
 The memory of a run is its events: they outlive the job, so that a requeued job, or the next one, still knows which node
 has failed before.
@@ -26,7 +26,7 @@ FRESH = 10.0  # seconds between two looks of which at most so many count as sile
 
 @dataclass(frozen=True)
 class Limits:
-    """When to give up, and how long to wait. Times in seconds."""
+    """Limits after which to give up, and times to wait, in seconds."""
 
     attempts: int = 3  # in a row without a newer checkpoint
     pauses: int = 12  # in a row, as for a file that is away; 35 minutes in all
@@ -42,7 +42,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Wants:
-    """How many nodes, and with how many ranks each. nodes: 0 for all but the spares."""
+    """Wanted number of nodes, and of ranks on each. nodes: 0 for all but the spares."""
 
     nodes: int = 0
     least: int = 0  # 0: as many as `nodes`
@@ -50,14 +50,14 @@ class Wants:
     ranks_per_node: int = 1
 
     def of(self, allocated: int) -> Wants:
-        """With numbers in place of 0, for a job that has so many nodes."""
+        """Replace each 0 by its number, for a job that has `allocated` nodes."""
         nodes = self.nodes or max(1, allocated - self.spares)
         return replace(self, nodes=nodes, least=min(self.least or nodes, nodes))
 
 
 @dataclass(frozen=True)
 class Move:
-    """What to do next: relaunch, requeue or end, with the exit code if it comes to an end."""
+    """The supervisor's next step: relaunch, requeue or end, with the exit code if it comes to an end."""
 
     kind: str
     code: int
@@ -75,7 +75,7 @@ class Past:
 
     @staticmethod
     def of(events: Iterable[Event], job: str) -> Past:
-        """By the events of the run. Starts without nodes count as stuck; attempts in which ranks never met do not."""
+        """Count the run's events. Starts without nodes count as stuck; attempts in which ranks never met do not."""
         stuck = pauses = 0
         trained = False
         for event in events:
@@ -97,7 +97,7 @@ class Past:
 
 
 def next_move(ended: Ended, past: Past, limits: Limits) -> Move:
-    """After an attempt."""
+    """Decide the next step after an attempt."""
     told = f": {ended.first}" if ended.first else ""
     if ended.cause == FINISHED:
         return Move(END, DONE, "training is done")
@@ -121,21 +121,21 @@ def next_move(ended: Ended, past: Past, limits: Limits) -> Move:
 
 
 def bad_input(told: str, past: Past, limits: Limits) -> Move:
-    """When a configuration or its files are refused. They were good if the job has trained: a file may come back."""
+    """Decide when a configuration or its files are refused: if the job has trained, they were good and may return."""
     if not past.trained:
         return Move(END, BAD_INPUT, f"{told}; it does not get better by trying again")
     return after_a_pause(BAD_INPUT, f"{told}; this job has trained with it before", past, limits)
 
 
 def after_a_pause(code: int, reason: str, past: Past, limits: Limits) -> Move:
-    """Another attempt after a pause, which is longer each time; the end, with `code`, where there were enough."""
+    """Decide on another attempt after a pause, longer each time; after enough of them on the end, with `code`."""
     if past.pauses >= limits.pauses:
         return Move(END, code, f"{reason}; {past.pauses} pauses in a row have not mended that")
     return Move(RELAUNCH, code, reason, min(PAUSES[0] * 2**past.pauses, PAUSES[1]))
 
 
 def no_nodes(count: int, least: int, stuck: int, limits: Limits) -> Move:
-    """When fewer nodes than `least` are fit. stuck: as in `Past`, with this start of the job."""
+    """Decide when fewer nodes than `least` are fit. stuck: as in `Past`, with this start of the job."""
     told = f"{count} of at least {least} nodes are fit for use"
     if stuck >= limits.attempts:
         return Move(END, UNFIT, f"{told}, and {stuck} attempts in a row have saved no newer checkpoint")
@@ -143,7 +143,7 @@ def no_nodes(count: int, least: int, stuck: int, limits: Limits) -> Move:
 
 
 def why_not_requeue(job: Job | None, restart: int, limits: Limits) -> str:
-    """Why a job must not or cannot be requeued; empty if it may.
+    """Return why a job must not or cannot be requeued; empty if it may.
 
     job: as Slurm sees it now; None if Slurm does not answer. A job that was cancelled, has met its time limit or was
     requeued by others is not RUNNING any more, or its restarts are counted further: requeuing it would bring it back
@@ -182,7 +182,7 @@ def slow_nodes(events: Iterable[Event], now: float) -> set[str]:
 
 
 def _of_late(event: Event, now: float) -> bool:
-    """Within a day. An event of tomorrow was dated by a clock that was wrong, and would be remembered for ever."""
+    """Return whether an event is within a day of `now`. One that a wrong clock has dated ahead would count for ever."""
     return abs(now - float(event["time"])) <= MEMORY
 
 
@@ -202,7 +202,7 @@ def choose(
     sizes: tuple[int, int],
     fits: Callable[[int], bool],
 ) -> Choice:
-    """Pick nodes.
+    """Choose the nodes of an attempt.
 
     sizes: the number that is wanted and the least that will do. fits: whether training can run on so many. A slow node
     serves where there is no better one for its place. A node that has failed before serves only where there would be
@@ -224,7 +224,7 @@ def choose(
 
 
 class Patience:
-    """Whether an attempt that is under way has to be killed. Fed with a look now and then."""
+    """Judge of an attempt that is under way: `look`, called now and then, says why it has to be killed."""
 
     def __init__(self, limits: Limits, now: float) -> None:
         self.limits, self.before, self.quiet = limits, now, 0.0
@@ -232,7 +232,7 @@ class Patience:
         self._trace: object = None
 
     def look(self, now: float, failed: bool, over: bool, asked: bool, trace: object) -> str:
-        """Why it has to be killed; empty if it does not.
+        """Return why the attempt has to be killed; empty if it does not.
 
         failed: a rank has written a failure. over: all ranks have said that they end as they should. asked: the
         supervisor was asked to stop. trace: whatever changes as the run moves.

@@ -42,7 +42,7 @@ RUNNING = ("RUNNING", "SUSPENDED", "STOPPED")
 
 @dataclass(frozen=True)
 class Options:
-    """How ranks and checks are started."""
+    """Options for the start of ranks and checks."""
 
     ranks_per_node: int
     preflight: str = "off"  # or light, or full
@@ -126,7 +126,7 @@ class SlurmBackend:
         return self.slurm.job()
 
     def nodes(self, job: Job | None) -> list[str]:
-        """Without an answer of Slurm, those that the job has had before. With --no-kill, they get fewer."""
+        """Nodes of the job; if Slurm does not answer, those it had before. With --no-kill, they get fewer."""
         listed = job.nodes if job else ("" if self._names else os.environ.get("SLURM_JOB_NODELIST", ""))
         self._names = self.slurm.names(listed) or self._names
         return self._names
@@ -156,7 +156,7 @@ class SlurmBackend:
         return found if stopped() else {**self._compared(folder, nodes), **found}
 
     def _compared(self, folder: Path, nodes: Sequence[str]) -> dict[str, str]:
-        """What is wrong with nodes beside others, if the check has left what megalite-preflight does."""
+        """Compare nodes, if the check has left the files of megalite-preflight; return why each bad node is bad."""
         if not any(sheet_path(folder, node).exists() for node in nodes):
             return {}
         return dict(compare_folder(folder, load_thresholds(self.options.thresholds), nodes).bad)
@@ -210,7 +210,7 @@ class SlurmBackend:
             _end([self._guard], self.pause)
 
     def _hold(self) -> list[str]:
-        """What has signals wait until a rank can hear them; needs GNU coreutils 8.31."""
+        """Words of a command that holds back signals until a rank can hear them; empty before GNU coreutils 8.31."""
         if self._held is None:
             try:
                 works = subprocess.run([*HELD, "true"], capture_output=True, timeout=30, check=False).returncode == 0
@@ -220,7 +220,7 @@ class SlurmBackend:
         return self._held
 
     def _port(self, host: str, number: int) -> int:
-        """One for every attempt, as the one before may still be in use, and none at which somebody listens."""
+        """Choose a port at which nobody listens, another one for every attempt: the one before may still be in use."""
         first = int(self.job.partition("_")[0]) * 31 + self.restart * 7 + number
         for more in range(TRIES):
             port = PORTS[(first + more) % len(PORTS)]
@@ -296,7 +296,7 @@ class SlurmBackend:
     def _srun(
         self, arguments: Sequence[str], said: IO[bytes] | None = None, env: dict[str, str] | None = None
     ) -> subprocess.Popen[bytes]:
-        """In a session of its own, so that what signals the batch script's group does not end ranks."""
+        """Start srun in a session of its own, so that a signal to the batch script's group does not end ranks."""
         return subprocess.Popen(
             ["srun", *arguments],
             env=env,
@@ -322,7 +322,7 @@ def _end(sruns: Sequence[subprocess.Popen[bytes]], pause: Pause) -> None:
 
 
 def _on(nodes: Sequence[str]) -> list[str]:
-    """One task on each of these nodes."""
+    """Options of srun for one task on each of these nodes."""
     count = len(nodes)
     return [f"--nodes={count}", f"--ntasks={count}", "--ntasks-per-node=1", f"--nodelist={','.join(nodes)}"]
 

@@ -170,7 +170,7 @@ def _job() -> str:
 
 
 def _checker(command: Sequence[str]) -> Callable[[int], Check]:
-    """Runs the check of the configuration on so many ranks."""
+    """Return a function that checks the configuration for a number of ranks."""
 
     def check(ranks: int) -> Check:
         if not command:

@@ -1,7 +1,7 @@
 """The supervisor's story, top to bottom: look at the nodes, start the ranks, see how they end, and go on or end.
 
-What to do is decided in `policy`, how an attempt has ended in `verdict`, and a backend knows how to do it. Every
-decision is an event of the run folder, and a line on stderr.
+`policy` decides on the next step, `verdict` on how an attempt has ended, and a backend carries it out. Every decision
+is an event of the run folder, and a line on stderr.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ class Clock:
 
 @dataclass(frozen=True)
 class Check:
-    """What a check of the configuration on so many ranks has said."""
+    """Answer of a check of the configuration for a number of ranks."""
 
     code: int
     text: str = ""
 
     @property
     def refuses(self) -> bool:
-        """Any other failure, as of a file system for a moment, is no verdict: the ranks look again."""
+        """Flag: the configuration is bad. Other failures, as of a file system for a moment, are left to the ranks."""
         return self.code == BAD_INPUT
 
 
@@ -333,7 +333,7 @@ class Supervisor:
             self.note("edited", text, frozen=str(self.frozen.path), used=self.frozen.used)
 
     def _folder_is_lost(self) -> bool:
-        """Whether the run folder was removed, or another is in its place. Going on would begin again at step 0."""
+        """Return whether the run folder was removed or replaced. Going on would begin again at step 0."""
         for _ in range(LOOKS):  # a file system may lose sight of a folder for a moment
             if self._lost or self._made is None or _is_there(self._made):
                 return bool(self._lost)
@@ -368,7 +368,7 @@ class Supervisor:
         tries: list[str] = []
 
         def attempt() -> str | None:
-            """Why the job is not requeued; empty if it is; None to try again."""
+            """Return why the job is not requeued; empty if it is; None to try again."""
             job = self.backend.standing()
             if job is None:
                 return None
@@ -395,7 +395,7 @@ class Supervisor:
 
 
 def _is_there(path: Path) -> bool:
-    """Whether a path leads somewhere, as far as the file system can tell."""
+    """Return whether a path leads somewhere, as far as the file system can tell."""
     try:
         path.stat()
     except (FileNotFoundError, NotADirectoryError):
@@ -406,7 +406,7 @@ def _is_there(path: Path) -> bool:
 
 
 def _changed(path: Path) -> tuple[int, int] | None:
-    """What changes of a file or folder when it is written to; None without it."""
+    """Time (ns) and size of a file or folder, which change when it is written to; None if there is none."""
     try:
         found = path.stat()
     except OSError:

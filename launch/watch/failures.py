@@ -1,4 +1,4 @@
-"""What the events of a run tell about how often it fails."""
+"""Frequency of a run's failures, from its events."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ LONGEST = 10 * 366 * 86_400.0  # seconds that are believed of an attempt
 
 
 def interruptions(events: Sequence[Event], now: float) -> tuple[int, float]:
-    """How many attempts have failed, and how many hours ranks have run in all. now: the end of one that goes on."""
+    """Number of failed attempts, and hours that ranks have run in all. now: the end of an attempt that goes on."""
     failures, seconds = 0, 0.0
     began: float | None = None
     ranks = 0

@@ -1,7 +1,7 @@
-"""Where the time of a run went. Every microsecond from its beginning is in one account; docs/watching.md has the rules.
+"""Accounts of a run's time. Every microsecond from its beginning is in one account; docs/watching.md has the rules.
 
-The ledger is told what happened in the order of time. What it has accounted for ends at `cursor`; a time before that
-counts as that, so clocks that differ move a second from one account to another, but lose none.
+The ledger receives events in the order of time. The time up to `cursor` is accounted for; an earlier event counts as
+one at `cursor`, so clocks that differ move a second from one account to another, but lose none.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def nothing() -> Spent:
 
 @dataclass
 class Part:
-    """An attempt, or a start of a run that no supervisor looks after. Times are microseconds since 1970."""
+    """An attempt, or a start of a run without a supervisor. Times are microseconds since 1970."""
 
     name: str
     began: int
@@ -67,13 +67,13 @@ class Ledger:
         self._resumed = False  # whether this start has said from where
 
     def at(self, time: int) -> int:
-        """Note a sign of life; the time to reckon with."""
+        """Note a sign of life; return the time to reckon with."""
         if self.began is None:
             self.began = self.cursor = self.sign = time
         self.sign = max(self.sign, time)
         return max(time, self.cursor)
 
-    # What the supervisor says
+    # Events of the supervisor
 
     def submitted(self, time: int) -> None:
         self.at(time)
@@ -122,7 +122,7 @@ class Ledger:
         self._spend(now, RESTARTING if self.job_on else WAITING, None)
         self.phase, self.job_on, self._part = "queue", False, None
 
-    # What training says
+    # Events of training
 
     def resumed(self, time: int, step: int) -> None:
         before = self.sign
@@ -203,14 +203,14 @@ class Ledger:
             part.spent[target] += amount
 
     def _open(self, name: str, began: Optional[int], now: int) -> None:
-        """A new attempt; without `began`, nothing was under way until now."""
+        """Begin a new attempt; without `began`, nothing was under way until now."""
         self._part = Part(name, now if began is None else began)
         self.parts.append(self._part)
         self._spend(now, WAITING if began is None else RESTARTING, None if began is None else self._part)
         self._resumed = False
 
     def _end(self, now: int, well: bool) -> None:
-        """Ranks are gone. What was under way is accounted for when the next start says how much of it counts."""
+        """Note that ranks are gone. Time under way is accounted for when the next start says how much of it counts."""
         if self.phase == "training":
             self._ended_at, self._well = now, well
         elif self.phase == "starting":
@@ -223,7 +223,7 @@ class Ledger:
         self.phase, self._unbound = "ended", False
 
     def _close(self, silent_since: int) -> None:
-        """Account for the end of the attempt before. Where nobody told it, that is when it was last heard of."""
+        """Account for the end of the attempt before: if no event reports it, the time of its last sign of life."""
         if self.phase in ("training", "starting"):
             self._end(max(silent_since, self.cursor), False)
         if self.phase == "ended":
@@ -235,14 +235,14 @@ class Ledger:
         self._unbound = False
 
     def _ending(self) -> str:
-        """What the time from the last report to the end of an attempt is; without an attempt, nothing was lost."""
+        """Choose the account of the time from an attempt's last report to its end; without one, nothing was lost."""
         return RESTARTING if self._part is None else SAVING if self._well else LOST
 
     def _inside(self, now: int) -> int:
         return min(now, self._ended_at) if self.phase == "ended" else now
 
     def _begins_or_goes_on(self, now: int, step: int) -> bool:
-        """Whether a line counts; the first one of a start ends its beginning."""
+        """Return whether a report counts; the first one of a start ends its time of starting."""
         late = self._heard and not self._resumed and now <= self._ended_at + LATE
         if self.phase in ("queue", "starting") and late:
             return False
@@ -279,7 +279,7 @@ class Ledger:
         self.seconds.append(seconds)
 
     def _go_back(self, step: int) -> None:
-        """Training goes on from `step`: what it had done after that is lost, or counts although it was not told."""
+        """Go on from `step`: training done after it is lost, and unreported training up to it counts."""
         amount, account = self._tail
         if step > self.step and amount and self.parts:
             counts = min(amount, (step - self.step) * self.usual)
@@ -302,13 +302,13 @@ class Ledger:
                 each.pop()
         self.step = step
 
-    # What it comes to
+    # Results
 
     def accounts(self, now: int, living: bool, checkpoint: Optional[int]) -> tuple[Spent, int]:
-        """What was spent, and until when. living: up to `now`; else up to the last sign of life.
+        """Return the time of every account, and when it ends. living: at `now`; else at the last sign of life.
 
-        checkpoint: after a failure, what was done since this newest checkpoint counts as lost until it is shown to be
-        otherwise. The sum of all accounts is exactly the time from `began` to the end.
+        checkpoint: after a failure, training since this newest checkpoint counts as lost until reports show otherwise.
+        The sum of all accounts is exactly the time from `began` to the end.
         """
         spent = dict(self.spent)
         if self.began is None:

@@ -177,7 +177,7 @@ def _head(
 
 
 def _ended_text(ended: Event) -> str:
-    """When and how an attempt has ended, without the first failure."""
+    """Text on when and how an attempt has ended, without the first failure."""
     cause, code = printable(ended.get("cause"), 40).replace("_", " "), ended.get("code")
     seconds = number(ended.get("seconds"))
     told = f"ended {clock(ended['time'])}"
@@ -202,7 +202,7 @@ def _named(events: Sequence[Event], kind: str, attempt: Attempt) -> Optional[Eve
 
 
 def _peers(others: Sequence[Failure], first: Optional[Failure]) -> Iterator[str]:
-    """What other ranks said: those who said the same together, the earliest first."""
+    """Yield reports of other ranks: ranks with the same report together, the earliest first."""
     sayings: dict[tuple[int, str], list[Failure]] = {}
     for failure in others:
         sayings.setdefault((failure.code, failure.text), []).append(failure)

@@ -33,7 +33,7 @@ LARGEST = 2**20  # bytes of a record of a start
 
 @dataclass
 class Node:
-    """What is known against a node."""
+    """Complaints about a node."""
 
     first: int = 0  # how often it was the first to fail
     slow: int = 0  # how often it was told to be a straggler
@@ -58,7 +58,7 @@ class Saves:
 
 
 class Watched:
-    """What a run folder tells. Call `update`, and then look."""
+    """State of a run, read from its folder. Call `update`, and then look."""
 
     def __init__(self, path: Path) -> None:
         self.folder = RunFolder(path)
@@ -118,7 +118,7 @@ class Watched:
                 yield latest, found
 
     def _moment(self, line: dict[str, Any], file: str) -> Optional[int]:
-        """When a line was written; None if that cannot be told. One of the future counts as the line before it."""
+        """Time of a line in µs; None if it has none. A time in the future counts as that of the line before it."""
         seconds = number(line.get("time"))
         moment = None if seconds is None else int(seconds * SECOND)
         if moment is not None and moment > self._latest:
@@ -260,7 +260,7 @@ class Watched:
     # Other files
 
     def _look_at_starts(self) -> None:
-        """How many steps the latest start is to make, and on how many ranks."""
+        """Read the number of steps that the latest start is to make, and its number of ranks."""
         try:
             found = sorted(
                 path for path in (self.folder.path / "starts").iterdir() if re.fullmatch(r"\d+\.json", path.name)
@@ -293,5 +293,5 @@ class Watched:
         return max((int(name[1]) for name in found if name), default=None)
 
     def interruptions(self, end: float) -> tuple[int, float]:
-        """How often attempts have failed, and in how many hours of ranks. end: of an attempt that goes on."""
+        """Number of failed attempts, and hours that ranks have run in all. end: the end of an attempt that goes on."""
         return interruptions(self._attempts, end)

@@ -1,4 +1,4 @@
-"""What people and programs are told of a run: numbers and sentences, ready for JSON. Times are seconds."""
+"""Summary of a run for people and programs: numbers and sentences, ready for JSON. Times are seconds."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Summary = dict[str, Any]
 
 @dataclass(frozen=True)
 class State:
-    """How a run is. living: time goes on for it; over: nothing more is to come."""
+    """State of a run. living: time goes on for it; over: nothing more is to come."""
 
     name: str
     text: str
@@ -30,7 +30,7 @@ class State:
 
 
 def state_of(run: Watched) -> State:
-    """What the latest lines say; docs/watching.md has the rules."""
+    """State of a run by its latest lines; docs/watching.md has the rules."""
     ledger = run.ledger
     if run.over is not None:
         code, reason = run.over
@@ -61,7 +61,7 @@ def state_of(run: Watched) -> State:
 
 
 def summary(run: Watched) -> Summary:
-    """Everything that is told of a run. Numbers that are not known are None."""
+    """Return all facts of a run for people and programs. Unknown numbers are None."""
     state, ledger = state_of(run), run.ledger
     checkpoint = run.newest_checkpoint()
     spent, end = ledger.accounts(int(run.now * SECOND), state.living, checkpoint or 0)

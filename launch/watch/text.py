@@ -64,7 +64,7 @@ def one_line(found: Summary) -> str:
 
 
 def facts(found: Summary) -> list[tuple[str, str]]:
-    """What is known of a run besides its state: names and what to say."""
+    """Facts of a run besides its state: pairs of a name and a text."""
     told = [("steps", steps_text(found) + (f", {found['lost_steps']:,} done again" if found["lost_steps"] else ""))]
     if speed := speed_text(found):
         told.append(("now", speed))
@@ -78,7 +78,7 @@ def facts(found: Summary) -> list[tuple[str, str]]:
 
 
 def status_text(found: Summary) -> str:
-    """All that a screen should show."""
+    """Text of a run's status for a screen."""
     head = table(("", ""), [("state", found["text"]), *facts(found)], (0, 1))
     parts = [printable(found["run"]), head, _where(found)]
     parts += [_attempts(found), _nodes(found), _decisions(found)]
@@ -95,7 +95,7 @@ def _where(found: Summary) -> str:
 
 
 def cause_text(attempt: Mapping[str, Any]) -> str:
-    """How an attempt ended, and the first failure."""
+    """Text on how an attempt ended, and its first failure."""
     if attempt["ended"] is None:
         return "goes on"
     text = str(attempt["cause"] or "ended, nobody has told how").replace("_", " ")
@@ -124,7 +124,7 @@ def _attempts(found: Summary) -> str:
 
 
 def against(node: Mapping[str, Any]) -> str:
-    """What is known against a node."""
+    """Text of the complaints about a node."""
     told = []
     if node["first_failures"]:
         told.append(f"first to fail {node['first_failures']} ×")

@@ -44,7 +44,7 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Link:
-    """What connects GPUs.
+    """Connection between GPUs.
 
     bandwidth: bytes/s that each can send. latency: seconds that a collective takes to start. measured: bytes/s that
     large all-gathers and reductions have reached; without one, USUAL of the bandwidth is taken.

@@ -1,6 +1,6 @@
-"""What the ranks of a layout send each other in a step, by group, and how long that takes. Imports no torch.
+"""Transfers among the ranks of a layout in a step, by group, and how long they take. Imports no torch.
 
-What is sent is known transfer by transfer (`plan.traffic`). The time model says how long each takes alone (`network`).
+The transfers are known one by one (`plan.traffic`). The time model says how long each takes alone (`network`).
 """
 
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Which of the known clusters a GPU belongs to, by the name that its driver gives it. Imports no torch."""
+"""Known cluster that a GPU belongs to, by the name that its driver gives it. Imports no torch."""
 
 import re
 

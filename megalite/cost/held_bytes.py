@@ -1,7 +1,7 @@
 """Bytes that a pipeline rank holds at the ends of its actions. Imports no torch.
 
 `plan.walk` goes through the layers of every action. Here an action is a step or two, and what it needs for a moment is
-left out. So this takes a hundredth of the time, and never tells more than the walk.
+left out. So this takes a hundredth of the time, and never counts more than the walk.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,7 +13,7 @@ from megalite.schedule.actions import Action, Kind
 
 
 class StageBytes(NamedTuple):
-    """What a stage holds.
+    """Bytes that a stage holds.
 
     kept: activations of a micro-batch, from F to its B or I. left: what an I leaves to its W. gathered: weights, from
     the first action of a step to the last. whole: gradients before they are reduced. layers: of these, the layers'.
@@ -31,7 +31,7 @@ class StageBytes(NamedTuple):
 
 
 class Step(IntEnum):
-    """What changes the bytes that a stage holds: actions, by their place among those of the stage."""
+    """Changes of the bytes that a stage holds: actions, by their place among those of the stage."""
 
     BEGIN = 0
     F = 1
@@ -51,7 +51,7 @@ STEPS = max(Step) + ENDED + 1
 
 
 def steps_of(order: Sequence[Action]) -> list[int]:
-    """What a rank does: by action, STEPS · the stage + its step; of W, both."""
+    """Steps of a rank's actions in order, each as STEPS · the stage + its step; a W has two."""
     last = {action.stage: index for index, action in enumerate(order)}  # it makes gradients
     begun, made, found = set[int](), set[int](), list[int]()
     for index, (kind, stage, _) in enumerate(order):
@@ -86,7 +86,7 @@ def most_held(steps: Sequence[int], stages: Mapping[int, StageBytes], each_time:
 
 
 def _changes(held: StageBytes, each_time: bool, at_all: bool) -> list[float]:
-    """By how much each step changes the bytes that a stage holds."""
+    """Bytes by which each step changes what a stage holds."""
     kept, left, gathered, whole, layers, reduced, buffer = held
     if not at_all:
         made = [whole, 0.0, 0.0, whole]

@@ -24,7 +24,7 @@ SPLIT_COST = 0.02  # for every further part, to add up the parts
 ALIGNED = 8  # elements: rows of other lengths cannot be loaded in whole vectors
 UNALIGNED = 2.0  # how much longer such products take
 # Watts that a FLOP/s takes, that of bf16 being 1. In fp8, twice as many lower clocks three quarters as far as in bf16,
-# as NVIDIA's runs on H100, B200, GB200 and GB300 tell.
+# as NVIDIA's runs on H100, B200, GB200 and GB300 show.
 POWER = {"fp8": 0.375}
 BEST = 0.8  # share of the peak that a matrix product reaches at best, where nobody has measured it
 
@@ -38,18 +38,18 @@ class Kernels:
     fp8: float = 1.0
 
     def matmul(self, m: float, n: float, k: float, batch: int = 1, precision: str = "bf16") -> float:
-        """A product of [m, k] and [k, n], or `batch` of them at once."""
+        """Seconds of a product of [m, k] and [k, n], or `batch` of them at once."""
         work = _tiled(ceil(m), ceil(n), ceil(k), batch, self.gpu.multiprocessors)
         if any(round(size) % ALIGNED for size in (m, n, k)):
             work *= UNALIGNED
         return max(work / self.rate(precision), self.passes(2 * batch * (m * k + k * n + m * n)))
 
     def passes(self, moved: float) -> float:
-        """Reading and writing so many bytes of memory."""
+        """Seconds to read and write so many bytes of memory."""
         return moved / self._memory
 
     def attention(self, flops: float, share: float, precision: str = "bf16") -> float:
-        """Fused attention of so many operations, at a share of the peak."""
+        """Seconds of fused attention of so many operations, at a share of the peak."""
         return flops / (self.gpu.peak.get(precision, self.gpu.peak["bf16"]) * share)
 
     def rate(self, precision: str) -> float:
@@ -58,9 +58,9 @@ class Kernels:
         return best * self._clock(best * POWER.get(precision, 1.0)) * (self.fp8 if precision == "fp8" else 1.0)
 
     def _clock(self, best: float) -> float:
-        """How far clocks stay below those of a short product at `best` FLOP/s, for want of power.
+        """Clocks relative to those of a short product at `best` FLOP/s: at most 1, less for want of power.
 
-        Never above them; and arithmetic beyond what a watt can feed makes products neither faster nor slower.
+        Arithmetic beyond what a watt can feed makes products neither faster nor slower.
         """
         sustained, throttle, per_watt = self.constants.sustained, self.constants.throttle, best / 1e12 / self.gpu.power
         most = sustained / (2 * throttle)  # TFLOP/s a watt at which products are fastest

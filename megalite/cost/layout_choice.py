@@ -56,7 +56,7 @@ class Choice(NamedTuple):
         return sequences // (self.replicas * self.shards * self.micro)
 
     def applied(self, config: Config, pins: Mapping[str, Any]) -> Config:
-        """`config` with this layout. What is pinned and not part of a choice stays as it is."""
+        """`config` with this layout. Pinned fields that are not part of a choice stay as they are."""
         parallel, train = config.parallel, config.train
         free, searched = "train.recompute" not in pins, self.schedule == AUTO
         return replace(
@@ -112,5 +112,5 @@ def choice_of(config: Config) -> Choice:
 
 
 def mode_of(choice: Choice) -> Mode:
-    """How layers recompute; those under a budget are at least as fast as without."""
+    """Recompute mode of layers; "none" for a budget, under which layers take at least as long as without recompute."""
     return next((mode for mode in MODES if mode == choice.recompute), "none")

@@ -1,4 +1,4 @@
-"""For how long a rank's links are busy with what it sends: a clock for each link, of one direction. Imports no torch.
+"""Time that a rank's links are busy with what it sends: a clock for each link, of one direction. Imports no torch.
 
 Transfers are those of `plan.traffic`. The same wires carry all of them, whatever they run beside.
 """
@@ -34,7 +34,7 @@ def groups(config: Config) -> dict[str, Group]:
 
 
 def kind_of(transfer: str) -> Kind | None:
-    """As the network's times name a transfer; None for one that another rank sends."""
+    """Name of a transfer in the network's times; None for one that another rank sends."""
     return KINDS.get(transfer)
 
 
@@ -44,7 +44,7 @@ def total(links: Iterable[Links]) -> Links:
 
 
 def times(links: Links, count: float) -> Links:
-    """The same `count` times."""
+    """Clocks of `links`, `count` times as far."""
     return tuple(count * each for each in links)
 
 
@@ -58,7 +58,7 @@ def layer_links(config: Config, net: Net, kind: LayerKind, mode: Mode) -> tuple[
 
 
 def end_links(config: Config, net: Net, end: End) -> tuple[Links, Links]:
-    """The same of the embedding or of the head."""
+    """Links in forward and backward of the embedding or of the head."""
     traffic = LayerTraffic(config, 0)
     there, back = traffic.embedding() if end == "embedding" else traffic.head()
     return _busy(there, config, net), _busy(back, config, net)

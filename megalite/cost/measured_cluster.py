@@ -20,7 +20,7 @@ from megalite.config.yaml import read_mapping
 from megalite.cost.cluster import cluster_path, read_cluster
 from megalite.cost.slowest_gpu import MOST
 
-# Properties of a GPU that its driver tells, with the unit of cluster files; none where the value is taken as it is.
+# Properties of a GPU that its driver gives, with the unit of cluster files; none where the value is taken as it is.
 PROPERTIES = {"name": None, "multiprocessors": None, "memory": float(2**30), "power": 1.0}
 
 
@@ -44,13 +44,13 @@ def write_measured(
     figures: precision and matmul (FLOP/s of a GPU); and, if measured or read, products (FLOP/s by further precisions),
     spread (standard deviation of matmul, relative), host (bytes/s of the slower direction), copy (bytes/s read and
     written by a copy in the GPU's memory), name, multiprocessors, memory (bytes) and power (limit in watts) of the GPU,
-    gpus (of a node), node and network (bytes/s of bus bandwidth for a GPU). What was not measured stays, and so does
-    the bandwidth of the GPU's memory: planner constants, fitted on datasheets, tell what part of it can be reached.
+    gpus (of a node), node and network (bytes/s of bus bandwidth for a GPU). Unmeasured figures stay, and so does
+    the bandwidth of the GPU's memory: planner constants, fitted on datasheets, give the part of it that can be reached.
     by: the program that has measured. on: what it has measured, which by default is the number of `nodes` in figures.
     Raises InputError if a file is none, a figure is no number above 0, or a spread is none that a cluster file takes.
     """
     path = cluster_path(base)
-    read_cluster(path)  # whose messages tell what is wrong with a file
+    read_cluster(path)  # raises InputError with a message on what is wrong with a file
     fields = read_mapping(path)
     gpu, node, network, sources = fields["gpu"], fields["node"], fields["network"], fields["sources"]
     said = f"measured by {by} on {on or counted(figures['nodes'], 'node')}"

@@ -34,11 +34,11 @@ class Net:
 
     @property
     def nothing(self) -> Links:
-        """No link is busy."""
+        """Seconds of links none of which is busy."""
         return (0.0,) * (len(self.cluster.levels) + 1)
 
     def collective(self, kind: Collective, whole: float, group: Group) -> float:
-        """A collective on a tensor that has `whole` bytes when no rank's part is left out."""
+        """Seconds of a collective on a tensor that has `whole` bytes when no rank's part is left out."""
         if group.size <= 1:
             return 0.0
         moved = (group.size - 1) / group.size * whole
@@ -51,7 +51,7 @@ class Net:
         return size / self.bandwidth(group, "messages") + self._hop(group)
 
     def links(self, kind: Kind, whole: float, group: Group) -> Links:
-        """For how long a collective, or a message, keeps links busy, its start included."""
+        """Seconds that a collective, or a message, keeps each link busy, its start included."""
         shares = self._shares(kind, group)
         if group.size <= 1:
             return shares
@@ -88,13 +88,13 @@ class Net:
         return max(1, min(group.size, self.cluster.gpus_per_node // group.stride))
 
     def _hop(self, group: Group) -> float:
-        """Until a message arrives at the next rank: a launch, and the slowest hop."""
+        """Seconds until a message arrives at the next rank: a launch, and the slowest hop."""
         near, node, network = self._near(group), self.cluster.levels[-1].link.latency, self.cluster.network.latency
         between, inside = near < group.size, near > 1
         return self.constants.launch + self.constants.hop * max(between * network, inside * node)
 
     def _start(self, group: Group) -> float:
-        """Until the first element has been around a ring: a launch, and a hop between each two neighbours."""
+        """Seconds until the first element has been around a ring: a launch, and a hop between each two neighbours."""
         between = -(-group.size // self._near(group)) - 1  # hops from node to node
         inside = group.size - 1 - between
         node, network = self.cluster.levels[-1].link.latency, self.cluster.network.latency

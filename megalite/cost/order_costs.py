@@ -1,6 +1,6 @@
-"""What a search for an order of a pipeline is given, and the time of a step under an order. Imports no torch.
+"""Input of a search for an order of a pipeline, and the time of a step under an order. Imports no torch.
 
-Both have the times by which `predict` tells a step: those of stages on this cluster, halves of a backward pass that
+Both have the times by which `predict` predicts a step: those of stages on this cluster, halves of a backward pass that
 take longer than the whole, transfers, and weights and gradients that are exchanged beside compute.
 """
 
@@ -18,7 +18,7 @@ from megalite.schedule.problem import Problem
 
 
 def costing_of(config: Config) -> Costing | None:
-    """What `schedule: auto` searches for under `run.cluster`; None, which stands for FLOPs, where that is null.
+    """Return the costing of `schedule: auto` under `run.cluster`; None, which stands for FLOPs, where that is null.
 
     Raises InputError for a cluster that is not known.
     """
@@ -27,7 +27,7 @@ def costing_of(config: Config) -> Costing | None:
 
 
 def problem_of(plan: Plan, m: int, limits: tuple[float, ...], timer: Timer) -> Problem:
-    """What is to be ordered: `plan`'s stages in a step of `m` micro-batches, in seconds and bytes.
+    """Problem of the search for an order: `plan`'s stages in a step of `m` micro-batches, in seconds and bytes.
 
     limits: bytes of activations by rank. With `train.recompute: budget`, modes of layers are those of the plan, though
     another order may lead to others.
@@ -37,7 +37,7 @@ def problem_of(plan: Plan, m: int, limits: tuple[float, ...], timer: Timer) -> P
 
 
 def seconds_under(plan: Plan, table: Table, timer: Timer) -> float:
-    """Seconds of a whole step of `plan` under `table`, as `predict` tells of a schedule file with it."""
+    """Seconds of a whole step of `plan` under `table`, as `predict` gives for a schedule file with it."""
     whole = sharded(table, sharding_mode(plan.config))
     clock, stages = clock_of(whole, costs_of(whole)), timer.stages(plan)
     end, _ = clock.run([seconds_of(cost, stages) for cost in clock.classes], transfer_seconds(plan.config, timer.net))

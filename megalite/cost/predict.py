@@ -1,7 +1,7 @@
 """The predicted time of a training step of a configuration on a cluster. Imports no torch.
 
-The pipeline's own table runs on a clock with the times of its stages (`schedule.simulate`). Of a long step only its
-beginning and end are run: in between, every micro-batch adds as much as the one before.
+The pipeline's own table runs on a clock with the times of its stages (`schedule.simulate`). Only the beginning
+and end of a long step are run: in between, every micro-batch adds as much as the one before.
 """
 
 from collections import Counter
@@ -67,7 +67,7 @@ class Prediction:
 
     @property
     def tokens_per_second(self) -> float:
-        """Of one GPU."""
+        """Tokens per second of one GPU."""
         return self.step_tokens / self.seconds / self.gpus
 
     @cached_property
@@ -77,7 +77,7 @@ class Prediction:
 
     @cached_property
     def mfu_full(self) -> float:
-        """The same with attention counted in full, as Megatron-LM and PaLM do."""
+        """Model FLOP/s utilization with attention counted in full, as Megatron-LM and PaLM do."""
         return self._utilization(flops_per_token(self.config.model, "full"))
 
     def _utilization(self, flops: int) -> float:
@@ -127,7 +127,7 @@ class Trial:
 
     @cached_property
     def clocked(self) -> float:
-        """Seconds on the clock. What is left out takes as long as the rounds before, or `pace`.
+        """Seconds on the clock. Rounds that are left out take as long as those before, or `pace`.
 
         The latter is too long where the slowest rank waits in these rounds, and would catch up in later ones.
         """
@@ -141,7 +141,7 @@ class Trial:
 
     @cached_property
     def begun(self) -> tuple[float, float]:
-        """Of the part that is run: the end of the last action, and that of the last compute."""
+        """Seconds until the last action ends, and until the last compute ends, in the part that is run."""
         return self._run(self._few)
 
     @cached_property
@@ -225,7 +225,7 @@ def _refuse_impossible(found: Prediction) -> None:
 
 
 def timeline(prediction: Prediction, timer: Timer) -> Timeline:
-    """When every action runs in a step that is cut short after PICTURED rounds, for pictures."""
+    """Return when every action runs in a step that is cut short after PICTURED rounds, for pictures."""
     config = prediction.config
     table = _table(prediction.plan, timer, enough(config, micro_batches(config), PICTURED))
     of = costs_of(table)
@@ -296,7 +296,7 @@ def sending_seconds(plan: Plan, stages: Sequence[StageTime], timer: Timer) -> fl
 
 
 def seconds_of(cost: Cost, stages: Sequence[StageTime]) -> float:
-    """How long an action takes."""
+    """Seconds that an action takes."""
     stage = stages[cost.stage]
     match cost.kind:
         case Kind.F:

@@ -18,7 +18,7 @@ class Program:
         forward, backward: of the residual stream. forward_ffn, backward_ffn: between the MLP's matrices. heads: of
         queries, keys and values, for positions and layouts, forward and backward. scores: of unfused attention's
         scores, forward and backward. logit: of the logits, in the loss and its gradient.
-    What is made again:
+    Recompute:
         repeats: share of a layer's forward matrix products that selective recompute repeats; None: it repeats
         attention.
     Tensor parallelism:

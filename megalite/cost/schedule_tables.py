@@ -18,9 +18,9 @@ PICTURED = 3  # of these rounds, in a picture
 
 
 def enough(config: Config, m: int, rounds: int = ROUNDS) -> int:
-    """How many micro-batches of a step of `m` tell its time: the pipeline is full, and each more adds as much again.
+    """Micro-batches that suffice to time a step of `m`: the pipeline is full, and each more adds as much again.
 
-    What is left out are whole rounds, as what a micro-batch adds may depend on its place in its round. A test compares
+    Whole rounds are left out, as what a micro-batch adds may depend on its place in its round. A test compares
     steps that are cut short with whole ones.
     """
     pp, schedule = config.parallel.pp, config.parallel.pipeline.schedule
@@ -93,7 +93,7 @@ class Tables:
         return self._orders[key]
 
     def steps(self, config: Config, m: int, rank: int) -> list[int]:
-        """What a rank of a named schedule does, as `held` counts it."""
+        """Steps of a rank of a named schedule, as `held` counts them."""
         key = self._named(config, m)
         if (key, rank) not in self._steps:
             self._steps[key, rank] = steps_of(self.orders(config, m)[1][rank])
@@ -107,7 +107,7 @@ class Tables:
         return self._clocks[key]
 
     def clock_of(self, table: Table) -> Clock[Cost]:
-        """The same under a schedule without a name. The table is kept, so that no other has its `id`."""
+        """A clock for a step under a schedule without a name. The table is kept, so that no other has its `id`."""
         if id(table) not in self._others:
             self._others[id(table)] = table, clock_of(table, costs_of(table))
         return self._others[id(table)][1]
@@ -118,7 +118,7 @@ class Tables:
 
 
 def _when(config: Config) -> tuple[bool, bool] | None:
-    """Whether weights are gathered, and gradients reduced, at moments of their own; None without FSDP2."""
+    """Return whether weights are gathered, and gradients reduced, at moments of their own; None without FSDP2."""
     mode = config.parallel.data.mode
     return (mode != "zero3", mode in ("zero2", "zero3")) if uses_fsdp(config) else None
 

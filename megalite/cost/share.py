@@ -13,7 +13,7 @@ from megalite.plan.recompute_modes import Mode
 
 
 class Computed(Protocol):
-    """What times ask of a part of a layer; every `plan.parts.part.Part` answers it."""
+    """Interface of a part of a layer that times need; every `plan.parts.part.Part` has it."""
 
     @property
     def heads(self) -> Heads | None: ...
@@ -58,12 +58,12 @@ class Share:
 
     @property
     def heads(self) -> list[Heads]:
-        """Of each part that has attention."""
+        """Heads of each part that has attention."""
         return [part.heads for part in self.parts if part.heads is not None]
 
     @property
     def passed(self) -> Passed:
-        """What kernels between matrix products read or write."""
+        """Elements that kernels between matrix products read or write."""
         found = [part.passed(self.tp) for part in self.parts]
         return Passed(sum(each.hidden for each in found), sum(each.heads for each in found))
 

@@ -1,13 +1,13 @@
-"""How long a step waits for the slowest of its GPUs. Imports no torch."""
+"""Waiting of a step for the slowest of its GPUs. Imports no torch."""
 
 from statistics import NormalDist
 
 MOST = 0.2  # of a spread: with more, the slowest of many GPUs would hardly run at all
-PUBLISHED = 0.011  # spread of GPUs' speeds that the errors of published rows tell (docs/planner_evidence.md)
+PUBLISHED = 0.011  # spread of GPUs' speeds that follows from the errors of published rows (docs/planner_evidence.md)
 
 
 def slowest(gpus: int) -> float:
-    """By how many standard deviations the slowest of `gpus` GPUs is expected to be slower than the mean.
+    """Standard deviations by which the slowest of `gpus` GPUs is expected to be slower than the mean.
 
     It is the expected largest of as many normal deviates, by Blom's formula, which is within 2 % from four GPUs on.
     """
@@ -15,7 +15,7 @@ def slowest(gpus: int) -> float:
 
 
 def waiting(spread: float | None, gpus: int) -> float:
-    """How many times as long a step takes on GPUs of this spread as on those of published runs; at least 1.
+    """Time of a step on GPUs of this spread, relative to that on GPUs of published runs; at least 1.
 
     spread: relative standard deviation of the GPUs' speeds; None where nobody has measured it. Published steps have
     waited for their slowest GPU, too, so that predictions contain what PUBLISHED makes of it.

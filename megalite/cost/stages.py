@@ -48,7 +48,7 @@ def beside(compute: float, communication: float, constants: Constants) -> float:
 
 
 class Sent(NamedTuple):
-    """For how long links are busy with what a rank of a stage sends: in the passes of a micro-batch, while weights are
+    """Seconds that links are busy with what a rank of a stage sends: in the passes of a micro-batch, while weights are
     gathered once a step, while gradients are reduced, and while replicas sum them."""
 
     passes: Links
@@ -79,7 +79,7 @@ class StageTime:
     sent: Sent
 
     def reducing(self, last: bool) -> float:
-        """To reduce the gradients after one backward pass, and on the last of a step over replicas too."""
+        """Seconds to reduce the gradients after one backward pass, and on the last of a step over replicas too."""
         return self.reduce + (self.replicas if last else 0.0)
 
     @property
@@ -88,7 +88,7 @@ class StageTime:
         return (1 + SPLIT) * self.inputs, (1 + SPLIT) * self.weights
 
     def as_costs(self, size: StageCosts) -> StageCosts:
-        """For a search for an order, with the memory of `size`."""
+        """Return the costs for a search for an order, with the memory of `size`."""
         return StageCosts(self.forward.total, self.backward.total, *self.halves, size.kept, size.waiting)
 
 
@@ -157,7 +157,7 @@ class Timer:
         return stages
 
     def costs(self, config: Config, *, with_room: bool = True) -> OrderCosts:
-        """What `schedule: auto` searches for on this cluster, in seconds: a `Costing` of `plan.automatic`.
+        """Costs that `schedule: auto` optimizes on this cluster, in seconds: a `Costing` of `plan.automatic`.
 
         With `train.recompute: budget`, layers count as if they recomputed nothing, as what they do follows from the
         order; and there is no room, since they would recompute more to let more micro-batches be under way.
@@ -172,7 +172,7 @@ class Timer:
         return replace(costs, room=room_for(config, costs, limit))
 
     def costs_of(self, plan: Plan) -> OrderCosts:
-        """The same for the stages of `plan`, whose layers recompute as it says."""
+        """Costs for `schedule: auto` of the stages of `plan`, whose layers recompute as it says."""
         times, sizes = self.stages(plan), sizes_of(plan.config)
         stages = tuple(time.as_costs(size) for time, size in zip(times, sizes, strict=True))
         transfer, beside = transfer_seconds(plan.config, self.net), _beside(plan.config, times)
@@ -243,7 +243,7 @@ class Timer:
         return self._sent[key]
 
     def _pieces(self, plan: Plan, stage: int) -> Iterator[tuple[Piece, Mode, int]]:
-        """What a stage is made of, in order, and how often."""
+        """Yield the pieces that a stage is made of, in order, with their recompute modes and counts."""
         config = plan.config
         embedding, head = self.ends(share_of(config, plan.kinds[0]))
         if stage == 0:
@@ -315,7 +315,7 @@ class Shared:
         return max(self._element, 4) * count / self._shards.size
 
     def moved(self, part: Part) -> "Moved":
-        """The same, with what it keeps busy."""
+        """Seconds of the exchanges of a part, with the links that they keep busy."""
         if part not in self._known:
             gather, reduce, replicas = (self._net.links(*each) for each in self._collectives(part))
             reduce = total((reduce, partial_links(self._config, self._net, part, self._gradient)))
@@ -343,7 +343,7 @@ class Moved(NamedTuple):
 
 
 def _beside(config: Config, times: Sequence[StageTime]) -> Beside | None:
-    """What data-parallel ranks of stages with these `times` exchange; None without FSDP2."""
+    """Exchanges of data-parallel ranks of stages with these `times`; None without FSDP2."""
     mode = sharding_mode(config)
     if mode is None:
         return None

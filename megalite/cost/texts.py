@@ -5,7 +5,7 @@ from megalite.cost.predict import Prediction
 from megalite.cost.whole_run import DAY, HOUR
 from megalite.plan.automatic import OrderCosts
 
-MINUTE, LONG = 60.0, 999.5  # seconds; from LONG on, a time is told in minutes
+MINUTE, LONG = 60.0, 999.5  # seconds; from LONG on, a time is written in minutes
 UNITS = (  # of times: from how many seconds on, the seconds of one, and its name
     (2 * DAY, (DAY, "days")),
     (2 * HOUR, (HOUR, "hours")),
@@ -30,7 +30,7 @@ PARTS = {  # of `Prediction.parts`, in words
 
 
 def time_unit(seconds: float) -> tuple[float, str]:
-    """The unit in which a time is told: its seconds, and its name. Two days and two hours are the least of theirs."""
+    """The unit in which a time is written: its seconds and name. Two days and two hours are the least of theirs."""
     return next((unit for least, unit in UNITS if seconds >= least), UNITS[-1][1])
 
 
@@ -54,7 +54,7 @@ def step_text(prediction: Prediction) -> str:
 
 
 def searched_text(config: Config, costs: OrderCosts) -> str:
-    """For what times, and for how many activations on a rank, `schedule: auto` is searched."""
+    """Text on the times of stages, and the activations on a rank, for which `schedule: auto` is searched."""
     cluster, memory = costs.cluster, config.parallel.pipeline.memory
     times = "the time of their FLOPs" if cluster is None else f"the time that is predicted on {cluster}"
     if memory is not None:

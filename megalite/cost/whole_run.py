@@ -1,4 +1,4 @@
-"""What a whole run takes: failures and checkpoints, days, GPU-hours, money and energy. Imports no torch."""
+"""Time and cost of a whole run: failures and checkpoints, days, GPU-hours, money and energy. Imports no torch."""
 
 from dataclasses import dataclass
 
@@ -57,7 +57,7 @@ def goodput(prediction: Prediction) -> tuple[float, float]:
 
 
 def run_of(prediction: Prediction, tokens: float) -> Run:
-    """What training on `tokens` tokens takes."""
+    """Time, GPU-hours, money and energy that training on `tokens` tokens takes."""
     share, interval = goodput(prediction)
     seconds = tokens / prediction.step_tokens * prediction.seconds / share
     hours = seconds / HOUR * prediction.gpus

@@ -74,7 +74,7 @@ def _submit_one(
     after: str,
     ask: Call,
 ) -> str:
-    """Submit one array; the id of its job.
+    """Submit one array. Returns the id of its job.
 
     Runs are noted as submitted before that, so that a task which begins at once has the last word.
     """
@@ -150,7 +150,7 @@ def _new_name(folder: ExperimentFolder) -> str:
 
 
 class Queue:
-    """What Slurm knows of the runs of an experiment; asked once."""
+    """The states of an experiment's runs in Slurm, which is asked once."""
 
     def __init__(self, folder: ExperimentFolder, statuses: Sequence[Status], ask: Call = call) -> None:
         launches = {status.launch for status in statuses if status.launch and status.state in ("submitted", "running")}

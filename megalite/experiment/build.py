@@ -23,7 +23,7 @@ EACH = 6  # FLOPs of a parameter and token, as scaling laws count compute: C = 6
 
 @dataclass(frozen=True)
 class Point:
-    """What is asked of a run: settings by key, and in `axes` those that are swept."""
+    """A requested run: its settings by key, and in `axes` those that are swept."""
 
     settings: Settings
     axes: Mapping[str, Any]
@@ -179,7 +179,7 @@ class _Told(Problem):
 
 
 class _Names:
-    """What names mean in expressions about a run."""
+    """Values of names in expressions about a run."""
 
     def __init__(self, config: Config, point: Point, builder: Builder) -> None:
         self.config, self.point, self.builder = config, point, builder
@@ -219,7 +219,7 @@ class _Names:
 
     @property
     def tokens(self) -> float:
-        """Of the whole training."""
+        """Tokens of the whole training."""
         match self.point.of:
             case "tokens_per_parameter":
                 return (self.point.budget or 0) * self.parameters
@@ -231,7 +231,7 @@ class _Names:
 
 
 def _unit(config: Config, gpus: int) -> int:
-    """What divides a global batch: a micro-batch of every data-parallel rank."""
+    """The number of samples that divides a global batch: a micro-batch of every data-parallel rank."""
     parallel = config.parallel
     dp = gpus // max(parallel.pp * parallel.cp * parallel.tp, 1)
     micro = config.batch.micro

@@ -78,22 +78,22 @@ class Cell:
 
     @property
     def tokens(self) -> int:
-        """Of the whole training, what a parent has trained on included."""
+        """Tokens of the whole training, those that a parent has trained on included."""
         return self.steps * self.step_tokens
 
     @property
     def flops(self) -> tuple[int, int]:
-        """Of the whole training, with attention counted in full, and as the causal half."""
+        """FLOPs of the whole training, with attention counted in full, and as the causal half."""
         model = self.config.model
         return self.tokens * flops_per_token(model, "full"), self.tokens * flops_per_token(model, "causal")
 
 
 def identity(plain: Mapping[str, Any], keeps_layout: bool) -> str:
-    """What a run is known by: digits of the SHA-256 of its resolved configuration, as canonical JSON.
+    """The id of a run: digits of the SHA-256 of its resolved configuration, as canonical JSON.
 
-    Left out is what says nothing of the result: where it is written and shown, checkpoints but for the weights that a
-    run begins with, and, unless layouts are what is compared, the layout: all layouts train alike. Values at their
-    defaults are left out as well, so that a key which a later version adds makes no other run of one that is done.
+    Keys that do not affect the result are left out: where it is written and shown, checkpoints but for the weights that
+    a run begins with, and, unless layouts are compared, the layout, as all layouts train alike. Values at their
+    defaults are left out as well, so that a key which a later version adds does not change the id of a finished run.
     """
     kept = {section: value for section, value in plain.items() if section not in ELSEWHERE}
     kept["run"] = {key: value for key, value in plain["run"].items() if key not in ELSEWHERE["run"]}

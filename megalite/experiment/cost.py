@@ -1,4 +1,4 @@
-"""What an experiment costs before it runs: seconds and GPU-hours of every run, and where the estimate comes from."""
+"""Estimates an experiment's cost before it runs: seconds and GPU-hours of every run, and the source of the estimate."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -24,7 +24,7 @@ HOUR = 3600.0
 
 @dataclass(frozen=True)
 class Measured:
-    """What a run has taken: seconds of a step, with so many tokens on each of its ranks.
+    """The measured time of a run: seconds of a step with `tokens` tokens on each of its ranks.
 
     startup: seconds that were neither steps nor evaluations nor saves; None if that is not known.
     """
@@ -37,12 +37,12 @@ class Measured:
 
     @property
     def flops(self) -> float:
-        """Of a rank in a step."""
+        """FLOPs of a rank in a step."""
         return self.flops_per_token * self.tokens
 
     @staticmethod
     def of(cell: Cell, rate: float, seconds: float | None, begun: int = 0) -> "Measured":
-        """Of a run that has reached `rate` tokens/s on each rank.
+        """Return the measured time of a run that has reached `rate` tokens/s on each rank.
 
         seconds: of the whole run, if it is done and was started once. begun: the step that it began from.
         """
@@ -54,10 +54,10 @@ class Measured:
 
 @dataclass(frozen=True)
 class Cost:
-    """Of one run.
+    """The estimated cost of one run.
 
-    source: where the time of a step comes from. steps: those that it makes itself. fits: False where the planner tells
-    that the run needs more memory than a GPU of the cluster has.
+    source: where the time of a step comes from. steps: those that the run makes itself. fits: False where the planner
+    finds that the run needs more memory than a GPU of the cluster has.
     """
 
     cell: Cell
@@ -73,7 +73,7 @@ class Cost:
 
 @dataclass(frozen=True)
 class Costs:
-    """Of an experiment. unknown: runs for which there is no estimate. later: GPU-hours of rounds not known yet."""
+    """The costs of an experiment. unknown: runs without an estimate. later: GPU-hours of rounds not known yet."""
 
     costs: tuple[Cost, ...]
     unknown: tuple[Cell, ...] = ()
@@ -85,16 +85,16 @@ class Costs:
 
     @property
     def seconds(self) -> float:
-        """Of all runs, one after another."""
+        """Seconds of all runs, one after another."""
         return sum(cost.seconds for cost in self.costs)
 
 
 class Estimator:
     """Estimates the time of a step, and of a run.
 
-    What was measured on the same model and number of ranks counts first, then `launch.flops_per_second`, then the
-    planner's prediction for a cluster, and at last what was measured on other models. saved: by id, the step from which
-    an interrupted run goes on.
+    A measurement of the same model and number of ranks counts first, then `launch.flops_per_second`, then the planner's
+    prediction for a cluster, and at last measurements of other models. saved: by id, the step from which an
+    interrupted run goes on.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class Estimator:
         self._fitting: dict[str, bool] = {}
 
     def cost(self, cell: Cell) -> Cost | None:
-        """None where nothing tells how long a step takes."""
+        """Estimate the cost of a run; None where the time of a step is not known."""
         found = self.step(cell)
         if found is None:
             return None
@@ -156,10 +156,10 @@ class Estimator:
 
 
 def _between(measured: Sequence[Measured], flops: float) -> float:
-    """Seconds of a step of so many FLOPs, on the line through the two measured ones next to it.
+    """Seconds of a step of `flops` FLOPs, on the line through the two nearest measurements.
 
-    Of the line, neither the time of no work nor that of a FLOP is below 0. With one measured alone, or several of the
-    same work, all of the time is for the work.
+    Neither the line's time at 0 FLOPs nor its time per FLOP is below 0. With a single measurement, or several of the
+    same work, the time is proportional to the FLOPs.
     """
     known: dict[float, list[float]] = {}
     for run in measured:

@@ -36,7 +36,7 @@ SAME: dict[type[ast.AST], Callable[[Any, Any], bool]] = {ast.Eq: operator.eq, as
 
 
 class ExpressionError(ValueError):
-    """What is wrong with an expression, in words."""
+    """A fault of an expression, in words."""
 
 
 def pow2(number: float) -> int | float:
@@ -123,7 +123,7 @@ class Expression:
         return value
 
     def holds(self, lookup: Lookup) -> bool:
-        """Whether the expression, which must be a condition, is true."""
+        """Return whether the expression, which must be a condition, is true."""
         value = self.value(lookup)
         if not isinstance(value, bool):
             raise ExpressionError(f"comes to {value!r}, which is neither true nor false; compare it with something")
@@ -189,7 +189,7 @@ def _compare(sign: ast.cmpop, a: Any, b: Any) -> bool:
 
 
 def _power(base: float, exponent: float) -> int | float:
-    """Exact for whole numbers of a moderate size; else a float, which may be too large for one."""
+    """Compute a power: exactly for whole numbers of a moderate size; else as a float, for which it may be too large."""
     whole = isinstance(base, int) and isinstance(exponent, int) and 0 <= exponent <= MOST_BITS
     if whole and int(base).bit_length() * exponent <= MOST_BITS:
         return int(base**exponent)

@@ -50,10 +50,10 @@ MEASURED = "eval/"  # its columns of what megalite-evaluate has measured begin l
 
 @dataclass(frozen=True)
 class Status:
-    """What is known of a run. The first fields say which run it is, and never change.
+    """The recorded state of a run. The first fields identify the run and never change.
 
     parent, start: the run whose checkpoint of step `start` this one goes on from. since: when the state began, seconds
-    since the epoch. attempts: how often it was started. launch, place: of a job array: its file, and the task in it.
+    since the epoch. attempts: how often the run was started. launch, place: a job array's file, and the task in it.
     """
 
     id: str
@@ -118,7 +118,7 @@ class ExperimentFolder:
 
 
 def read_status(run: Path) -> Status | None:
-    """What is known of the run in a folder; None if nothing is, or nothing that can be read."""
+    """Read the status of the run in a folder; None if there is none, or none that can be read."""
     try:
         found = read_object(run / "status.json", LARGEST)
     except InputError:

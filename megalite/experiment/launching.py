@@ -1,4 +1,4 @@
-"""Which runs of an experiment are to be started, and as what: the story of `megalite-sweep launch`."""
+"""Chooses the runs of an experiment to start, and starts them: the story of `megalite-sweep launch`."""
 
 import json
 import sys
@@ -37,7 +37,7 @@ Known = dict[str, tuple[Status, int]]  # by id, each with the step that it has r
 
 
 def survey(expanded: Expanded) -> Known:
-    """How every run stands, as its files and Slurm tell now. Changes nothing."""
+    """Return the status of every run, from its files and Slurm as they are now. Changes nothing."""
     folder = ExperimentFolder(expanded.setup.folder)
     names = {cell.id: cell.name for cell in expanded.cells}
     statuses = [(cell, _status_of(cell, read_status(folder.run(cell.name)), names)) for cell in expanded.cells]
@@ -52,7 +52,7 @@ def survey(expanded: Expanded) -> Known:
 
 
 def _status_of(cell: Cell, kept: Status | None, names: Mapping[str, str]) -> Status:
-    """What is known of a cell: which run it is comes from the experiment, how it stands from its file."""
+    """The status of a cell: its identity comes from the experiment, its state from its file."""
     status = kept if kept is not None and kept.id == cell.id else Status(cell.id, cell.name, cell.kind, 1, 1)
     return replace(
         status,
@@ -80,7 +80,7 @@ def _alive(run: Path, status: Status, step: int) -> Status:
 
 
 def settle(expanded: Expanded, known: Known) -> None:
-    """Note how runs stand whose runner or job could not do so any more. Those that are under way are left alone."""
+    """Write the status of runs whose runner or job ended without doing so. Runs that are under way are left alone."""
     folder = ExperimentFolder(expanded.setup.folder)
     for cell in expanded.cells:
         run, (status, _) = folder.run(cell.name), known[cell.id]
@@ -234,7 +234,7 @@ def expanded_now(setup: Setup) -> tuple[Expanded, Known]:
         found = {row["id"]: row for row in rows(expanded, known)}
 
         def loss(cell: Cell, found: Mapping[str, Row] = found, known: Known = known) -> float | None:
-            """Of a run that has ended; infinite if it has none to show."""
+            """The loss of a run; infinite if it has ended without one, None if it has neither ended nor a loss."""
             state = known[cell.id][0].state if cell.id in known else "planned"
             value = found[cell.id].get(metric) if cell.id in found else None
             return value if value is not None else float("inf") if state in ENDED else None
@@ -247,7 +247,7 @@ def expanded_now(setup: Setup) -> tuple[Expanded, Known]:
 
 
 def rows(expanded: Expanded, known: Known) -> list[Row]:
-    """What has been measured so far of runs that have begun."""
+    """Return the measurements so far of runs that have begun."""
     folder = ExperimentFolder(expanded.setup.folder)
     begun = (cell for cell in expanded.cells if known[cell.id][1])
     return [row_of(cell, *known[cell.id], folder.run(cell.name)) for cell in begun]

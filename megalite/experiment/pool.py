@@ -39,14 +39,14 @@ class Task:
 
 @dataclass(frozen=True)
 class Machine:
-    """What the pool may use. devices: names of GPUs, as CUDA_VISIBLE_DEVICES has them; none for runs on CPUs."""
+    """Cores and GPUs that the pool may use. devices: as in CUDA_VISIBLE_DEVICES; none for runs on CPUs."""
 
     cores: tuple[int, ...]
     devices: tuple[str, ...] = ()
 
     @staticmethod
     def this(cores: int | None, devices: Sequence[int] | None, on_gpus: bool) -> "Machine":
-        """This machine, or the part of it that was asked for. Raises InputError for what it does not have."""
+        """Return this machine, or the part that was asked for. Raises InputError for cores or GPUs it does not have."""
         own = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
         if cores is not None and cores > len(own):
             raise InputError(
@@ -159,7 +159,7 @@ class Pool:
         return _Running(task, process, slot, devices)
 
     def _log(self) -> IO[bytes]:
-        """Of what runners say. Raises InputError where it cannot be written to."""
+        """Open the log of the runners' output. Raises InputError where it cannot be written to."""
         path = self.folder.launches / "local.log"
         try:
             path.parent.mkdir(parents=True, exist_ok=True)

@@ -62,7 +62,7 @@ class Setup:
 
     @property
     def budgets(self) -> tuple[str, tuple[float, ...]]:
-        """Of a ladder: what its budgets are given in, and they."""
+        """The key in which a ladder's budgets are given, and the budgets; both empty if there are none."""
         for name in BUDGETS:
             if (values := getattr(self.experiment, name)) is not None:
                 return name, tuple(values)

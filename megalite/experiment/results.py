@@ -35,7 +35,7 @@ def collect(expanded: Expanded, known: Mapping[str, tuple[Status, int]]) -> list
 
 
 def runs_are_elsewhere(folder: ExperimentFolder) -> bool:
-    """Whether `results.csv` is all that is left of finished runs, so that it must not be made anew.
+    """Return whether `results.csv` is all that is left of finished runs, so that it must not be made anew.
 
     It is so where people have copied the experiment without `runs/`, or have deleted that.
     """
@@ -130,7 +130,7 @@ def _speed(records: Sequence[Row], cell: Cell, warm_up: int) -> Row:
 
 
 def _commit(run: Path) -> str | None:
-    """Of the code that the latest start has run."""
+    """The commit of the code that the latest start has run."""
     for path in sorted((run / "starts").glob("*.json"), reverse=True):
         try:
             found = read_object(path, LARGEST).get("commit")
@@ -141,7 +141,7 @@ def _commit(run: Path) -> str | None:
 
 
 def measured(rows: Sequence[Row], expanded: Expanded, known: Mapping[str, tuple[Status, int]]) -> list[Measured]:
-    """What runs that have begun tell of the time that others will take."""
+    """Measured times of runs that have begun, from which the times of others are estimated."""
     cells = {cell.id: cell for cell in expanded.cells}
     found = []
     for row in rows:

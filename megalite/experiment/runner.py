@@ -1,7 +1,7 @@
 """Does one task of an experiment: a run, or a trunk and then its branches. The pool and Slurm's batch scripts start it.
 
 Ranks are started by the supervisor of `megalite_launch`, which starts them again after a crash and has Slurm requeue
-the job where that helps. What it does is decided from files alone, so a task may be killed and started again anywhere.
+the job where that helps. A runner decides from files alone, so a task may be killed and started again anywhere.
 """
 
 import argparse
@@ -40,7 +40,7 @@ STARTS = ("planned", "submitted", "running")  # states of runs that are to be st
 
 @dataclass(frozen=True)
 class Options:
-    """How the runs of a task are started. Seconds: of a run, after which it saves and stops; 0: no limit."""
+    """Options for starting the runs of a task. seconds: time after which a run saves and stops; 0: no limit."""
 
     megalite: str
     backend: str = "local"
@@ -66,7 +66,7 @@ class Runner:
         self.asked.append(number)
 
     def work(self, names: Sequence[str]) -> int:
-        """Returns the exit code: DONE if all runs are done, STOPPED if there is more to do, else FAILED."""
+        """Do runs. Returns the exit code: DONE if all are done, STOPPED if there is more to do, else FAILED."""
         for name in names:
             self._run(name)
             found = read_status(self.folder.run(name))
@@ -135,7 +135,7 @@ class Runner:
         self._end(run, replace(found, seconds=status.seconds + time.monotonic() - began), status)
 
     def _leaving(self) -> bool:
-        """Whether Slurm is ending this start of the job, so that what has failed was not the run."""
+        """Return whether Slurm is ending this start of the job, so that what has failed was not the run."""
         if self.options.backend != "slurm" or not self.options.job:
             return False
         job = Slurm(self.options.job).job()
@@ -147,7 +147,7 @@ class Runner:
             say(f"{found.name}: {found.state}{f': {found.reason}' if found.reason else ''}")
 
     def _arguments(self, run: Path, status: Status) -> tuple[list[str], Status | None]:
-        """What `megalite train` is given; or the status of a run that cannot be started."""
+        """Return the arguments of `megalite train`; or the status of a run that cannot be started."""
         config = str(run / "run.yaml")
         if not status.start or RunFolder(run).newest_step():
             return [config], None
@@ -217,7 +217,7 @@ class Runner:
 
 
 def _supervised(run: Path) -> bool:
-    """Whether a supervisor on this machine looks after the run: it holds a lock on the events."""
+    """Return whether a supervisor on this machine looks after the run: it holds a lock on the events."""
     with suppress(OSError), appended(RunFolder(run).events, PRIVATE) as events:
         try:
             fcntl.flock(events, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -227,7 +227,7 @@ def _supervised(run: Path) -> bool:
 
 
 def _trains(run: Path) -> bool:
-    """Whether a process of this machine trains in the run folder. Of other machines, training itself finds out."""
+    """Return whether a process of this machine trains in the run folder. Training itself checks other machines."""
     owner = Lock.holder(run)
     return owner is not None and bool(owner.alive)
 

@@ -37,7 +37,7 @@ class Halving:
 
 @dataclass
 class Sizes:
-    """Which of the three numbers of parameters is meant by N."""
+    """Definitions of N, each one of three counts of parameters."""
 
     fit: Size = "with_head"  # in fits, in tokens_per_parameter and in expressions
     report: list[Size] = field(default_factory=lambda: ["total", "non_embedding"])  # fitted beside it
@@ -45,7 +45,7 @@ class Sizes:
 
 @dataclass
 class Fit:
-    """How laws are fitted to the results."""
+    """Settings for fitting laws to the results."""
 
     method: Method = "approach3"  # whose predictions count
     delta: float = 1e-3  # where Huber's loss becomes linear, in ln(loss)
@@ -56,7 +56,7 @@ class Fit:
 
 @dataclass
 class Holdout:
-    """What no fit sees."""
+    """Runs that no fit sees."""
 
     rungs: list[str] = field(default_factory=list)  # their losses are predicted and compared
 
@@ -71,7 +71,7 @@ class Trunk:
 
 @dataclass
 class Measure:
-    """Of systems: what is timed."""
+    """Steps and runs that are timed in experiments of the kind systems."""
 
     warmup: int = 5  # steps that tell no speed
     steps: int = 20

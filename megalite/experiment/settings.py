@@ -21,7 +21,7 @@ Settings = dict[str, Any]
 
 @dataclass
 class Axes:
-    """What is swept: `keys` in the order of the file, and every combination of their values."""
+    """Swept settings: `keys` in the order of the file, and every combination of their values."""
 
     keys: tuple[str, ...] = ()
     points: Sequence[Settings] = field(default_factory=lambda: [{}])
@@ -42,7 +42,7 @@ def flattened(value: Mapping[str, Any], where: str, problems: list[Problem]) -> 
 
 
 def check_key(key: str, where: str, problems: list[Problem]) -> bool:
-    """Whether a run's configuration has `key`, and an experiment may set it."""
+    """Return whether a run's configuration has `key`, and an experiment may set it."""
     known = re.sub(r"\[\d+\]", "[]", key)
     if known not in keys() and known.removesuffix("[]") not in keys():
         problems.append(Problem(where, "is no key of a run's configuration", hint(key)))

@@ -1,4 +1,4 @@
-"""How a run stands, from what it has written: nothing else, and no scheduler, is believed that it is done."""
+"""Finds the state of a run from its files. Only these files, never a scheduler, can show that a run is done."""
 
 import json
 import re

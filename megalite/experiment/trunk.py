@@ -33,7 +33,7 @@ def share_trunks(cells: list[Cell], builder: Builder) -> list[Cell]:
 
 
 def _stem(cell: Cell) -> str:
-    """What all budgets of a trunk have in common."""
+    """Identify the configuration that all budgets of a trunk have in common."""
     plain = dict(cell.plain)
     plain["train"] = {**plain["train"], "steps": 0}
     plain["schedule"] = {**plain["schedule"], "decay": 0}

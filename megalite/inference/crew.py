@@ -73,7 +73,7 @@ class Crew:
         return [by_replica[number % len(by_replica)][number // len(by_replica)] for number in range(count)]
 
     def _share(self, work: Sequence[Stem] | Writing) -> tuple[int, list[Any] | None]:
-        """This replica's part of the results; None on all ranks of it but one."""
+        """Compute this replica's part of the results; None on all ranks of it but one."""
         mesh = self.engine.mesh
         mine = slice(mesh.dp_rank, None, mesh.layout.dp)
         found: list[Any]

@@ -14,7 +14,7 @@ GREEDY = 0.0  # the temperature at which nothing is random
 
 @dataclass(frozen=True)
 class Draw:
-    """How the next token is drawn. Each choice narrows the one before."""
+    """Settings for drawing the next token. Each choice narrows the one before."""
 
     temperature: float = 1.0  # divides logits; 0: the likeliest token
     top_k: int = 0  # drawn among so many of the likeliest tokens; 0: among all

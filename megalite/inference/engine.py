@@ -208,7 +208,7 @@ class Engine:
         return tokens, Prompts(angles, attends, places, cache, slots, at)
 
     def _activations(self, x: Tensor, positions: TokenPositions) -> Tensor | None:
-        """What the last layer of all makes of tokens `[s, 1]`: `[s/t, 1, d]`, on the last stage."""
+        """Outputs `[s/t, 1, d]` of the model's last layer for tokens `[s, 1]`, on the last stage; None on others."""
         layout, group = self.mesh.layout, self.mesh.group("pp")
         if self.stage > 0:
             x = torch.empty(len(x) // layout.tp, 1, self.model.width, dtype=self.dtype, device=self.mesh.device)
@@ -239,7 +239,7 @@ class Engine:
         return torch.stack((scores.sum(0) - sums.logsumexp(0), (likeliest == wanted).double()), dim=1)
 
     def _rows(self, x: Tensor, wanted: Sequence[int]) -> Tensor:
-        """This rank's part `[r/t, 1, d]` of the wanted rows, padded, of x `[s/t, 1, d]`."""
+        """Return this rank's part `[r/t, 1, d]` of the wanted rows, padded, of x `[s/t, 1, d]`."""
         rows, group = self._padded(wanted)[:, 0], self.decoder.group
         if group.size() == 1:
             return x[rows]

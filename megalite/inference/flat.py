@@ -61,7 +61,7 @@ def flat(stems: Sequence[Stem]) -> list[Flat]:
 
 
 def longest(runs: Sequence[Flat]) -> list[int]:
-    """For every run, the tokens of the longest text that has the same beginning."""
+    """Return for every run the number of tokens of the longest text that has the same beginning."""
     ends: dict[int, int] = {}
     for run in runs:
         beginning = (run.stem or run).row

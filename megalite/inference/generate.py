@@ -40,7 +40,7 @@ class Drawn:
 
 @dataclass
 class Timing:
-    """How fast texts were continued."""
+    """Tokens and times of the continuation of texts."""
 
     prompt_tokens: int = 0
     prompt_seconds: float = 0.0
@@ -140,7 +140,7 @@ def _next_pass(waiting: list[Request], free: int) -> list[Request]:
 
 
 def _read(engine: Engine, cache: Cache, new: Sequence[Request], first: int) -> Tensor | None:
-    """Put prompts into the slots from `first` on; the logits of their last tokens. Of equal ones, one is read."""
+    """Put prompts into the slots from `first` on; the logits of their last tokens. Equal prompts are read once."""
     slots = range(first, first + len(new))
     texts = [(tuple(request.tokens), len(request.tokens) + request.most - 1) for request in new]
     read = dict(reversed(list(zip(texts, slots, strict=True))))

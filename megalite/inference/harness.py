@@ -66,7 +66,7 @@ def _manager(tasks: Sequence[str], folder: str | None) -> TaskManager:
 
 
 class Harnessed(TemplateLM):  # type: ignore[misc, unused-ignore]
-    """What the harness asks of a model. Numbers are those of its own `hf` models on the same weights."""
+    """The interface that the harness needs of a model. Numbers equal those of its `hf` models on the same weights."""
 
     def __init__(self, crew: Crew, published: Path | None = None) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ class Harnessed(TemplateLM):  # type: ignore[misc, unused-ignore]
 
     @property
     def prefix_token_id(self) -> int:
-        """What stands before a text that has nothing before it."""
+        """The token put before a text that has nothing before it."""
         if self._prefix is not None:
             return self._prefix
         return self.crew.begin[0] if self.crew.begin else self.eot_token_id
@@ -190,7 +190,7 @@ def _prefix(folder: Path) -> int | None:
 
 
 def _how(options: dict[str, Any]) -> tuple[Draw, tuple[str, ...], int]:
-    """How a text is drawn, what ends it, and its tokens at most."""
+    """Parse options into the settings of the draw, the texts that end a continuation, and its tokens at most."""
     until = options.get("until") or []
     until = [until] if isinstance(until, str) else until
     most = next((int(options[name]) for name in MOST_NEW if options.get(name) is not None), NEW)

@@ -26,7 +26,7 @@ WORST = 5  # documents that are named
 
 @dataclass(frozen=True)
 class Perplexity:
-    """Of one store. Losses are in nats per token."""
+    """The perplexity of a model on one store. Losses are in nats per token."""
 
     documents: int  # that were scored
     tokens: int
@@ -46,8 +46,8 @@ def measure(
     """The perplexity of a store, on the rank that leads; None on others. Collective.
 
     A document is scored from its beginning, after the token that ends documents: as the store says, or else `end`. If
-    none is known, its first token is not scored. Of one longer than the model's sequence, every window sees one token
-    of the one before. limit: so many documents, evenly spaced. Raises InputError.
+    none is known, its first token is not scored. A document longer than the model's sequence is scored in windows, each
+    of which sees one token of the one before. limit: so many documents, evenly spaced. Raises InputError.
     """
     store = TokenStore(prefix)
     described = group.once(lambda: _described(store, tokenizer))

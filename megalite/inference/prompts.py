@@ -20,7 +20,7 @@ STDIN = "standard input"
 
 @dataclass(frozen=True)
 class Prompt:
-    """What is to be continued."""
+    """A text, or tokens, to be continued."""
 
     where: str  # in messages
     text: str | None
@@ -62,9 +62,9 @@ def requests(
     samples: int,
     begin: Sequence[int] = (),
 ) -> tuple[list[Request], list[str]]:
-    """What to ask of a model whose sequences have `length` tokens, and warnings.
+    """Requests to a model whose sequences have `length` tokens, and warnings.
 
-    Of a prompt that is longer, the model sees the end: as many tokens as leave room for `count` new ones, but at least
+    The model sees the end of a prompt that is longer: as many tokens as leave room for `count` new ones, but at least
     half a sequence. A text ends where a sequence does. end: the token that a document begins after; an empty prompt
     begins one. begin: tokens put before every prompt that is a text. Raises InputError.
     """

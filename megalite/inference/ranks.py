@@ -23,7 +23,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 
 @dataclass(frozen=True)
 class Place:
-    """Where this process computes."""
+    """The mesh, host group and data type with which this process computes."""
 
     mesh: Mesh
     group: HostGroup
@@ -31,7 +31,7 @@ class Place:
 
     @property
     def leads(self) -> bool:
-        """Whether this is the rank that reads prompts and writes results."""
+        """Flag: this rank reads prompts and writes results."""
         return self.group.leads
 
 
@@ -71,7 +71,7 @@ def run(
 
 
 def alone(options: argparse.Namespace) -> bool:
-    """Whether this process will be the only rank."""
+    """Return whether this process will be the only rank."""
     return find_rank_info() is None and options.tp * options.pp * getattr(options, "dp", 1) == 1
 
 

@@ -11,7 +11,7 @@ from megalite.train.folder.records import line_of, mend
 
 
 def add_record(run: Path, step: int, values: Mapping[str, float]) -> bool:
-    """Add a record to `metrics.jsonl` of a run folder; whether it has that file. Raises InputError while a job runs."""
+    """Add a record to a run's `metrics.jsonl`. Returns whether it has that file. Raises InputError while a job runs."""
     path = run / "metrics.jsonl"
     if not is_file(path):
         return False

@@ -1,4 +1,4 @@
-"""How likely a model finds texts."""
+"""Scores texts by the likelihood that a model gives them."""
 
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -13,7 +13,7 @@ PASS = 8192  # tokens of one pass, or a single text that has more
 
 
 class Score(NamedTuple):
-    """Of one branch."""
+    """The score of one branch."""
 
     log_likelihood: float  # in nats
     greedy: bool  # whether each of its tokens is the likeliest

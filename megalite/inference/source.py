@@ -1,4 +1,4 @@
-"""Where a model comes from: the single place that opens a run, or weights of any kind, to compute with them."""
+"""Sources of a model: the single place that opens a run, or weights of any kind, to compute with them."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -43,7 +43,7 @@ Open = Callable[[], Opened]
 
 
 def sources(text: str) -> list[Open]:
-    """What can be opened at `text`, oldest first: all checkpoints of a run, or the weights given. Raises InputError."""
+    """Find what can be opened at `text`, oldest first: all checkpoints of a run, or weights. Raises InputError."""
     kind, path = resolved(text)
     run = complete(path / "checkpoints") if kind == "megalite" else []
     if run:
@@ -54,7 +54,7 @@ def sources(text: str) -> list[Open]:
 
 
 def open_newest(text: str, use: Callable[[Opened], T], group: HostGroup, warn: Callable[[str], None]) -> T:
-    """What `use` makes of the newest source at `text` that is not damaged; `warn` is told of those that are.
+    """Call `use` with the newest undamaged source at `text` and return its result; `warn` is called for damaged ones.
 
     Collective, as `use` is, which fills the model and raises the same DamagedError on all ranks.
     """

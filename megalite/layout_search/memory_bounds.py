@@ -101,7 +101,7 @@ class Estimate:
         return found
 
     def lightest(self, choice: Choice, parameters: float, layers: float) -> float:
-        """What `memory` is at least, if the first rank has so many parameters and activations of so many layers."""
+        """Lower bound of `memory` if the first rank has so many parameters and activations of so many layers."""
         each, kept = self.each(choice), 0 if choice.offload_activations else min(self.kept(choice))
         return parameters * (each.states + each.gathered) + layers * kept
 
@@ -126,7 +126,7 @@ class Estimate:
         return first.most * kept + outside, None if first.beside is None else first.beside * kept
 
     def of_actions(self, choice: Choice, tables: Tables, room: float) -> float:
-        """Bytes that the fullest of some ranks has at least, as its actions tell; 0 where that is not told.
+        """Bytes that the fullest of some ranks has at least, by its actions; 0 where they are not counted.
 
         tables: of schedules. Ranks are looked at until one needs more than `room`.
         """
@@ -162,7 +162,7 @@ class Estimate:
         return self._made_of[key]
 
     def _stage(self, choice: Choice, order: Sequence[int], first: bool, last: bool) -> StageBytes:
-        """What a stage holds. order: the kinds of its layers. first, last: of the model."""
+        """Bytes that a stage holds. order: the kinds of its layers. first, last: whether it is the model's."""
         each, mode = self.each(choice), mode_of(choice)
         kinds, sizes = [self._kinds[number] for number in order], self.sizes(choice)
         modes = [mode] * len(kinds)
@@ -281,5 +281,5 @@ class Estimate:
 
 
 def mixed(config: Config, pins: Mapping[str, Any], choice: Choice) -> bool:
-    """Whether layers of a stage may recompute in different ways: what one of these takes is a bound, no more."""
+    """Return whether layers of a stage may recompute in different ways: what one of these takes is a bound, no more."""
     return choice.recompute == "budget" or (config.train.recompute_every > 1 and "train.recompute" in pins)

@@ -22,7 +22,7 @@ class Flight(NamedTuple):
 def flight(schedule: str, p: int, m: int, v: int) -> Flight:
     """A lower bound of what the first of p ranks with v stages each holds in a step of m micro-batches.
 
-    Tests count it in the schedules. Of a schedule from a file or a search only what no order can avoid is told.
+    Tests count it in the schedules. For a schedule from a file or a search, it is what no order can avoid.
     """
     some = m - 1 if m > 1 else None
     if schedule == "gpipe":

@@ -55,7 +55,7 @@ class Passes:
         return there, back
 
     def weights_of(self, counts: Sequence[int], ends: tuple[bool, bool]) -> float:
-        """Of their backward passes, the weights' share."""
+        """Seconds of the weights' share in their backward passes."""
         layers = sum(count * kind[2] for count, kind in zip(counts, self.kinds, strict=True))
         return layers + ends[0] * self.embedding[2] + ends[1] * self.head[2]
 
@@ -66,12 +66,12 @@ class Passes:
 
     @cached_property
     def most(self) -> tuple[float, float]:
-        """The longest ones."""
+        """The longest forward and the longest backward pass of a layer."""
         return max(kind[0] for kind in self.kinds), max(kind[1] for kind in self.kinds)
 
     @cached_property
     def shortest(self) -> float:
-        """Of the layer that takes least, both passes."""
+        """Seconds of both passes of the layer that takes least."""
         return min(kind[0] + kind[1] for kind in self.kinds)
 
     def first_waits(self, ranks: int, layers: int, more: float) -> float:
@@ -127,7 +127,7 @@ def slowest(layers: int, ranks: int, layer: float, head: float) -> float:
 def slowest_waiting(
     layers: int, ranks: int, stages: int, layer: float, ends: tuple[float, float], before: float
 ) -> float:
-    """The same for ranks that wait for others' layers, in a pipeline that is not V-shaped and has evenly filled stages.
+    """Seconds as in `slowest`, of ranks that wait for others' layers; stages are filled evenly and form no V.
 
     A rank begins when the first stages of all ranks before have computed. So in T seconds it has at most
     (T - before · their layers) / layer of its own, of which its first stage has 1 / stages, rounded down: in all, as
@@ -147,7 +147,7 @@ def slowest_waiting(
 
 
 def longest_path(schedule: str, p: int, m: int) -> tuple[int, int, int]:
-    """How many F, I and W lie on a path through a V-shaped schedule: a longest one while the pipeline is not full.
+    """Numbers of F, I and W on a path through a V-shaped schedule: a longest one while the pipeline is not full.
 
     No times of stages make a step shorter than any path. A test finds these paths in the schedules.
     """
@@ -159,7 +159,7 @@ def longest_path(schedule: str, p: int, m: int) -> tuple[int, int, int]:
 
 
 def halved(schedule: str, split: Sequence[int], m: int) -> tuple[int, int]:
-    """How many of m backward passes are split at least: of any stage, and of all layers together.
+    """Lower bounds of split backward passes among m micro-batches: of any stage, and summed over all layers.
 
     A test counts them in the schedules.
     """
@@ -183,7 +183,7 @@ class Moved(NamedTuple):
 
 
 class Exchanged(NamedTuple):
-    """What moves for parts of a model: for the layers that have least and most of it, the embedding (or the head), and
+    """Traffic of parts of a model: of the layers that have least and most of it, the embedding (or the head), and
     all of them. last: seconds for each parameter of a rank at the end of a step."""
 
     least: Moved
@@ -194,9 +194,9 @@ class Exchanged(NamedTuple):
 
 
 class Chain(NamedTuple):
-    """What a pipeline rank waits for and does.
+    """Waits and work of a pipeline rank.
 
-    layers, stages: that it has. ends: whether the embedding and the head are among them. there, back: seconds of a
+    layers, stages: how many it has. ends: whether the embedding and the head are among them. there, back: seconds of a
     micro-batch. wait: seconds of compute before its first one and after its last one. before: passes of stages in that
     time; hops: of these, how many have their input from another rank; layers_before: of these stages. first: layers of
     the first stage of its own. fewest: of any.
@@ -240,7 +240,7 @@ class Turns(NamedTuple):
 
 
 class Longer(NamedTuple):
-    """By how many seconds passes are longer than their compute: those of a layer, the embedding and the head, forward
+    """Seconds by which passes are longer than their compute: those of a layer, the embedding and the head, forward
     and backward; and each pass of a stage once."""
 
     layer: tuple[float, float]
@@ -249,7 +249,7 @@ class Longer(NamedTuple):
     stage: float
 
     def exceeding(self, layers: int, ends: tuple[bool, bool]) -> tuple[float, float]:
-        """By how much a rank's passes are longer, forward and backward, but for what each stage takes once."""
+        """Seconds by which a rank's passes are longer, forward and backward, but for what each stage takes once."""
         there, back = (
             layers * self.layer[way] + ends[0] * self.embedding[way] + ends[1] * self.head[way] for way in (0, 1)
         )
@@ -257,9 +257,9 @@ class Longer(NamedTuple):
 
 
 class Waits(NamedTuple):
-    """What is the same of a shape's layouts with a schedule, however states are shared out.
+    """Waits and work of a shape's layouts with a schedule: the same, however states are shared out.
 
-    chains: what pipeline ranks wait for and do. hops: of a micro-batch's way through all stages. back: seconds
+    chains: waits and work of pipeline ranks. hops: of a micro-batch's way through all stages. back: seconds
     of a pipeline whose backward passes are split; way: of that way and back, for a whole pass or halves.
     """
 

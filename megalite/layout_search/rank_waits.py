@@ -1,4 +1,4 @@
-"""What pipeline ranks wait for and do, by counts of layers: the same for all times of layers. Imports no torch."""
+"""Counts of layers that each pipeline rank runs and waits for: the same for all times of layers. Imports no torch."""
 
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
@@ -67,7 +67,7 @@ class Ranks:
             )
 
     def chains(self, passes: Passes, whole: bool) -> list[Chain]:
-        """What each rank waits for and does. whole: whether backward passes are."""
+        """Waits and work of each rank. whole: backward passes are not split."""
         both, found = 1 + whole, []
         for rank in self.ranks.values():
             there, back = passes.of(rank.counts, rank.ends)
@@ -93,7 +93,7 @@ class Ranks:
         return found
 
     def turns(self, passes: Passes, size: int) -> list[Turns]:
-        """Of an interleaved pipeline, with `size` micro-batches in the largest round."""
+        """Turns of the ranks of an interleaved pipeline, with `size` micro-batches in the largest round."""
         found = []
         for rank in self.ranks.values():
             busy = sum(passes.of(rank.counts, rank.ends))

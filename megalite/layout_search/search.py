@@ -42,7 +42,7 @@ ALL_RANKS = 16  # of a pipeline: in longer ones, only the first result has the m
 class Result:
     """A layout that fits. memory: bytes of its fullest pipeline rank.
 
-    Of more than ALL_RANKS ranks those that most likely are the fullest are looked at, except for the first result.
+    With more than ALL_RANKS ranks, only those most likely to be the fullest are looked at, except for the first result.
     """
 
     choice: Choice
@@ -56,7 +56,7 @@ class Result:
 
 @dataclass
 class Found:
-    """What a search found: the layouts that fit, the fastest first. The counts tell how.
+    """Result of a search: the layouts that fit, the fastest first, and counts of layouts on the way.
 
     shapes, layouts: with a bound. timed: simulated. walked: whose memory was walked through.
     tightest: of layouts that do not fit, the bytes and the choice of the one that needs least.
@@ -76,11 +76,11 @@ class Found:
         self._layouts.add(result.choice._replace(split=None))
 
     def has(self, node: "Node") -> bool:
-        """Whether the layout of a node is among the results with another split."""
+        """Return whether the layout of a node is among the results with another split."""
         return bool(self._layouts) and node.level > Level.MOVED and node.choice._replace(split=None) in self._layouts
 
     def fits(self, needed: float, choice: Choice, room: float) -> bool:
-        """Whether a layout does; if not, take note of it."""
+        """Return whether a layout fits into `room` bytes; if not, take note of it."""
         if needed > room:
             self.too_large(needed, choice)
         return needed <= room
@@ -92,7 +92,7 @@ class Found:
 
 
 class Level(IntEnum):
-    """How closely a node has been looked at."""
+    """Degree to which a node has been examined."""
 
     SHAPE = auto()
     PIPELINE = auto()  # a shape with a schedule
@@ -101,7 +101,7 @@ class Level(IntEnum):
     SHARED = auto()  # a layout, with the bounds of its pipeline and of how its states are shared out
     BOUNDED = auto()  # with a bound of its own
     CHAINED = auto()  # and one from its schedule
-    ABOUT = auto()  # whose time is known about
+    ABOUT = auto()  # its time is known approximately
     TIMED = auto()
 
 
@@ -145,7 +145,7 @@ def search(
 
 @contextmanager
 def _uncollected() -> Iterator[None]:
-    """The garbage collector rests: of a hundred thousand nodes it would find none, in a fifth of the time."""
+    """Pause the garbage collector: of a hundred thousand nodes it would find none, in a fifth of the time."""
     collects = gc.isenabled()
     gc.disable()
     try:
@@ -158,7 +158,7 @@ def _uncollected() -> Iterator[None]:
 def _look(
     space: Space, found: Found, limit: float, wanted: int, exhaustive: bool, tell: Callable[[Found], object]
 ) -> None:
-    """Fill `found`."""
+    """Search the space, and fill `found` with results."""
     number, room = count(), float("inf") if exhaustive else limit
     heap: list[tuple[float, int, Node]]
     heap = [(shape.bound, next(number), Node(Level.SHAPE, shape, shape.choice)) for shape in space.shapes(room)]
@@ -180,7 +180,7 @@ def _look(
 
 
 def _closer(space: Space, node: Node, room: float, found: Found) -> Iterator[tuple[float, Node]]:
-    """What a node leads to, with bounds."""
+    """Yield the nodes that a node leads to, with bounds."""
     shape, choice = node.shape, node.choice
     if node.trial is not None:
         yield node.trial.seconds, node._replace(level=Level.TIMED)

@@ -90,7 +90,7 @@ class Space:
                                     self._too_large.append(first)
 
     def may_fit(self, first: Choice, limit: float) -> bool:
-        """Whether a shape may fit into `limit` bytes with any schedule and split; if not, it is remembered."""
+        """Return whether a shape may fit into `limit` bytes with any schedule and split; if not, it is remembered."""
         schedules = self._schedules(first)
         needed = self.estimate.lightest(first, schedules.parameters, schedules.layers)
         if needed > self.moves.missed * limit:
@@ -98,7 +98,7 @@ class Space:
         return needed <= self.moves.missed * limit
 
     def tightest(self, limit: float) -> tuple[float, Choice] | None:
-        """Of the shapes that do not fit: the bytes and the first layout of the one that needs least."""
+        """Bytes and first layout of the shape that needs least, among those that do not fit."""
         found: tuple[float, Choice] | None = None
         for first in self._too_large:
             if found is None or self.estimate.of_states(first) < found[0]:
@@ -219,7 +219,7 @@ class Space:
         return self._scheduled[key]
 
     def _can_be_placed(self, pp: int, m: int, schedule: str, virtual: int | None) -> bool:
-        """Whether every stage has a layer, as many have one as a pinned split says, and a file is for this pipeline."""
+        """Return whether every stage has a layer, a pinned split is for so many stages, a file for this pipeline."""
         stages = pp * (virtual or SCHEDULES.get(schedule, 1))
         split = self.config.parallel.pipeline.split if "parallel.pipeline.split" in self.pins else None
         if stages > self.model.layers or (split is not None and len(split) != stages):
@@ -285,5 +285,5 @@ class Space:
 
 
 def _can_be_planned(pp: int, m: int, schedule: str, virtual: int | None) -> bool:
-    """Whether a schedule is not too long. That of a file is known when it is read."""
+    """Return whether a schedule is not too long. The length of one in a file is known when it is read."""
     return schedule not in SCHEDULES or actions_of(schedule, pp, m, virtual or SCHEDULES[schedule]) <= MOST_ACTIONS

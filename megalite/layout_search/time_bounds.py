@@ -40,7 +40,7 @@ VIRTUAL = (2, 3, 4, 6, 8)  # stages of a rank under interleaved_1f1b
 
 @dataclass(frozen=True, eq=False)  # which makes it a quick key
 class Shape:
-    """What decides the time of layers.
+    """Layouts that share everything that decides the time of layers.
 
     computes: seconds until the last backward pass of a step has ended, at least. bound: those of the whole step.
     """
@@ -180,7 +180,7 @@ class Least:
         """Seconds of a layout of several pipeline ranks, from a chain of actions in its schedule.
 
         The chain is the longest for the first layout that was asked for with this schedule, and a long one for others.
-        What is gathered or reduced between its actions is left out. Raises InputError for a schedule that cannot run.
+        Gathers and reductions between its actions are left out. Raises InputError for a schedule that cannot run.
         """
         m, data = shape.micro_batches, self._exchanges(choice)
         stages, hop = self._stages(shape, choice, data), self._hop(shape.choice)
@@ -234,7 +234,7 @@ class Least:
         return paces
 
     def _mean(self, shape: Shape, choice: Choice, data: Exchanged, whole: bool) -> float:
-        """Seconds in which a rank computes, on average. whole: backward passes are."""
+        """Seconds in which a rank computes, on average. whole: backward passes are not split."""
         forward, backward = shape.passes.there, shape.passes.back
         copied, added = data.all.copied + 2 * data.end.copied, data.all.added + 2 * data.end.added
         gathered, constants, zero3 = (
@@ -255,7 +255,7 @@ class Least:
         return shape.micro_batches * (gathered + data.all.reduced + 2 * data.end.reduced) / choice.pp
 
     def _longer(self, shape: Shape, choice: Choice, data: Exchanged) -> Longer:
-        """What copies, gathers and reductions of each micro-batch add to passes."""
+        """Seconds that copies, gathers and reductions of each micro-batch add to passes."""
         whole = choice.schedule in WHOLE
         key = shape, choice.mode, choice.replicas, whole, choice.offload_activations
         if (known := self._longer_passes.get(key)) is not None:
@@ -284,7 +284,7 @@ class Least:
         return (None, None) if self._known(choice) else shape.passes.least
 
     def _grown(self, alone: float, sent: float, least: float | None = None) -> float:
-        """By how much a pass is longer for communication beside it, at least.
+        """Seconds by which a pass is longer for communication beside it, at least.
 
         alone: what it takes at most without; least: if that is not known, what it takes at least.
         """
@@ -293,7 +293,7 @@ class Least:
         return self.timer.constants.overlap * min(least, sent)
 
     def _known(self, choice: Choice) -> bool:
-        """Whether passes of layers take as long as told, rather than longer."""
+        """Return whether passes of layers take as long as `Shape.passes` says, rather than longer."""
         return not choice.offload_activations and not mixed(self.config, self.pins, choice)
 
     def _reductions(self, shape: Shape, choice: Choice, data: Exchanged, schedule: str) -> float:
@@ -323,7 +323,7 @@ class Least:
         return max(waits.back, waits.way + 2 * (waits.hops * hop + stages * more.stage))
 
     def _turns(self, shape: Shape, choice: Choice) -> list[Turns]:
-        """Of the ranks of an interleaved pipeline."""
+        """Turns of the ranks of an interleaved pipeline."""
         key = shape, choice.schedule, choice.virtual, choice.split
         if key not in self._interleaved:
             found, m, pp = list[Turns](), shape.micro_batches, choice.pp
@@ -363,7 +363,7 @@ class Least:
         return held / shards * min(self._updating[offloaded] for offloaded in offloads) + held * data.last
 
     def _least_update(self, layers: int, choice: Choice) -> float:
-        """The same of the best layout of a shape of so many layers."""
+        """Seconds of the optimizer in the best layout of a shape of so many layers."""
         held = self._share_of_model(layers, choice.pp) / choice.tp
         return held / (choice.replicas * choice.shards * choice.cp) * min(self._updating.values())
 
@@ -378,7 +378,7 @@ class Least:
         return int(self.pins.get("parallel.pipeline.schedule", NAMES[0]) in NAMES)
 
     def _waits_of(self, shape: Shape, choice: Choice) -> Waits:
-        """What pipeline ranks wait for and do."""
+        """Waits and work of pipeline ranks."""
         key = shape, choice.schedule, choice.virtual, choice.split
         if key not in self._waits:
             ranks, m, passes = self._ranks_of(choice), shape.micro_batches, shape.passes

@@ -36,7 +36,7 @@ class Held(NamedTuple):
     base: list[float]
 
     def most(self, layers: Sequence[int]) -> float:
-        """Of the fullest rank with so many layers."""
+        """Bytes of the fullest rank with so many layers."""
         return max(map(add, map(mul, layers, self.layer), self.base))
 
     def rooms(self, limit: float) -> list[int]:
@@ -46,7 +46,7 @@ class Held(NamedTuple):
         ]
 
     def flattest(self, most: Sequence[int], fewest: Sequence[int], layers: int) -> list[int]:
-        """How many of `layers` each rank has, from `fewest` to `most`, such that the fullest needs least memory."""
+        """Split `layers` among ranks, from `fewest` to `most` each, such that the fullest needs least memory."""
         found = list(most)
         needed = [
             number * layer + base if number > least else -1.0
@@ -77,7 +77,7 @@ class Ranks(NamedTuple):
 
 
 def ranks_of(split: Sequence[int], owners: Sequence[int]) -> Ranks:
-    """owners: by stage, its rank."""
+    """Ranks of a pipeline. owners: by stage, its rank."""
     last, owner = len(split) - 1, owners[-1]
     stages = list[list[int]]([[] for _ in range(max(owners) + 1)])
     for stage, rank in enumerate(owners):
@@ -91,9 +91,9 @@ def ranks_of(split: Sequence[int], owners: Sequence[int]) -> Ranks:
 
 @dataclass(frozen=True)
 class Load:
-    """What pipeline ranks do for a micro-batch.
+    """Work of pipeline ranks for a micro-batch.
 
-    halves: what backward takes for one second of a whole pass. layer: seconds, on average. embedding, head: seconds.
+    halves: seconds of backward for one second of a whole pass. layer: seconds, on average. embedding, head: seconds.
     """
 
     ranks: Ranks
@@ -137,7 +137,7 @@ class Load:
 
     @cached_property
     def slow(self) -> bool:
-        """Whether the default split has a slower rank than necessary."""
+        """Flag: the default split has a slower rank than necessary."""
         now, ranks = self.seconds(self.ranks.default), len(self.ranks.stages)
         fullest = -(-sum(self.ranks.default) // ranks) * self.layer  # some rank has as many layers, whatever the split
         return now > (1 + FASTER) * fullest and now > (1 + FASTER) * self.seconds(self.quickest)
@@ -152,7 +152,7 @@ class Load:
         return [list(map(max, self.ranks.fewest, [most + number for most in first])) for number in range(more)]
 
     def seconds(self, layers: Sequence[int]) -> float:
-        """Of the slowest rank."""
+        """Seconds of the slowest rank with so many layers."""
         return max([number * self.layer + outer for number, outer in zip(layers, self.outer, strict=True)])
 
     def split(self, layers: Sequence[int]) -> tuple[int, ...]:
@@ -203,7 +203,7 @@ class Moves:
     def wanted(
         self, shape: Shape, pipeline: Choice, layouts: Iterable[tuple[float, Choice]]
     ) -> Iterator[tuple[float, Choice]]:
-        """Of the layouts of a pipeline, with bounds, those whose layers are moved."""
+        """Yield the layouts of a pipeline whose layers are moved, with bounds."""
         load, known = self._load(shape, pipeline), dict[tuple[float, bool], bool]()
         kept, chunks, default = self._kept(pipeline, load), self._flying(shape, pipeline).most, load.ranks.default
         matrices = self._matrices(load)
@@ -221,7 +221,7 @@ class Moves:
                 yield max(bound, self.least.of_unsplit(shape, layout)) if self._alike else bound, layout
 
     def _may_fit(self, shape: Shape, layout: Choice) -> bool:
-        """Whether there may be a split that fits; no layout whose ranks share more states has one otherwise."""
+        """Return whether there may be a split that fits; no layout whose ranks share more states has one otherwise."""
         layers, chunks = shape.passes.layers, self._flying(shape, layout).most
         states, load = self._states(shape, layout) * self._smallest, self._load(shape, layout)
         kept = 0.0 if layout.offload_activations else self._kept(layout, load)
@@ -280,7 +280,7 @@ class Moves:
         return most
 
     def _load(self, shape: Shape, choice: Choice) -> Load:
-        """What the ranks of a layout do."""
+        """Work of the ranks of a layout."""
         key = shape, choice.schedule, choice.virtual
         if key not in self._loads:
             passes, halves = shape.passes, 1 + SPLIT * (choice.schedule in HALVED)
@@ -321,7 +321,7 @@ class Moves:
         return [matrix * (min(1, ends) if tied else ends) for ends in load.ranks.ends]
 
     def _held(self, shape: Shape, choice: Choice, load: Load) -> Held:
-        """What the ranks of a layout hold."""
+        """Bytes that the ranks of a layout hold."""
         states = self._states(shape, choice)
         kept = 0.0 if choice.offload_activations else self._kept(choice, load)
         return Held(

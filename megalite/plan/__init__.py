@@ -1,1 +1,1 @@
-"""What every rank holds, computes and sends, from a configuration alone. It imports no torch."""
+"""Predictions of what every rank holds, computes and sends, from a configuration alone. Imports no torch."""

@@ -1,6 +1,6 @@
-"""What `parallel.pipeline.schedule: auto` searches an order for: the costs of stages and the memory of ranks.
+"""Costs of stages and memory of ranks, for which `parallel.pipeline.schedule: auto` searches an order.
 
-Where the cluster is known, the planner tells the times of stages, and what is exchanged beside them: it stands above
+Where the cluster is known, the planner gives the times of stages and of exchanges beside them: it stands above
 this package, so its `Costing` is handed in. Otherwise times follow from FLOPs. Per token, with M those of a layer's
 matrices and S those of its attention scores and values:
 
@@ -41,7 +41,7 @@ GRAIN = 1024  # times are whole multiples of 1/1024, so floats add them up exact
 
 @dataclass(frozen=True)
 class OrderCosts:
-    """Of the stages of a pipeline, for one micro-batch.
+    """Costs of the stages of a pipeline, for one micro-batch.
 
     stages: their times, in any unit, and the bytes that they keep. cluster: whose times these are; None: those of
     FLOPs. transfer: until a result is on another rank. beside: what runs beside compute; None: nothing. room: by
@@ -56,14 +56,14 @@ class OrderCosts:
 
 
 class Costing(Protocol):
-    """Tells the costs of a configuration with numbers as `parallel.dp_shard` and `batch.micro`."""
+    """Gives the costs of a configuration with numbers as `parallel.dp_shard` and `batch.micro`."""
 
     def __call__(self, config: Config, *, with_room: bool = True) -> OrderCosts:
-        """with_room: False where the room is not asked for, as it takes a while to find."""
+        """Return the costs. with_room: False where the room is not asked for, as it takes a while to find."""
 
 
 def told(costs: OrderCosts) -> Costing:
-    """For one configuration, whose costs are known."""
+    """Return a costing for one configuration, whose costs are known."""
 
     def costing(config: Config, *, with_room: bool = True) -> OrderCosts:
         return costs
@@ -73,7 +73,7 @@ def told(costs: OrderCosts) -> Costing:
 
 @dataclass(frozen=True)
 class Wanted:
-    """What an order is searched for. Configurations that want the same get the same order."""
+    """Problem that a search for an order solves. Configurations with equal problems get the same order."""
 
     placement: tuple[int, ...]  # stage -> the pipeline rank that owns it
     m: int
@@ -83,7 +83,7 @@ class Wanted:
 
 
 def wanted(config: Config, m: int, costing: Costing | None = None) -> Wanted:
-    """For a step of `m` micro-batches. Raises InputError where not even one fits `parallel.pipeline.memory`.
+    """Problem of a step of `m` micro-batches. Raises InputError where not even one fits `parallel.pipeline.memory`.
 
     costing: None for times by FLOPs, which is for configurations that name no cluster.
     """
@@ -193,7 +193,7 @@ def costs_of(config: Config) -> list[StageCosts]:
 
 
 def _flops(model: Model, layers: Sequence[tuple[LayerKind, Mode]]) -> Flops:
-    """Of the layers of a stage."""
+    """FLOPs per token of F, I and W in the layers of a stage."""
 
     @cache
     def one(kind: LayerKind, mode: Mode) -> Flops:
@@ -207,7 +207,7 @@ def _flops(model: Model, layers: Sequence[tuple[LayerKind, Mode]]) -> Flops:
 
 
 def _with_head(stage: Flops, head: float, chunks: bool) -> Flops:
-    """Of the last stage, with the head. chunks: it makes its gradients in F, chunk by chunk."""
+    """FLOPs of the last stage, with those of the head. chunks: the head makes its gradients in F, chunk by chunk."""
     forward, back, weight = stage
     return (forward + 3 * head, back, weight) if chunks else (forward + head, back + 2 * head, weight)
 

@@ -18,7 +18,7 @@ Ranges = tuple[tuple[int, int], ...]  # of samples, [first, end): disjoint and a
 
 @dataclass(frozen=True)
 class GlobalBatch:
-    """What one optimizer step trains on: whole samples, in order."""
+    """Batch that one optimizer step trains on: whole samples, in order."""
 
     first: int  # samples consumed before, left-out ones included
     samples: int
@@ -61,7 +61,7 @@ def samples_after(config: Config, steps: int, consumed: int = 0, left_out: Range
 
 
 def _until_another(config: Config, batch: GlobalBatch, left_out: Ranges) -> Iterator[int]:
-    """For how many steps batches are like `batch`: until they grow, and until they meet each range left out."""
+    """Yield numbers of steps with batches like `batch`: until they grow, and until they meet each range left out."""
     if batch.left_out:
         yield 1
         return
@@ -86,7 +86,7 @@ def latest_batches(config: Config, consumed: int, left_out: Ranges, end: int, co
 
 
 def joined(ranges: Ranges) -> Ranges:
-    """The same samples as disjoint, ascending ranges that do not touch."""
+    """Samples of `ranges` as disjoint, ascending ranges that do not touch."""
     found: list[tuple[int, int]] = []
     for first, end in sorted(ranges):
         if found and first <= found[-1][1]:

@@ -1,4 +1,4 @@
-"""Which rank orthogonalizes which matrix under Muon, with the bytes moved, the memory and the FLOPs that this takes.
+"""Owner of each matrix, the rank that orthogonalizes it under Muon, with the bytes moved, the memory and the FLOPs.
 
 All ranks with the same pp coordinate share out the matrices that they hold. These ranks are counted row-major over
 (dp_replicate, fsdp, tp). Every matrix has one owner. The owner gathers the whole update, orthogonalizes it, and sends
@@ -267,7 +267,7 @@ class MuonPlan:
 
 
 def moves(pieces: Iterable[Piece]) -> bool:
-    """Whether any rank sends to another."""
+    """Return whether any rank sends to another."""
     return any(piece.source != piece.target for piece in pieces)
 
 

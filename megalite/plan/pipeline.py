@@ -21,7 +21,7 @@ MIDDLE = 5  # steps of a full pipeline, or rounds; more of them hold no more mem
 
 
 def micro_batches(config: Config) -> int:
-    """How many micro-batches of `batch.global` every data-parallel rank has."""
+    """Number of micro-batches of `batch.global` that every data-parallel rank has."""
     return config.batch.global_ // (config.batch.micro_size * config.parallel.layout.dp)
 
 
@@ -123,12 +123,12 @@ def check_schedule(config: Config) -> None:
 
 
 def can_be_planned(config: Config, m: int) -> bool:
-    """Whether the schedule of `m` micro-batches has at most MOST_ACTIONS, counted without building it."""
+    """Return whether the schedule of `m` micro-batches has at most MOST_ACTIONS, counted without building it."""
     return actions(config, m) <= MOST_ACTIONS
 
 
 def actions(config: Config, m: int) -> int:
-    """How many actions the schedule of `m` micro-batches has, counted without building it; 0 for a file."""
+    """Number of actions in the schedule of `m` micro-batches, counted without building it; 0 for a file."""
     pipeline = config.parallel.pipeline
     if pipeline.schedule not in SCHEDULES:
         return 0
@@ -213,6 +213,6 @@ def tables_of(config: Config, costing: Costing | None = None) -> list[Table]:
 
 
 def uses_fsdp(config: Config) -> bool:
-    """Whether FSDP2 manages parameters: to shard them, to reduce gradients, or to compute in another precision."""
+    """Return whether FSDP2 manages parameters: to shard them, reduce gradients, or compute in another precision."""
     layout = config.parallel.layout
     return layout.dp * layout.cp > 1 or config.train.precision == "bf16"

@@ -1,4 +1,4 @@
-"""Which layers recompute their activations in backward, and how.
+"""Recompute mode of each layer: whether, and how, it recomputes its activations in backward.
 
 none       keep everything that backward needs
 selective  keep results of matrix products, attention and collectives; recompute cheap operations
@@ -182,7 +182,7 @@ def modes_by_stage(
     outside: Callable[[], Mapping[int, int]],
     costs: Callable[[], Sequence[Costs]],
 ) -> dict[int, list[Mode]]:
-    """By stage of the whole pipeline: the mode of each layer. What is a function is called only if a budget is set.
+    """By stage of the whole pipeline: the mode of each layer. Functions are called only if a budget is set.
 
     tables: schedules of the steps that hold most. split: layers per stage. outside: by stage, bytes that a micro-batch
     keeps outside of layers. costs: of every layer of the model. Raises InputError for a budget that no modes fit.

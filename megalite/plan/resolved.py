@@ -46,7 +46,7 @@ class Plan:
         return [(self.kinds[layer], mode) for layer, mode in zip(self.layers[stage], self.modes[stage], strict=True)]
 
     def of(self, config: Config, tables: Mapping[int, Table]) -> "Plan":
-        """The same of `config`, which differs in nothing that a plan depends on, with schedules that are known."""
+        """Plan of `config`, which differs in nothing that a plan depends on, with schedules that are known."""
         return replace(self, config=config, _tables=dict(tables))
 
     def table(self, m: int) -> Table:

@@ -1,4 +1,4 @@
-"""Which layers live on which pipeline stage."""
+"""Split of a model's layers into pipeline stages."""
 
 from collections.abc import Sequence
 from itertools import accumulate

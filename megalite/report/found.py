@@ -1,4 +1,4 @@
-"""What a report draws: the runs of an experiment, and its laws where there is a fit."""
+"""Content of a report: the runs of an experiment, and its laws where there is a fit."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -49,7 +49,7 @@ class Found(Stored):
 
     @cached_property
     def stale(self) -> str:
-        """Why `fit.json` does not belong to these results; empty where it does."""
+        """The reason why `fit.json` does not belong to these results; empty where it does."""
         if not self.fit:
             return ""
         known = {run.id for run in self.results.done()}

@@ -22,7 +22,7 @@ FURTHER = 100.0  # times the largest budget, up to which laws are drawn
 
 
 def pictures(found: Found) -> list[Picture]:
-    """Those that there are numbers for."""
+    """Pictures of a ladder for which there are numbers."""
     runs = found.used
     if len(runs) < 2:
         return []
@@ -50,7 +50,10 @@ def series(values: Array) -> list[Array]:
 def _levels(
     found: Found, runs: list[Run]
 ) -> tuple[str, Array, Callable[[float], str], Callable[[float, Array], Array]]:
-    """What runs of several sizes have in common: tokens, tokens per parameter or FLOPs; and D for it by N."""
+    """Choose the quantity with the fewest levels among runs: tokens, tokens per parameter or FLOPs.
+
+    Returns its name, its value in each run, the text of a level, and D as a function of level and N.
+    """
     n, d = found.column(runs, "N"), found.column(runs, "D")
     choices: list[tuple[str, Array, Callable[[float], str], Callable[[float, Array], Array]]] = [
         ("D", d, number, lambda level, size: np.full_like(size, level)),

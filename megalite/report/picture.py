@@ -118,7 +118,7 @@ def as_csv(picture: Picture) -> str:
 
 
 def colours(count: int) -> list[str]:
-    """Of what has an order."""
+    """Colours of `count` series that have an order."""
     if count <= 1:
         return [RAMP[0]] * count
     found = []
@@ -132,12 +132,12 @@ def colours(count: int) -> list[str]:
 
 
 def kinds(count: int) -> list[str]:
-    """Of what has no order."""
+    """Colours of `count` series that have no order."""
     return [COLOURS[at % len(COLOURS)] for at in range(count)]
 
 
 def in_legend(count: int) -> set[int]:
-    """Which of `count` series a legend names: all, or some between the first and the last."""
+    """Places of the series, among `count`, that a legend names: all, or some between the first and the last."""
     if count <= MOST_SERIES:
         return set(range(count))
     return {round(at * (count - 1) / (MOST_SERIES - 1)) for at in range(MOST_SERIES)}

@@ -18,7 +18,7 @@ KNOWN = {"optim.lr": "rate", "batch.global": "batch"}
 
 
 def pictures(found: Found) -> list[Picture]:
-    """Those that there are numbers for."""
+    """Pictures of a sweep for which there are numbers."""
     made = []
     for scan in found.fit.get("rates", []):
         made.append(_bowls(scan))

@@ -17,7 +17,7 @@ BARS = 60  # of memory
 
 
 def pictures(results: Results) -> list[Picture]:
-    """Those that the results have numbers for."""
+    """Pictures of a comparison of systems for which there are numbers."""
     layouts = by_layout(results)
     found = []
     if measured := {name: runs for name, runs in layouts.items() if _with(runs, SPEED)}:

@@ -1,4 +1,4 @@
-"""How approaches 1 and 2 divide a budget between N and D: a power law through the best size of each budget."""
+"""Division of a budget between N and D by approaches 1 and 2: a power law through the best size of each budget."""
 
 from dataclasses import dataclass
 
@@ -35,7 +35,7 @@ class Allocation:
 
 
 def allocation(flops: Array, sizes: Array, losses: Array, weights: Array | None = None) -> Allocation:
-    """Through the best size and its loss of every budget. sizes, losses: `[budgets]` or `[g, budgets]`; so weights."""
+    """Fit the best sizes and their losses by budget. sizes, losses, weights: `[budgets]` or `[g, budgets]`."""
     log = np.log(flops)
     with np.errstate(invalid="ignore", divide="ignore"):
         constant, exponent = line(log, np.log(sizes), weights)

@@ -28,7 +28,7 @@ class Fit1:
 
 
 def fit1(sizes: Array, tokens: Array, losses: Array) -> Fit1:
-    """Raises InputError where no size between the outermost ones is best over a range of budgets."""
+    """Fit a law to the envelope. Raises InputError unless two sizes between the outermost are best at some budget."""
     found = envelope(sizes, tokens, losses)
     if found is None:
         raise InputError(

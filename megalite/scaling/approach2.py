@@ -51,7 +51,7 @@ def budgets_of(flops: Array) -> list[Array]:
 
 
 def fit2(sizes: Array, flops: Array, losses: Array, weights: Array | None = None) -> Fit2:
-    """From n runs. weights: `[g, n]`, of draws. Raises InputError where fewer than two budgets have a best size."""
+    """Fit n runs. weights: `[g, n]`, of draws. Raises InputError where fewer than two budgets have a best size."""
     budgets = [_budget(sizes, flops, losses, places) for places in budgets_of(flops)]
     used = [budget for budget in budgets if budget.curve is not None]
     if len(used) < FEWEST:

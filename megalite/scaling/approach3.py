@@ -87,7 +87,7 @@ def starts(parameters: Array, tokens: Array, losses: Array) -> Array:
 
 
 def bounds(losses: Array) -> tuple[Array, Array]:
-    """Of the solver's parameters. A and B have none that data could reach."""
+    """Lower and upper bounds of the solver's parameters. A and B are effectively unbounded."""
     floor = np.log(losses.min())
     low = [-60.0, -60.0, floor + np.log(LEAST_FLOOR), FLATTEST, FLATTEST]
     high = [60.0, 60.0, floor + np.log(2.0), STEEPEST, STEEPEST]

@@ -24,7 +24,7 @@ class Interval:
     draws: int
 
     def plain(self) -> list[float | None]:
-        """As in `fit.json`: value, low and high, null where there is none."""
+        """Return value, low and high as they are in `fit.json`: null where there is none."""
         return [each if np.isfinite(each) else None for each in map(float, (self.value, self.low, self.high))]
 
 
@@ -53,7 +53,7 @@ def leverage(slopes: Array) -> Array:
 
 
 def interval(value: float, drawn: Array, runs: int, logarithmic: bool = False) -> Interval:
-    """Of the values that the draws of as many runs gave; nan is none.
+    """The interval of values that draws of `runs` runs gave; nan stands for no value.
 
     Draws spread less than samples do, by sqrt((n - 1) / n); the interval is stretched about its median by as much
     (Hesterberg 2015, "What teachers should know about the bootstrap"), in logarithms where asked.

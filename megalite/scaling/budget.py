@@ -1,4 +1,4 @@
-"""What a budget buys: a model of the ladder's shape, tokens, steps, batch, rate and layout, and the loss to expect."""
+"""Plans a run for a budget: a model of the ladder's shape, tokens, steps, batch, rate and layout, and expected loss."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -84,7 +84,7 @@ def buy(
     gpu_hours: float | None = None,
     machine: Machine | None = None,
 ) -> Bought:
-    """For `flops` = 6·N·D, or for GPU-hours on a machine. rates: an experiment with laws of rate and batch.
+    """Plan a run for `flops` = 6·N·D, or for GPU-hours on a machine. rates: an experiment with laws of rate and batch.
 
     Raises InputError where there is no law, no shape, or no layout that fits.
     """
@@ -148,7 +148,7 @@ def _several(drawn: AnyLaw | None, flops: float, which: int) -> Array:
 
 
 def _loss(stored: Stored, flops: float, size: float, tokens: float, runs: int) -> Interval:
-    """Of this very N and D; of the budget's best, where no law tells the loss of any N and D."""
+    """The loss expected at this N and D; at the budget's best, where no law gives the loss of any N and D."""
     if stored.losses is not None:
         law, drawn = stored.losses
         several = np.empty(0) if drawn is None else np.asarray(drawn.loss(size, tokens))
@@ -160,7 +160,7 @@ def _loss(stored: Stored, flops: float, size: float, tokens: float, runs: int) -
 
 
 def _distance(stored: Stored, flops: float, size: float, tokens: float, told: list[str]) -> dict[str, float]:
-    """How many times beyond the largest fitted run it is, by what. Whatever leaves the fitted runs is told."""
+    """Ratios of FLOPs, N and D to the largest fitted ones. A warning about those out of range goes to `told`."""
     span = stored.fit["data"]["span"]
     values = {"flops": flops, "parameters": size, "tokens": tokens}
     away = []
@@ -188,7 +188,7 @@ def _configured(
     machine: Machine | None,
     told: list[str],
 ) -> Config:
-    """With batch, rate and steps, as far as laws tell them; the rest is the largest rung's."""
+    """Return the configuration with batch, rate and steps, as far as laws give them; the rest is the largest rung's."""
     fitted = [each for each in (rates, stored) if each]
     known = {"N": size, "D": tokens}
     if law := _law(BATCH, fitted, base, told):

@@ -1,4 +1,4 @@
-"""What a reader of a fit should know, in sentences."""
+"""Caveats that a reader of a fit should know, in sentences."""
 
 from collections.abc import Mapping
 

@@ -32,7 +32,7 @@ class Task:
     why: str = ""
 
     def accuracy(self, losses: Array) -> Array:
-        """Of the sigmoid."""
+        """The accuracy that the sigmoid predicts at these losses."""
         assert self.sigmoid is not None
         told: Array = sigmoid(self.sigmoid[None], np.asarray(losses, float)[:, None])[0][0]
         return told
@@ -44,7 +44,7 @@ class Task:
 
 
 def tasks(runs: Sequence[Run], which: str) -> list[Task]:
-    """Of every metric `eval/…` between 0 and 1 that runs have."""
+    """Fit a task for every metric `eval/…` between 0 and 1 that runs have."""
     names = sorted({name for run in runs for name in run.measured if name.startswith(MEASURED)})
     found = []
     for name in names:

@@ -30,7 +30,7 @@ class Kaplan:
 
     @staticmethod
     def of(parameters: Array, centre: Array) -> "Kaplan":
-        """From the parameters `[..., 4]` of `forms.kaplan`, whose logarithms were less by `centre`."""
+        """Make the law from parameters `[..., 4]` of `forms.kaplan` that were fitted to ln N and ln D less `centre`."""
         a, b, rho, kappa = np.moveaxis(np.asarray(parameters, float), -1, 0)
         return Kaplan(a / rho + centre[0], b + centre[1], rho * kappa, kappa)
 
@@ -50,7 +50,7 @@ class Kaplan:
         return told
 
     def optimum(self, flops: Number) -> tuple[Number, Number]:
-        """Where (alpha_N / alpha_D) · (Nc / N)^(alpha_N / alpha_D) = Dc / D, and 6·N·D = `flops`."""
+        """Return N and D with (alpha_N / alpha_D) · (Nc / N)^(alpha_N / alpha_D) = Dc / D, and 6·N·D = `flops`."""
         with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
             log = np.log(self.ratio) + self.ratio * self.ln_n - self.ln_d + np.log(flops / FLOPS)
             size = np.exp(log * self.exponent)
@@ -62,7 +62,7 @@ class Kaplan:
 
 @dataclass(frozen=True)
 class FitKaplan:
-    """residuals: ln of predicted minus ln of measured loss. leverage: of each run."""
+    """A fit of Kaplan's law. residuals: ln of predicted minus ln of measured loss. leverage: of each run."""
 
     law: Kaplan
     residuals: Array
@@ -73,7 +73,7 @@ class FitKaplan:
 def fit_kaplan(
     sizes: Array, tokens: Array, losses: Array, delta: float = 1e-3, weights: Array | None = None
 ) -> FitKaplan:
-    """From n runs. weights: `[g, n]`, of draws. Raises InputError where the runs tell no law."""
+    """Fit Kaplan's law to n runs. weights: `[g, n]`, of draws. Raises InputError where the runs determine no law."""
     check_points(sizes, tokens, losses)
     inputs = np.stack([np.log(sizes), np.log(tokens)], axis=1)
     centre = inputs.mean(axis=0)

@@ -26,7 +26,7 @@ class Law:
 
     @staticmethod
     def of(parameters: Array, centre: tuple[float, float] = (0.0, 0.0)) -> "Law":
-        """From the parameters `[..., 5]` of `forms.sum_of_powers`, whose ln N and ln D were less by `centre`."""
+        """Make the law from parameters `[..., 5]` of `forms.sum_of_powers`, fitted to ln N and ln D less `centre`."""
         a, b, e, alpha, beta = np.moveaxis(np.asarray(parameters, float), -1, 0)
         with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
             return Law(np.exp(e), np.exp(a + alpha * centre[0]), np.exp(b + beta * centre[1]), alpha, beta)

@@ -30,7 +30,7 @@ FEWEST_DRAWN = 9  # runs: with fewer, draws of them tell no interval
 
 @dataclass(frozen=True)
 class Fitted:
-    """What one method tells: its law, the same of draws, and what is particular to it. why: it tells nothing."""
+    """The result of one method: its law, the laws of draws, and its own fit. why: the reason for no result."""
 
     method: str
     law: AnyLaw | None
@@ -57,7 +57,7 @@ def fit_all(points: Points, definition: str, settings: Settings) -> dict[str, Fi
         return Fitted("approach1", fit.law, None if weights is None else drawn1(sizes, tokens, losses, weights), fit)
 
     def second() -> Fitted:
-        # What a budget is does not depend on how N is counted.
+        # A budget's FLOPs do not depend on the definition of N that is fitted.
         fit = fit2(sizes, points.flops(settings.parameters), losses, weights)
         return Fitted("approach2", fit.law, fit.drawn, fit)
 

@@ -13,7 +13,7 @@ DISTINCT = 1e-9
 
 @dataclass(frozen=True)
 class Parabola:
-    """lowest + curvature · (x - vertex)², g times. inside: whether there is a minimum between the outermost points."""
+    """g parabolas lowest + curvature · (x - vertex)². inside: whether a minimum lies between the outermost points."""
 
     vertex: Array
     lowest: Array
@@ -21,7 +21,7 @@ class Parabola:
     inside: np.ndarray
 
     def at(self, x: Array) -> Array:
-        """Of the first one."""
+        """Values of the first parabola at x."""
         told: Array = self.lowest[0] + self.curvature[0] * (x - self.vertex[0]) ** 2
         return told
 

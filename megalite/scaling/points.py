@@ -33,7 +33,7 @@ class Points:
         return FLOPS * self.size[definition] * self.tokens
 
     def only(self, keep: Array) -> "Points":
-        """Those at places, or where a mask is true."""
+        """Select the points at places, or where a mask is true."""
         places = np.arange(len(self))[keep]
         size = {name: values[places] for name, values in self.size.items()}
         return Points(tuple(self.runs[at] for at in places), size, self.tokens[places], self.losses[places], self.which)
@@ -41,7 +41,7 @@ class Points:
 
 @dataclass(frozen=True)
 class Chosen:
-    """fitted: what fits see; undropped: the same with the highest losses, which fit.drop leaves out.
+    """Sorted runs. fitted: those that fits see; undropped: the same with the highest losses, which fit.drop leaves out.
 
     held_out: runs of rungs that fits do not see. dropped: other finished runs, with why. caveats: sentences about the
     data. noise: the standard deviation of ln(loss) between seeds, where cells have some.
@@ -123,7 +123,7 @@ def _loss_column(done: Sequence[Run], caveats: list[str]) -> str:
 
 
 def _unusable(run: Run, which: str, settings: Settings) -> str:
-    """Why a finished run cannot be fitted; empty where it can."""
+    """The reason why a finished run cannot be fitted; empty where it can."""
     loss, steps = run.number(which), run.number("steps")
     for name in ("tokens", *(f"n_{each}" for each in DEFINITIONS if each == settings.parameters)):
         if not run.number(name) >= 1:
@@ -159,7 +159,7 @@ def _cell(run: Run) -> tuple[int, int]:
 
 
 def _noise(kept: Sequence[Run], which: str) -> float | None:
-    """Of cells that differ in nothing but the seed."""
+    """The standard deviation of ln(loss) among runs that differ in nothing but the seed; None if there are none."""
     alike: dict[object, list[float]] = {}
     for run in kept:
         alike.setdefault((_cell(run), tuple(sorted(run.axes.items()))), []).append(float(np.log(run.number(which))))
@@ -172,7 +172,7 @@ def _noise(kept: Sequence[Run], which: str) -> float | None:
 def _best_of_settings(
     kept: Sequence[Run], results: Results, which: str, dropped: list[tuple[Run, str]], caveats: list[str]
 ) -> list[Run]:
-    """Where runs of one size and number of tokens differ in other settings too, those of the best setting."""
+    """Keep the runs of the best setting, where runs of one size and number of tokens differ in other settings too."""
     cells: dict[tuple[int, int], dict[object, list[Run]]] = {}
     for run in kept:
         setting = tuple(run.axes.get(name, "") for name in results.axes)

@@ -5,7 +5,7 @@ ln(loss) over the logarithm of the key, through the lowest point and up to two d
 vertex between measured points counts, with a higher loss on both sides. The raw minimum of a grid leads to
 other laws: on the runs of Step Law (arXiv 2503.04715), N^-.82 instead of N^-.71.
 
-A power law goes through cells that differ in N, D and batch alone. Those of another parametrization or optimizer, for
+A power law goes through cells that differ in N, D and batch alone. Cells of another parametrization or optimizer, for
 example, are another family and have a law of their own.
 """
 
@@ -48,10 +48,10 @@ class Seen:
 
 @dataclass(frozen=True)
 class Cell:
-    """What differs in one key only. setting: the other axes; label: those that cells differ in, in words.
+    """Runs that differ in one key only. setting: the other axes; label: those that cells differ in, in words.
 
-    family: the axes among them that N, D and batch do not follow from. places: in what was seen. near: those that the
-    parabola goes through. why: there is no optimum between them.
+    family: the axes among them that N, D and batch do not follow from. places: of the runs among all seen. near: the
+    places that the parabola goes through. why: the reason where there is no optimum between them.
     """
 
     label: str
@@ -186,7 +186,7 @@ def _redrawn(seen: Seen, cell: Cell) -> Parabola:
 
 
 def _scan(key: str, seen: Seen | None) -> Scan | None:
-    """None where no cell has two values of the key."""
+    """Find the optima of a scanned key; None where no cell has two values of the key."""
     if seen is None:
         return None
     groups: dict[tuple[float | str, ...], list[int]] = {}

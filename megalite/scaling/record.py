@@ -158,7 +158,7 @@ def _drawn(drawn: AnyLaw | None, name: str) -> Array:
 
 
 def _quality(residuals: Array, points: Points) -> Plain:
-    """Of residuals in ln(loss)."""
+    """The quality of a fit, from its residuals in ln(loss): RMS, R² and the residual of each run."""
     spread = float(np.sum((np.log(points.losses) - np.log(points.losses).mean()) ** 2))
     return {
         "rms": float(np.sqrt(np.mean(residuals**2))),

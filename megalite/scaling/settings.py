@@ -1,4 +1,4 @@
-"""What an experiment says about its fits: the sections `fit`, `holdout` and `parameters` of `experiment.yaml`."""
+"""Settings of an experiment's fits: the sections `fit`, `holdout` and `parameters` of `experiment.yaml`."""
 
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -14,7 +14,7 @@ DEFINITIONS = ("with_head", "total", "non_embedding")  # of N: with the output l
 
 @dataclass
 class Sections:
-    """What is read here of an experiment's file; commands that expand it read and check all of it."""
+    """Sections of an experiment's file that are read here; commands that expand it read and check all of it."""
 
     experiment: About = field(default_factory=About)
     parameters: Sizes = field(default_factory=Sizes)
@@ -24,7 +24,7 @@ class Sections:
 
 @dataclass(frozen=True)
 class Settings:
-    """method: whose predictions count. delta: where Huber's loss becomes linear, in ln(loss).
+    """Settings of fits. method: whose predictions count. delta: where Huber's loss becomes linear, in ln(loss).
 
     min_steps: runs with fewer are left out. drop: that many runs with the highest losses, or runs by id or slug.
     bootstrap: samples. holdout: rungs that no fit sees. parameters: the definition of N that counts. report: all
@@ -44,7 +44,10 @@ class Settings:
 
 
 def read_settings(folder: Path) -> Settings:
-    """Of the experiment in `folder`. Raises InputError that names the file, the keys, their values and the rules."""
+    """Read the fit's settings of the experiment in `folder`.
+
+    Raises InputError that names the file, the keys, their values and the rules.
+    """
     path = folder / "experiment.yaml"
     content = read_mapping(path)
     names = [each.name for each in fields(Sections)]

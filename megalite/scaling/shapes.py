@@ -28,7 +28,7 @@ def size_of(model: Model, definition: str) -> int:
 
 @dataclass(frozen=True)
 class Rule:
-    """How the shape of models follows from N.
+    """Derives the shape of models from N.
 
     Width / layers is interpolated over ln N, and stays beyond the ladder's ends. The width of heads, queries per key,
     and the MLP's width relative to the model's are those of the largest model.
@@ -39,7 +39,7 @@ class Rule:
 
     @staticmethod
     def of(models: Sequence[Model], definition: str) -> "Rule":
-        """Raises InputError where there are none."""
+        """Make the rule of the models of a ladder. Raises InputError where there are none."""
         if not models:
             raise InputError("the ladder has no models to take a shape from: no run folder has a config.yaml")
         return Rule(tuple(sorted(models, key=lambda model: size_of(model, definition))), definition)

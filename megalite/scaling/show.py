@@ -1,4 +1,4 @@
-"""What `megalite-sweep … fit` prints: the content of `fit.json` as tables."""
+"""Prints the output of `megalite-sweep … fit`: the content of `fit.json` as tables."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -21,7 +21,7 @@ def show(found: Mapping[str, Any]) -> None:
 
 
 def parts(found: Mapping[str, Any]) -> list[Part]:
-    """Headings and tables. They are those of the report, too."""
+    """Headings and tables, the same as in the report."""
     made: list[Part] = [("Runs", facts(found))]
     if "fits" in found:
         made.append((f"Law: loss = E + A / N^alpha + B / D^beta, {_level(found)}", laws(found)))

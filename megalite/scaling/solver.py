@@ -1,6 +1,6 @@
 """Robust least squares for many guesses at once: Levenberg–Marquardt on iteratively reweighted squares.
 
-What is minimized is the weighted sum of Huber's loss of the residuals. A sum, not a mean: stopping rules do not depend
+The objective is the weighted sum of Huber's loss of the residuals. A sum, not a mean: stopping rules do not depend
 on how many runs there are. Huber's loss is at most the square with the weight min(1, delta / |residual|) that touches
 it (Huber 1981, section 7.8), so every step that lessens those squares lessens it.
 """
@@ -20,7 +20,7 @@ FIRST, LEAST, MOST = 1e-3, 1e-12, 1e12  # damping
 
 @dataclass(frozen=True)
 class Minima:
-    """Where each of g guesses ended.
+    """The results of g guesses: the parameters at which each ended, and the objective there.
 
     parameters: `[g, p]`. objective: `[g]`. arrived: `[g]`, whether the last step was too small to matter.
     """
@@ -34,7 +34,7 @@ class Minima:
         return int(np.argmin(np.where(np.isfinite(self.objective), self.objective, np.inf)))
 
     def agreeing(self, within: float = 1e-6) -> int:
-        """How many guesses reached the lowest objective, up to a relative difference."""
+        """Count the guesses that reached the lowest objective, up to a relative difference."""
         lowest = self.objective[self.best]
         return int(np.sum(self.objective <= lowest * (1 + within) + 1e-24))
 

@@ -20,14 +20,14 @@ NEEDED = ("version", "settings", "data", "caveats", "rates", "downstream")
 
 @dataclass(frozen=True)
 class Stored:
-    """folder: of the experiment. fit: the content of `fit.json`; empty where there is none."""
+    """An experiment's fit. folder: of the experiment. fit: the content of `fit.json`; empty where there is none."""
 
     folder: Path
     settings: Settings
     fit: Mapping[str, Any]
 
     def main(self, method: str) -> Mapping[str, Any]:
-        """What a method told with the definition of N that counts; empty where it told nothing."""
+        """Results of a method with the definition of N that counts; empty where it has none."""
         found: Mapping[str, Any] = self.fit.get("fits", {}).get(self.settings.parameters, {}).get(method, {})
         return {} if "failed" in found else found
 

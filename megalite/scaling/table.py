@@ -32,7 +32,7 @@ class Run:
 
     @property
     def name(self) -> str:
-        """Of its folder in `runs/`."""
+        """The name of the run's folder in `runs/`."""
         return f"{self.slug}-{self.id}"
 
     def number(self, column: str) -> float:
@@ -137,7 +137,7 @@ def _run(path: Path, line: int, cells: Mapping[str, str], axes: Sequence[str]) -
 
 
 def cell_value(text: str) -> float | str:
-    """What an axis has in a cell: a number where it is one."""
+    """The value of an axis in a cell: a number where the text is one."""
     try:
         value = float(text)
     except ValueError:

@@ -38,7 +38,7 @@ from megalite_kernels.backend import use_triton
 
 @dataclass
 class Job:
-    """What one rank trains, and with what."""
+    """The parts of one rank's training: its stages of the model, optimizer, mesh and pipelines."""
 
     plan: Plan
     mesh: Mesh
@@ -67,7 +67,7 @@ class Job:
         return self._pipeline("evaluation", batch.shape)
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """This rank's parameters by global name. The copies of a tied embedding share a name."""
+        """Yield this rank's parameters by global name. The copies of a tied embedding share a name."""
         for stage in self.stages.values():
             yield from stage.named_parameters()
 

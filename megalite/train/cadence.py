@@ -1,9 +1,9 @@
-"""When a run is saved: every `checkpoint.interval` steps, or with `auto` as often as loses least time.
+"""Decides when a run is saved: every `checkpoint.interval` steps, or with `auto` at the interval that loses least time.
 
 Steps that `checkpoint.at` lists are saved in any case.
 
-Then rank 0 decides, from what saves and steps have taken and how often the run has failed, and tells the others: ranks
-that each decided for themselves might round differently. docs/goodput.md tells the rule.
+With `auto`, rank 0 decides, from the times of saves and steps and the number of failures of the run, and sends the
+interval to the others: ranks that each decided for themselves might round differently. docs/goodput.md has the rule.
 """
 
 import json
@@ -44,7 +44,7 @@ LONGEST = 1e7  # seconds that are believed of a save
 
 @dataclass(frozen=True)
 class Due:
-    """What follows a step."""
+    """Actions that are due after a step."""
 
     log: bool
     evaluate: bool
@@ -99,13 +99,13 @@ class Cadence:
         return Automatic(job, report) if job.config.checkpoint.interval == "auto" else Cadence(job, report)
 
     def begin(self, step: int, seconds: float) -> None:
-        """Training begins after `step`, which is saved, or 0. seconds: of a clock that stands still in pauses."""
+        """Note that training begins after `step`, which is saved, or 0. seconds: of a clock that stops in pauses."""
 
     def stepped(self, step: int, seconds: float) -> None:
-        """A step was taken. seconds: of that clock."""
+        """Note that a step was taken. seconds: of the clock of `begin`."""
 
     def due(self, step: int, saves_locally: bool) -> Due:
-        """What follows `step`. saves_locally: whether nodes can be saved to."""
+        """Return the actions that are due after `step`. saves_locally: whether nodes can be saved to."""
         config = self._job.config
         local = config.checkpoint.local
         return Due(
@@ -116,7 +116,7 @@ class Cadence:
         )
 
     def _every(self, interval: int, step: int) -> bool:
-        """Whether something is due every `interval` steps and at the end; if that is 0, only at the end."""
+        """Return whether something is due every `interval` steps and at the end; if that is 0, only at the end."""
         return step == self._last or (interval > 0 and step % interval == 0)
 
     def _saves(self, step: int) -> bool:
@@ -136,11 +136,11 @@ class Cadence:
             self._saved(step, blocked, saver.wrote)
 
     def _saved(self, step: int, blocked: float, wrote: float | None) -> None:
-        """The state after `step` is being written to the shared folder. wrote: seconds, for the one before."""
+        """Note that the state after `step` is being written to the shared folder. wrote: seconds of the last write."""
 
 
 class Automatic(Cadence):
-    """Of `checkpoint.interval: auto`. Steps that are kept or exported by their number are saved as well."""
+    """The cadence of `checkpoint.interval: auto`. Steps that are kept or exported by their number are saved as well."""
 
     def __init__(self, job: Job, report: Silent) -> None:
         super().__init__(job, report)
@@ -230,7 +230,7 @@ class Automatic(Cadence):
                 write_whole(path, json.dumps(kept) + "\n")
 
     def _recall(self, path: Path) -> int:
-        """Take over what an earlier start has measured; its interval, or 0."""
+        """Take over the measurements of an earlier start. Returns its interval, or 0."""
         try:
             kept: Any = json.loads(read_bytes(path, 4096))
         except (OSError, ValueError, RecursionError):

@@ -48,20 +48,20 @@ class Judged:
 
 
 def is_spike(losses: Sequence[float], loss: float, train: Train) -> bool:
-    """Whether `loss` is far above the `losses` before it."""
+    """Return whether `loss` is far above the `losses` before it."""
     return _out_of_line(losses, loss, train, FLOOR)
 
 
 def is_jump(norms: Sequence[float], norm: float, train: Train) -> bool:
-    """Whether a gradient norm is far above the `norms` before it, and more than twice their median."""
+    """Return whether a gradient norm is far above the `norms` before it, and more than twice their median."""
     return _out_of_line(norms, norm, train, 1 / train.spike_threshold)
 
 
 def _out_of_line(before: Sequence[float], value: float, train: Train, floor: float) -> bool:
-    """Whether `value` exceeds the median of those before by more than `train.spike_threshold` standard deviations.
+    """Return whether `value` exceeds the median of `before` by more than `train.spike_threshold` standard deviations.
 
-    These are estimated from the median absolute deviation, and taken to be at least `floor` of the median. A quarter
-    of the window must be there to judge.
+    The standard deviation is estimated from the median absolute deviation, and taken to be at least `floor` of the
+    median. The answer is False until a quarter of the window is there.
     """
     if len(before) < max(LEAST, train.spike_window // 4):
         return False
@@ -155,7 +155,7 @@ class Guard:
             yield judged
 
     def allows(self, judged: Judged) -> bool:
-        """Whether the run goes on; else the step must be taken back. Raises Unhealthy if the run must end."""
+        """Return whether the run goes on; else the step must be taken back. Raises Unhealthy if the run must end."""
         if judged.answer == "stop":
             raise Unhealthy(f"{judged}; use train.on_bad_step=skip or rollback to go past it")
         if judged.answer not in ("skip", "rollback"):

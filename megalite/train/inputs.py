@@ -17,7 +17,7 @@ from megalite.train.build import Job
 
 
 def inputs(job: Job, batch: Micros, scale: float = 1.0) -> Step:
-    """This rank's part of a step on `batch`.
+    """Return this rank's part of a step on `batch`.
 
     scale: see Step. Nothing waits for the device.
     """
@@ -31,7 +31,7 @@ def inputs(job: Job, batch: Micros, scale: float = 1.0) -> Step:
 
 
 def _token_positions(job: Job, documents: list[list[Documents]], tokens: Tensor, mine: Rows) -> list[TokenPositions]:
-    """The positions of every micro-batch of `tokens` `[s, m, b]`. Those that need no documents share their tensors."""
+    """Positions of every micro-batch of `tokens` `[s, m, b]`. Micro-batches share tensors that need no documents."""
     config, data, device = job.config, job.config.data, tokens.device
     attend = partial(attention, config.parallel.context.method, job.mesh.cp, len(tokens), device)
     plan = job.plan

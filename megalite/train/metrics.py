@@ -110,7 +110,7 @@ class Meter:
             yield batch
 
     def jumps(self, judged: Judged) -> bool:
-        """Whether the gradient norm of this step is far above those before, and that of the step before was not."""
+        """Return whether the gradient norm of this step is far above those before, and that of the last one was not."""
         before, self.jumped = self.jumped, is_jump(self.norms, judged.reading.norm, self.job.config.train)
         return self.jumped and not before
 
@@ -149,7 +149,7 @@ class Meter:
 
 
 def source_tokens(samples: Samples, progress: Progress) -> dict[str, float]:
-    """By source: how many of its tokens were read; empty if there is only one source."""
+    """Count the tokens read, by source; empty if there is only one source."""
     if len(samples.parts) < 2:
         return {}
     counts = samples.counts(progress.samples)

@@ -1,6 +1,6 @@
-"""What `schedule: auto` is searched for in a run. Rank 0 decides it, so that all ranks make the same tables.
+"""Costs from which `schedule: auto` finds an order in a run. Rank 0 computes them, so all ranks make the same tables.
 
-Each rank could work out the same times. But roundings differ from one C library to another, and an order follows from
+Each rank could work out the same times. But roundings differ from one C library to another, and an order depends on
 which of two moments comes first.
 """
 

@@ -65,7 +65,7 @@ class Pace:
 
     @staticmethod
     def of(job: Job, first: int, report: Silent) -> "Pace | None":
-        """For a start at step `first`; None where no cluster is named or known, or nothing can be predicted."""
+        """Return the Pace of a start at step `first`; None if no cluster is named or known, or no time predicted."""
         device = job.mesh.device
         with _harmless(report):
             cluster = cluster_of_run(job.config, device)
@@ -112,7 +112,7 @@ def _harmless(report: Silent) -> Iterator[None]:
 
 
 def _retries(device: torch.device) -> int:
-    """How often the allocator has given memory back and asked anew, which takes long."""
+    """Number of times that the allocator has given memory back and asked for it again, which takes long."""
     return int(torch.cuda.memory_stats(device).get("num_alloc_retries", 0)) if device.type == "cuda" else 0
 
 
@@ -139,7 +139,7 @@ def _tell(step: int, prediction: Prediction, measured: Measured, report: Silent)
 
 
 def judged(prediction: Prediction, measured: Measured) -> tuple[str, str]:
-    """`as expected`, `faster` or `slower`; and of the last two why that may be."""
+    """The verdict, `as expected`, `faster` or `slower`; and for the last two a possible explanation, else ""."""
     if measured.median < prediction.low:
         return "faster", "megalite-calibrate-cluster fits the cluster's file to runs"
     if measured.median <= prediction.high:
@@ -148,7 +148,7 @@ def judged(prediction: Prediction, measured: Measured) -> tuple[str, str]:
 
 
 def _cause(prediction: Prediction, measured: Measured) -> str:
-    """What is slow, and what to do: first what was measured, then what is known to be slow, then what is suspected."""
+    """The probable cause of slow steps, with advice: a measured cause first, then a known one, then a suspected one."""
     if measured.on != "cuda":
         return f"the {measured.on.upper()}, as the prediction is for {prediction.cluster.gpu.name}"
     config, waited = prediction.config, mean(measured.waits)

@@ -1,4 +1,4 @@
-"""What layers cost in every mode of recompute, measured, for a budget of memory."""
+"""Measures the time and memory of layers in every mode of recompute, for a budget of memory."""
 
 import logging
 from dataclasses import replace
@@ -33,7 +33,7 @@ def plan_for(config: Config, mesh: Mesh, costing: Costing | None = None) -> Plan
 
 
 def measured_costs(config: Config, mesh: Mesh) -> list[Costs]:
-    """What every layer of the model costs, as rank 0 has measured one of each kind. Collective.
+    """Costs of every layer of the model, as rank 0 has measured one layer of each kind. Collective.
 
     All ranks run the layers, which may hold collectives, and must come to the same choice, for the same reason.
     """
@@ -43,7 +43,7 @@ def measured_costs(config: Config, mesh: Mesh) -> list[Costs]:
 
 
 def _measured(config: Config, mesh: Mesh, layer: int) -> Costs:
-    """What layer number `layer` costs; attention is causal over whole samples."""
+    """Measure the costs of layer number `layer`; attention is causal over whole samples."""
     model, layout, dtype = config.model, mesh.layout, compute_dtype(config.train.precision)
     stage = Decoder(
         model, mesh.tp, range(layer, layer + 1), first=False, last=False, kernels=config.kernels_by_operation

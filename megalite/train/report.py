@@ -37,7 +37,7 @@ def duration(seconds: float) -> str:
     return f"{seconds * 1e3:#.3g}".rstrip(".") + " ms" if seconds < 0.9995 else f"{seconds:#.4g}".rstrip(".") + " s"
 
 
-# What the console shows of a record, in this order, each in its width; see docs/metrics.md.
+# The console shows these fields of a record, in this order, each in its width; see docs/metrics.md.
 SHOWN: dict[str, Callable[[float], str]] = {
     "loss": lambda loss: f"loss {loss:7.4f}",
     "grad_norm": lambda norm: f"norm {norm:6.3f}" if norm < 100 else f"norm {norm:6.4g}",

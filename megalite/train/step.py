@@ -19,7 +19,7 @@ from megalite_kernels.grad_norm import clip_coefficient
 
 
 def train_step(job: Job, batch: Micros, step: int, asked: Collection[int] = ()) -> Signs:
-    """Optimizer step number `step`, counted from 0: its vital signs.
+    """Take optimizer step number `step`, counted from 0. Returns its vital signs.
 
     batch: this rank's micro-batches. asked: signals by which this rank was asked to stop, for all to
     know. Where the loss or the gradient norm is not finite, nothing changes. Nothing here waits for the device.
@@ -28,7 +28,7 @@ def train_step(job: Job, batch: Micros, step: int, asked: Collection[int] = ()) 
 
 
 def gradients(job: Job, batch: Micros) -> Tensor:
-    """Accumulate the complete gradients of the mean loss; this rank's part of it."""
+    """Accumulate the complete gradients of the mean loss. Returns this rank's part of that loss."""
     scale = 1 / target_tokens(job, batch)
     loss = job.training(batch).run(inputs(job, batch, scale))
     job.activity("finishing the gradients")
@@ -37,7 +37,7 @@ def gradients(job: Job, batch: Micros) -> Tensor:
 
 
 def update(job: Job, loss: Tensor, step: int, asked: Collection[int] = ()) -> Signs:
-    """Use up the gradients for optimizer step number `step`; its vital signs.
+    """Use up the gradients for optimizer step number `step`. Returns its vital signs.
 
     loss: this rank's part of the mean loss.
     """
@@ -90,7 +90,7 @@ def evaluate(job: Job, batches: Iterable[Micros]) -> float:
 
 
 def _counts_loss(job: Job) -> bool:
-    """Whether this rank's part of the mean loss, 0 where no stage has one, is one of those that add up to it."""
+    """Return whether this rank's part of the mean loss, 0 where no stage has one, is one of those that add up to it."""
     return job.mesh.coordinates["tp"] == 0  # tp ranks hold the same sum
 
 

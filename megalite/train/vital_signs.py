@@ -64,13 +64,13 @@ class Signs:
 
 @dataclass(frozen=True)
 class Asked:
-    """Which signals have asked some rank to stop, on its way to the host."""
+    """Signals that have asked some rank to stop, on their way from the device to the host."""
 
     host: Tensor
     arrived: torch.cuda.Event | None
 
     def read(self) -> tuple[str, ...]:
-        """Their names, the same on every rank. Waits until the device has finished what was before."""
+        """Return the names of the signals, the same on every rank. Waits until the device has finished earlier work."""
         if self.arrived is not None:
             self.arrived.synchronize()
         return _names(self.host.tolist())
@@ -118,6 +118,6 @@ def _names(ranks_asked: Iterable[float]) -> tuple[str, ...]:
 
 
 def _to_host(values: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
-    """A copy on the host, and what tells when it is there."""
+    """Copy to the host. Returns the copy, and the event after which it is there; None where it is there at once."""
     host = torch.empty_like(values, device="cpu", pin_memory=values.is_cuda).copy_(values, non_blocking=True)
     return host, torch.cuda.current_stream(values.device).record_event() if values.is_cuda else None

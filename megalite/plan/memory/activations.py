@@ -30,7 +30,7 @@ OFFLOAD_SHARE = 32  # a tensor below 1/32 of a layer's input, such as a statisti
 
 
 def chunk_tokens(tokens: int, width: int, itemsize: int, ranks: int) -> int:
-    """How many tokens the head makes logits of at a time; `megalite_kernels.linear_cross_entropy` has the reasons."""
+    """Tokens that the head makes logits of at a time; `megalite_kernels.linear_cross_entropy` has the reasons."""
     wide, buffers = max(itemsize, 4), 2 if ranks > 1 else 1
     most = max(width // buffers, FEWEST)
     if tokens * itemsize <= buffers * most * itemsize + width * wide:
@@ -67,7 +67,7 @@ class Activations(Sizes):
 
     @cached_property
     def _layers(self) -> dict[tuple[LayerKind, Mode], Unit]:
-        """Layers that were asked for."""
+        """Layers that were asked for, by kind and mode of recompute."""
         return {}
 
     def _layer(self, kind: LayerKind, mode: Mode) -> Unit:
@@ -131,7 +131,7 @@ class Activations(Sizes):
 
     @property
     def chunks_head(self) -> bool:
-        """Whether the head makes logits in several chunks; it then makes its gradients in F."""
+        """Flag: the head makes logits in several chunks; it then makes its gradients in F."""
         return self._chunk < self.tokens
 
     @property
@@ -185,6 +185,6 @@ class Activations(Sizes):
 
     @property
     def repeats(self) -> bool:
-        """Whether attention of any layer repeats keys and values for every query head."""
+        """Flag: attention of any layer repeats keys and values for every query head."""
         heads = {kind.attention.heads for kind in layer_kinds(self.config.model)}
         return any(AttentionMemory(self, each, normed=False).repeats for each in heads)

@@ -19,7 +19,7 @@ from megalite.plan.parts.part import Kept
 from megalite.plan.parts.sizes import Sizes
 from megalite.plan.traffic.window import busiest, halo
 
-# Of `parallel.explicit`:
+# Limits of `parallel.explicit`:
 ROWS = 128  # of queries at a time, at most: each gets scores for all keys that any of them attends to
 SCORES = 2**24  # the most scores at a time, unless a single row of queries has more
 
@@ -172,7 +172,7 @@ class AttentionMemory:
 
     @property
     def repeats(self) -> bool:
-        """Whether keys and values are repeated for every query head, in attention over whole sequences."""
+        """Flag: keys and values are repeated for every query head, in attention over whole sequences."""
         return not self._in_blocks and not self._on_cpu and self.w == 4 and self._shared > 1
 
     @cached_property
@@ -195,7 +195,7 @@ class AttentionMemory:
 
     @property
     def _positions(self) -> int:
-        """How many positions of a sequence this rank has queries of."""
+        """Number of positions of a sequence that this rank has queries of."""
         return self.config.model.sequence_length // (1 if self._exchanges_heads else self.config.parallel.cp)
 
     @property

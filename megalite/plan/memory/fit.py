@@ -76,7 +76,7 @@ def fit_micro(
 
 
 def planned(config: Config, costing: Costing | None = None) -> Config:
-    """The configuration that ranks are started with; `batch.micro` stays auto if only the GPUs of ranks can tell it.
+    """The configuration that ranks are started with; `batch.micro` stays auto if it is known only on the GPUs of ranks.
 
     costing: as for `resolve`. Raises InputError for memory that not even one sequence fits, and for a schedule that
     cannot run.

@@ -36,7 +36,7 @@ class Instant:
         return f"{PHASES[kind]} of {where}, micro-batch {micro}"
 
     def of_last(self, few: int, m: int) -> "Instant":
-        """This moment of a step of `m` micro-batches, if it is known from one of `few` that begins and ends alike."""
+        """Return the moment for a step of `m` micro-batches, given one of `few` that begins and ends alike."""
         if isinstance(self.doing, Action) and self.doing.micro == few - 1:
             return replace(self, doing=self.doing._replace(micro=m - 1))
         return self

@@ -85,7 +85,7 @@ def each_rank(config: Config, plan: Plan) -> Iterator[Memory]:
 
 
 def actions_of_peaks(config: Config) -> int:
-    """How many actions are in the schedules that `memory_of_ranks` walks through."""
+    """Number of actions in the schedules that `memory_of_ranks` walks through."""
     return sum(actions(config, as_full(config, m)) for m in fullest_steps(config))
 
 

@@ -62,7 +62,7 @@ def _condensed_run(layer: T, times: int, count: int) -> list[tuple[T, int]]:
 
 
 def _period(layers: Sequence[T]) -> int:
-    """After how many layers the sequence repeats itself."""
+    """Number of layers after which the sequence repeats itself."""
     border, borders = 0, [0]  # Knuth, Morris and Pratt's table
     for layer in layers[1:]:
         while border and layer != layers[border]:

@@ -1,4 +1,4 @@
-"""The bytes of a pipeline rank at their most, without what they are of: a search looks at hundreds of layouts."""
+"""Peak memory of a pipeline rank as one number, without a breakdown: a search looks at hundreds of layouts."""
 
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
@@ -12,7 +12,7 @@ from megalite.schedule.actions import Action
 
 
 class Gradients(NamedTuple):
-    """What a walk knows of the gradients of a stage, by index of a part: those of `Walk` of the same names."""
+    """State of a stage's gradients in a walk, by index of a part: the fields of `Walk` of the same names."""
 
     whole: frozenset[int] = frozenset()
     sharded: tuple[tuple[int, int], ...] = ()
@@ -21,7 +21,7 @@ class Gradients(NamedTuple):
 
 
 class Effect(NamedTuple):
-    """What an action does: bytes that it adds, and has at most beyond those before it, and what it leaves.
+    """Effect of an action: bytes that it adds, and has at most beyond those before it, and gradients that it leaves.
 
     put_off: what an I leaves to its W.
     """
@@ -45,7 +45,7 @@ class Total(Walk):
         self.now = dict.fromkeys(self.parts, Gradients())  # of every stage; those of `Walk` may be older
 
     def most_bytes(self) -> int:
-        """What `on_device` tells of `run`."""
+        """Run the walk, and return the most bytes on the device: `on_device` of what `run` returns."""
         self.run()
         return self.most
 

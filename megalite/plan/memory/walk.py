@@ -37,7 +37,7 @@ class PutOff:
 
 @dataclass(frozen=True)
 class States:
-    """How parameters and gradients are held."""
+    """Precision and sharding in which parameters and gradients are held."""
 
     plan: Plan
 
@@ -68,18 +68,18 @@ class States:
 
     @cached_property
     def managed(self) -> bool:
-        """Whether FSDP2 gathers weights and reduces gradients."""
+        """Flag: FSDP2 gathers weights and reduces gradients."""
         return self.plan.fsdp
 
     @cached_property
     def replicas(self) -> bool:
-        """Whether sharded gradients are also summed over replicas, in buffers of their own."""
+        """Flag: sharded gradients are also summed over replicas, in buffers of their own."""
         parallel = self.config.parallel
         return parallel.dp_replicate > 1 or (not parallel.data.sharded and parallel.layout.dp * parallel.cp > 1)
 
     @cached_property
     def frees(self) -> bool:
-        """Whether gathered weights are freed after every use."""
+        """Flag: gathered weights are freed after every use."""
         return self.managed and self.mode == "zero3"
 
 
@@ -275,11 +275,11 @@ class Walk:
             self._hold(HOST, kept.component, -size)
 
     def _offloads_input(self, stage: int) -> bool:
-        """Whether the first layer offloads its input; the tensor that the stage has received then stays as well."""
+        """Return whether the first layer offloads its input; the tensor that the stage has received then stays too."""
         return any(kept.given for kept in self.parts[stage][0].offloaded)
 
     def _adds_at_once(self, key: PartKey) -> bool:
-        """Whether new gradients are added at once to those that are held; if FSDP2 widens gradients, it adds later."""
+        """Return whether new gradients are added at once to those held; if FSDP2 widens gradients, it adds later."""
         return key in self.whole and (not self.states.managed or self.states.r == self.states.w)
 
     def _add_up(self, key: PartKey, part: Unit, beside: int) -> None:
@@ -329,7 +329,7 @@ class Walk:
             self._share(key, part.times * reduced)
 
     def _end_reductions(self, action: Action) -> None:
-        """After the last backward pass of a stage, free the buffers of its reductions; only the results stay."""
+        """Free the buffers of a stage's reductions after its last backward pass; only the results stay."""
         if self.reductions[action].last:
             self._release_reduced(action.stage)
             for index in range(len(self.parts[action.stage])):
@@ -371,7 +371,7 @@ class Walk:
         return part.times * sum(p * count // shards for count in counts)
 
     def _is_second_copy(self, stage: int, part: Unit) -> bool:
-        """Whether a part is a tied embedding that this rank's first stage has too; a checkpoint saves only one."""
+        """Return whether a part is a tied embedding that the rank's first stage has too; a checkpoint saves one."""
         return stage > 0 and part.copy and 0 in self.parts
 
     def _hold_weights(self, kind: str, part: Unit, each: int, shards: int = 1) -> None:

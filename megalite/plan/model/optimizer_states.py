@@ -16,5 +16,5 @@ def state_names(optim: Optim, role: Role) -> tuple[str, ...]:
 
 
 def uses_muon(optim: Optim, role: Role) -> bool:
-    """Whether Muon updates a parameter: a matrix inside of a layer. AdamW updates the others."""
+    """Return whether Muon updates a parameter: a matrix inside of a layer. AdamW updates the others."""
     return optim.name == "muon" and role.kind is Kind.MATRIX

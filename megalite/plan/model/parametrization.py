@@ -1,4 +1,4 @@
-"""What initialization and optimizers scale with the size of a model, by the role of a parameter: the one table.
+"""Factors of initialization and optimizers by a model's size, for each role of a parameter: the one table.
 
 With m the width and l the depth over those of the base model, and l = 1 but for CompleteP:
 
@@ -14,7 +14,7 @@ AdamW's update has the size of the rate, whatever the gradient. Outputs are sums
 η/m changes them by as much. Muon's orthogonal update changes outputs by as much at any width if it is scaled with
 √(rows/columns), as `spectral` does; `match_rms_adamw` makes it √m times larger. Optimizers decay by rate · λ, so λ is
 divided by what the rate is multiplied by. Gradients get smaller as 1/(m·l), and ε with them (Dey et al. 2025, arXiv
-2505.01618, table 1). What a forward pass is multiplied by is in `megalite.config.parametrization`.
+2505.01618, table 1). The factors of a forward pass are in `megalite.config.parametrization`.
 """
 
 import math
@@ -57,7 +57,7 @@ def scales(model: Model, optim: Optim, role: Role) -> Scales:
 
 
 def _rate(model: Model, optim: Optim, role: Role) -> float:
-    """What the learning rate is multiplied by."""
+    """Factor of the learning rate."""
     if role.kind is not Kind.MATRIX:
         return 1.0
     if not uses_muon(optim, role):

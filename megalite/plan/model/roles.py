@@ -16,7 +16,7 @@ class Kind(Enum):
 
 
 class Side(Enum):
-    """What a dimension of a parameter counts."""
+    """Features that a dimension of a parameter counts."""
 
     STREAM = "stream"  # features of the residual stream, model.width
     QUERIES = "queries"  # features of all query heads
@@ -37,17 +37,17 @@ class Role:
 
     @property
     def decays(self) -> bool:
-        """Whether weight decay applies: to matrices, not to norms and biases."""
+        """Flag: weight decay applies, as to matrices, not to norms and biases."""
         return self.inputs is not None
 
     @property
     def split(self) -> bool:
-        """Whether tensor parallelism splits the parameter: not norms of the residual stream or of single heads."""
+        """Flag: tensor parallelism splits the parameter, except norms of the residual stream or of one head."""
         return not (self.kind is Kind.NORM and self.outputs in (Side.STREAM, Side.ONE_HEAD))
 
     @property
     def into_stream(self) -> bool:
-        """Whether the parameter is a layer's projection into the residual stream."""
+        """Flag: the parameter is a layer's projection into the residual stream."""
         return self.kind is Kind.MATRIX and self.outputs is Side.STREAM
 
     @property

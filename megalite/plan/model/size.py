@@ -1,4 +1,4 @@
-"""How many parameters a model has, and how many floating-point operations a token costs.
+"""Number of parameters of a model, and of floating-point operations that a token costs.
 
 L layers, q features of all query heads, s sequence length.
 """
@@ -43,7 +43,7 @@ class Parameters:
 
     @staticmethod
     def of(weights: Iterable[Weight], count: Callable[[Weight], int] = attrgetter("elements")) -> "Parameters":
-        """How many parameters `weights` have by component, or the sums of another `count` of each weight."""
+        """Count the parameters of `weights` by component, or sum another `count` of each weight."""
         found = Counter[str]()
         for weight in weights:
             found[weight.role.component] += count(weight)

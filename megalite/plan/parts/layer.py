@@ -75,14 +75,14 @@ class Layer:
         return tuple(replace(moment, temporaries=sizes.stream + moment.temporaries) for moment in found)
 
     def forward_transfers(self, sizes: Sizes, cp: int, phase: str = "forward") -> Transfers:
-        """What a forward pass sends. cp: the rank's place in its group of context parallelism."""
+        """Transfers of a forward pass. cp: the rank's place in its group of context parallelism."""
         found: Transfers = Counter()
         for part in self.parts:
             found += part.forward_transfers(sizes, cp, phase) + part.output_transfers(sizes, phase)
         return found
 
     def backward_transfers(self, sizes: Sizes, cp: int, again: bool, split: bool) -> Transfers:
-        """What backward sends. again: it runs the whole layer again; split: gradients of weights are put off."""
+        """Transfers of backward. again: it runs the whole layer again; split: gradients of weights are put off."""
         found: Transfers = Counter()
         if again:
             found += self.forward_transfers(sizes, cp, "recompute")
@@ -93,5 +93,5 @@ class Layer:
         return found if split else found + self.weight_transfers(sizes)
 
     def weight_transfers(self, sizes: Sizes) -> Transfers:
-        """What is sent for the gradients of weights, in backward or in W."""
+        """Transfers for the gradients of weights, in backward or in W."""
         return sum((part.weight_transfers(sizes) for part in self.parts), start=Counter())

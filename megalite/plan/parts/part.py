@@ -1,4 +1,4 @@
-"""What plans ask of a part of a layer: one value for each kind of part answers all of it. Imports no torch.
+"""Interface of a part of a layer for plans: one value for each kind of part answers all of it. Imports no torch.
 
 A part has a module of its own in `megalite.model`. Sizes and FLOPs, the memory walk, traffic, the times of the planner
 and the module read the same value, so a tensor of a part is described in one place.
@@ -97,10 +97,10 @@ class Part(Protocol):
         """The matrix products of a forward pass on one of `tp` ranks."""
 
     def passed(self, tp: int) -> Passed:
-        """What kernels between these products read or write."""
+        """Elements that kernels between these products read or write."""
 
     def kept(self, sizes: Sizes) -> tuple[Kept, ...]:
-        """What a forward pass keeps for backward, the part's input aside."""
+        """Tensors that a forward pass keeps for backward, the part's input aside."""
 
     def backward(self, sizes: Sizes, own: int) -> tuple[Moment, ...]:
         """The moments of backward, in order, with what they take beside the gradient of the residual stream.
@@ -109,13 +109,13 @@ class Part(Protocol):
         """
 
     def forward_transfers(self, sizes: Sizes, cp: int, phase: str) -> Transfers:
-        """What a forward pass sends, its output aside. cp: the rank's place in its group of context parallelism."""
+        """Transfers of a forward pass, its output aside. cp: the rank's place in its group of context parallelism."""
 
     def output_transfers(self, sizes: Sizes, phase: str) -> Transfers:
-        """What a forward pass sends last, to return its output."""
+        """Last transfers of a forward pass, which return its output."""
 
     def backward_transfers(self, sizes: Sizes, cp: int) -> Transfers:
-        """What backward sends, but for the gradients of weights."""
+        """Transfers of backward, but for the gradients of weights."""
 
     def weight_transfers(self, sizes: Sizes) -> Transfers:
-        """What is sent for the gradients of weights, in backward or in W."""
+        """Transfers for the gradients of weights, in backward or in W."""

@@ -1,4 +1,4 @@
-"""What context parallelism sends for the attention of a layer and a micro-batch.
+"""Transfers of context parallelism for the attention of a layer and a micro-batch.
 
     heads  of queries, keys and values, as projections made them
     kv     elements of keys and values on a rank

@@ -61,7 +61,7 @@ class LayerTraffic:
         return self._layer(kind).backward_transfers(self.sizes, self.cp, mode == "full", split)
 
     def weight_gradients(self, kind: LayerKind) -> Transfers:
-        """What a layer sends for the gradients of its weights, in backward or in W."""
+        """Transfers of a layer for the gradients of its weights, in backward or in W."""
         return self._layer(kind).weight_transfers(self.sizes)
 
     def _layer(self, kind: LayerKind) -> Layer:

@@ -74,7 +74,7 @@ class Step:
         return self.found + self._tied() + self._signs() + self._muon()
 
     def _reduce(self, action: Action) -> None:
-        """What FSDP2 reduces at the end of a backward action."""
+        """Add what FSDP2 reduces at the end of a backward action."""
         stage, kind, reduction = action.stage, action.kind, self.reductions[action]
         if not self.weights[stage].states.managed:
             return
@@ -165,7 +165,7 @@ class Step:
         return found
 
     def _position(self) -> int:
-        """This rank's position among the ranks of its stage."""
+        """Position of the rank among the ranks of its stage."""
         layout = self.config.parallel.layout
         return layout.rank(**{**self.at, "pp": 0})
 

@@ -96,7 +96,7 @@ class WeightTraffic:
         return found if matrices_only else found + self._partial_sums(states.r if widened else states.w)
 
     def finishes(self) -> Transfers:
-        """What is summed at the end of a step where FSDP2 is not used."""
+        """Transfers that sum gradients at the end of a step where FSDP2 is not used."""
         return Transfers() if self.states.managed else self._partial_sums(self.states.p)
 
     def _partial_sums(self, each: int) -> Transfers:
@@ -115,13 +115,13 @@ class WeightTraffic:
 
 
 class Gathering:
-    """Which groups of a stage FSDP2's hooks gather in a step with zero3.
+    """Groups of a stage that FSDP2's hooks gather in a step with zero3.
 
     A group is freed after it was used in forward, one that stays with the stage only in backward; each is gathered
     where it is needed and not there. Backward of a group gathers one more ahead of its use: the group that was used
     before it in forward. FSDP2 keeps one list of uses for all micro-batches until the last backward of a step. So if
     forward has run before, the first group of a micro-batch also gathers the last group, for which the next forward
-    need not gather it. What is left of this at the end of a step is thrown away.
+    need not gather it. The rest of the list is thrown away at the end of a step.
     """
 
     def __init__(self, groups: Sequence[Group]) -> None:
@@ -133,7 +133,7 @@ class Gathering:
         self.latest: list[list[int]] = [[] for _ in groups]  # by group: the uses that had no backward yet
 
     def forward(self) -> list[Group]:
-        """The groups that a forward action gathers."""
+        """Groups that a forward action gathers."""
         gathered = [group for index, group in enumerate(self.groups) if index not in self.there]
         self.there = {index for index, group in enumerate(self.groups) if group.with_stage}
         for index in self.order:
@@ -164,5 +164,5 @@ class Gathering:
 
 
 def put_off(weight: Weight) -> bool:
-    """Whether a split backward puts off the gradient of a weight: of the matrices in layers, and of no others."""
+    """Return whether a split backward puts off the gradient of a weight, as it does for layers' matrices alone."""
     return weight.role.kind is Kind.MATRIX

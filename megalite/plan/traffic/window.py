@@ -5,21 +5,21 @@ from itertools import product
 
 
 def attended_pairs(length: int, window: int | None = None) -> int:
-    """How many pairs of a query and a key that the query attends to are in a sequence of one document."""
+    """Number of pairs of a query and a key that the query attends to, in a sequence of one document."""
     full = length if window is None else min(window, length)
     return full * (full + 1) // 2 + (length - full) * full
 
 
 def halo(cp: int, rank: int, length: int, window: int) -> tuple[int, int]:
-    """How many positions' keys and values a rank sends to others, and receives from others, under a window.
+    """Numbers of positions whose keys and values a rank sends to others, and receives from others, under a window.
 
-    Of 2·cp chunks the rank holds chunks `rank` and 2·cp − 1 − `rank`. The rows of a chunk attend to window − 1
+    The rank holds chunks `rank` and 2·cp − 1 − `rank` of 2·cp. The rows of a chunk attend to window − 1
     positions before the chunk. A rank receives a position once, even if both of its chunks attend to it.
     """
     chunk, last = length // (2 * cp), 2 * cp - 1
 
     def reach(chunks: int) -> int:
-        """How many positions of `chunks` chunks are in the window of the chunk that follows them."""
+        """Number of positions of `chunks` chunks in the window of the chunk that follows them."""
         return min(window - 1, chunks * chunk)
 
     # The rank's first chunk is sent to first chunks after it, and to last chunks whose ranks do not have it yet.
@@ -28,7 +28,7 @@ def halo(cp: int, rank: int, length: int, window: int) -> tuple[int, int]:
 
 
 def halo_messages(cp: int, rank: int, length: int, window: int) -> tuple[list[int], list[int]]:
-    """How many positions' keys and values are in each message that a rank sends, and in each that it receives.
+    """Numbers of positions whose keys and values are in each message that a rank sends, and in each that it receives.
 
     A rank sends at most one message to each other rank; see `halo` for the sums.
     """
@@ -49,7 +49,7 @@ def halo_messages(cp: int, rank: int, length: int, window: int) -> tuple[list[in
 
 
 def _common(wanted: Iterable[range], held: Iterable[range]) -> int:
-    """How many positions are in both."""
+    """Number of positions in both."""
     return sum(max(0, min(x.stop, y.stop) - max(x.start, y.start)) for x, y in product(wanted, held))
 
 

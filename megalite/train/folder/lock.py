@@ -81,7 +81,7 @@ class Owner:
 
     @property
     def alive(self) -> bool | None:
-        """Whether its process runs; None if this machine cannot tell."""
+        """Flag: its process runs; None if this machine cannot tell."""
         if self.machine != _machine():
             return None
         if not _runs(self.pid):
@@ -90,7 +90,7 @@ class Owner:
         return None if began is None else began == self.began
 
     def same_job_as(self, other: "Owner") -> bool:
-        """Whether `other` is another attempt of the same job. A job never has two attempts at a time."""
+        """Return whether `other` is another attempt of the same job. A job never has two attempts at a time."""
         return self.job == other.job != "" and self.attempt != other.attempt
 
 
@@ -151,7 +151,7 @@ class Lock:
         return ""
 
     def _holds(self, seen: Seen) -> bool:
-        """Whether the look has found this lock. If `lock` was removed, another job's may have the same number."""
+        """Return whether the look has found this lock. If `lock` was removed, another job may have the same number."""
         return seen.number == self.number and not seen.free and seen.owner in (None, self.owner)
 
     @contextmanager
@@ -216,7 +216,7 @@ def _take(folder: Path, me: Owner, launcher: int | None) -> Lock:
 
 
 def _create(folder: Path, number: int, me: Owner) -> bool:
-    """Whether `me` has become the owner: no other process has created the file of this number, or of a higher one."""
+    """Create the file of `number`; return whether `me` has become the owner: no other has this or a higher number."""
     try:
         descriptor = opened(folder / str(number), os.O_WRONLY | os.O_CREAT | os.O_EXCL)
         with open(descriptor, "w", encoding="utf-8") as file:
@@ -263,7 +263,7 @@ def _look(folder: Path) -> Seen:
 
 
 def _names(folder: Path) -> dict[int, set[str]]:
-    """By number: which files there are."""
+    """Names of the files in the lock's folder, by number."""
     names: dict[int, set[str]] = {}
     for name in os.listdir(folder):
         if found := NAME.fullmatch(name):
@@ -281,7 +281,7 @@ def _machine() -> str:
 
 
 def _runs(pid: int) -> bool:
-    """Whether a process has this number, which may be that of another user."""
+    """Return whether a process has this number, which may be that of another user."""
     try:
         os.kill(pid, 0)
     except PermissionError:
@@ -292,7 +292,7 @@ def _runs(pid: int) -> bool:
 
 
 def _began(pid: int) -> int | None:
-    """When a process was started, in ticks since boot; -1 once it has ended and waits to be noticed; None: unknown."""
+    """Start time of a process, in ticks since boot; -1 once it has ended and waits to be noticed; None: unknown."""
     try:
         # The name of the process comes before the last parenthesis, in bytes that need be no text.
         fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].decode().split()

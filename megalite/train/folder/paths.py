@@ -45,13 +45,13 @@ class Folder:
 
     @property
     def logs(self) -> Path:
-        """Of this attempt, where a supervisor has said which it is."""
+        """The folder of logs: that of the current attempt, where a supervisor has named it."""
         attempt = os.environ.get(ATTEMPT)
         return self.path / "logs" / Path(attempt).name if attempt else self.path / "logs"
 
     @property
     def flights(self) -> Path:
-        """Where ranks that hang leave what they have recorded of their collectives."""
+        """The folder in which ranks that hang leave their records of collectives."""
         attempt = os.environ.get(ATTEMPT)
         return (Path(attempt) if attempt else self.path / "logs") / "flight"
 
@@ -66,13 +66,13 @@ class Folder:
 
 
 def _foreign(path: Path) -> str:
-    """Why other files would be written through `path`; empty if none would."""
+    """The reason why other files would be written through `path`; empty if none would."""
     told = foreign(path)
     return f"{path}: {told}" if told else ""
 
 
 def _hindrance(path: Path, folder: bool) -> str:
-    """Why a folder, or else a file, cannot be made or written to at `path`; empty if it can."""
+    """The reason why a folder, or else a file, cannot be made or written to at `path`; empty if it can."""
     wanted, needed = ("a folder", os.W_OK | os.X_OK) if folder else ("a file", os.W_OK)
     try:
         mode = path.stat().st_mode

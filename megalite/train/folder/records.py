@@ -77,7 +77,7 @@ def _finite(value: object) -> bool:
 
 
 def _whole(line: str) -> bool:
-    """Whether a line was written to its end: the newline comes last."""
+    """Return whether a line was written to its end: the newline comes last."""
     try:
         return line.endswith("\n") or isinstance(json.loads(line), dict)
     except (ValueError, RecursionError):
@@ -95,7 +95,7 @@ def _parsed(line: str, where: str) -> dict[str, Any]:
 
 
 def _has_numbers(record: dict[str, Any]) -> bool:
-    """Whether all values are numbers or null; of an event, whether its name is a text."""
+    """Return whether all values are numbers or null; of an event, whether its name is a text."""
     if "event" in record:
         return isinstance(record["event"], str)
     return all(value is None or _is_number(value, (int, float)) for value in record.values())

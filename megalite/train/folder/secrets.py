@@ -55,7 +55,7 @@ def without_secrets(value: str) -> str:
 
 
 def is_secret(name: str) -> bool:
-    """Whether a variable, an option or a key of this name holds a secret."""
+    """Return whether a variable, an option or a key of this name holds a secret."""
     bare = HARMLESS.sub("", name.upper())
     found = any(secret in bare for secret in SECRETS) or PASSWORD.search(bare) is not None
     return found and name not in FOLDERS

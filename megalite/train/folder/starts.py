@@ -114,7 +114,7 @@ def _create(folder: Path, text: str) -> Path:
 
 
 def _devices(of_ranks: Sequence[tuple[str, str]]) -> dict[str, dict[str, int]]:
-    """How many ranks have which device, by host."""
+    """Count ranks by host and device."""
     found: dict[str, dict[str, int]] = {}
     for host, device in of_ranks:
         devices = found.setdefault(host, {})

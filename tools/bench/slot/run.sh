@@ -45,7 +45,7 @@ for wheel in sorted(glob.glob("*.whl")):
         touch "$site/installed"
     fi
     for pair in megalite:megalite kernels:megalite_kernels tools:megalite_tools launch:megalite_launch; do
-        if ! diff -rq -x __pycache__ -x '*.sh' -x '*.sbatch' -x slot -x README.md "${pair%:*}" "$site/${pair#*:}" >&2; then
+        if ! diff -rq -x __pycache__ -x '*.sh' -x '*.sbatch' -x slot -x README.md -x 'compile_report.*' "${pair%:*}" "$site/${pair#*:}" >&2; then
             echo "run.sh: error: .slot/wheels has another megalite than this checkout; run tools/bench/slot/pack.sh again" >&2
             exit 2
         fi

@@ -183,14 +183,15 @@ def backward_block(
     """The block of a program of backward. PARTS programs share rows of many tiles, so that each can hold its dw in
     registers.
 
-    shared: bytes of shared memory that a program may use. It holds three inputs and the weight, at most twice.
+    shared: bytes of shared memory that a program may use. It holds three inputs, 1 / root mean square and the weight,
+    at most twice.
     """
     elements, warps = program or backward_program(width)
     tile = min(power_of_2(width), elements)
     rows = elements // tile
     tiles = -(-width // tile)
     parts = -(-tiles // max(8 // itemsize, 1))
-    ahead = 2 * tile * (3 * rows * itemsize + weight_itemsize) + SCRATCH
+    ahead = 2 * (rows * (3 * tile * itemsize + max(itemsize, 4)) + tile * weight_itemsize) + SCRATCH
     stages = 3 if tiles == 1 and ahead <= shared else 1
     return {
         "ROWS": rows,

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from megalite.config.layers import Scores
 from megalite.parallel import explicit
-from megalite.parallel.blocks import Block, triangles
+from megalite.parallel.blocks import Block, reachable, triangles
 
 ops = torch.ops.aten
 FULL = Scores()
@@ -92,7 +92,7 @@ def _kernels(q: Tensor, kind: Scores) -> Kernels:
         forward = partial(explicit.forward, softcap=softcap, scale=scale)
         return Kernels(forward, partial(explicit.backward, softcap=softcap, scale=scale), _as_it_is)
     if q.is_cuda:
-        return Kernels(partial(_forward_cuda, scale=scale), partial(_backward_cuda, scale=scale), _as_it_is)
+        return Kernels(partial(_forward_cuda, scale=scale), partial(_backward_cuda, scale=scale), reachable)
     return Kernels(partial(_forward_cpu, scale=scale), partial(_backward_cpu, scale=scale), triangles)
 
 

@@ -56,6 +56,22 @@ def triangles(block: Block) -> list[Block]:
     return [replace(block, documents=tuple(cuts), offsets=None, left=None), *edges]
 
 
+def reachable(block: Block) -> list[Block]:
+    """Splits `block` into blocks whose pairs of queries and keys FlashAttention on CUDA can express.
+
+    With a window on the left alone, query a of n over m keys attends there to no key behind a + 2m − n: too few where
+    there are more queries than keys. The queries whose window begins before the first key attend to all keys.
+    """
+    queries, keys = (rows.stop - rows.start for rows in (block.queries, block.keys))
+    if block.left is None or block.documents or queries <= keys:
+        return [block]
+    edge = min(queries, queries + block.left - keys)
+    found = [_part(block, (0, edge), (0, keys))]
+    if edge < queries:
+        found.append(replace(_part(block, (edge, queries), (0, keys)), left=block.left))
+    return found
+
+
 def _far_edges(block: Block, begin: int, end: int, left: int) -> list[Block]:
     """Blocks of a document longer than the window: each of its parts attends to the part before."""
     found = [_part(block, (begin + left, end), (begin, end - left), mirrored_every=left)]

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megalite.parallel.blocks import Block, triangles
+from megalite.parallel.blocks import Block, reachable, triangles
 from megalite.parallel.sequence import (
     Documents,
     Method,
@@ -46,8 +46,8 @@ def windows(draw: st.DrawFn) -> tuple[int, int, Documents, int]:
     return cp, length, documents, draw(st.integers(1, length + 2))
 
 
-def matrix(blocks: list[Block], queries: int, keys: int) -> Tensor:
-    """How often each query attends to each key."""
+def matrix(blocks: list[Block], queries: int, keys: int, flash: bool = False) -> Tensor:
+    """How often each query attends to each key; `flash`: by the rule of FlashAttention 2 on CUDA for windows."""
     found = torch.zeros(queries, keys, dtype=torch.int64)
     for block in blocks:
         part = found[block.queries, block.keys]
@@ -58,6 +58,8 @@ def matrix(blocks: list[Block], queries: int, keys: int) -> Tensor:
             seen = torch.ones(n, m, dtype=torch.bool) if block.left is None else back <= block.left
             if block.documents:
                 seen &= back <= 0 if block.mirrored else back >= 0
+            elif flash and block.left is not None and block.left < m:
+                seen &= back >= -m  # its kernels take the number of keys for a right end that is not told
             piece += seen
     return found
 
@@ -113,15 +115,17 @@ def test_with_a_window_own_rows_and_the_gaps_between_are_the_mask(layout: tuple[
     for rank in range(cp):
         mine = rows("ring", cp, rank, length)
         position = torch.cat([torch.arange(part.start, part.stop) for part in mine])
-        found = torch.zeros(2, length // cp, length, dtype=torch.int64)
+        found = torch.zeros(3, length // cp, length, dtype=torch.int64)
         for keys, blocks in [
             (position, own_blocks(mine, sequences, CPU, window)),
             *((torch.arange(gap.start, gap.stop), blocks) for gap, blocks in gaps(mine, sequences, window)),
         ]:
             cut = [part for block in blocks for part in triangles(block)]
             assert all(block.left is None for block in cut)
-            found[:, :, keys] += torch.stack([matrix(part, length // cp, len(keys)) for part in (blocks, cut)])
-        assert torch.equal(found, split(mask(length, documents, window), mine).long().expand(2, -1, -1))
+            on_cuda = matrix([part for block in blocks for part in reachable(block)], length // cp, len(keys), flash=True)
+            seen = [*(matrix(part, length // cp, len(keys)) for part in (blocks, cut)), on_cuda]
+            found[:, :, keys] += torch.stack(seen)
+        assert torch.equal(found, split(mask(length, documents, window), mine).long().expand(3, -1, -1))
 
 
 @given(windows())

@@ -44,8 +44,9 @@ for wheel in sorted(glob.glob("*.whl")):
             --target "$site" "${wheels[@]}")
         touch "$site/installed"
     fi
+    programs() (cd "$1" && find . -name '*.py' -exec sha256sum {} + | sort -k 2)
     for pair in megalite:megalite kernels:megalite_kernels tools:megalite_tools launch:megalite_launch; do
-        if ! diff -rq -x __pycache__ -x '*.sh' -x '*.sbatch' -x slot -x README.md -x 'compile_report.*' "${pair%:*}" "$site/${pair#*:}" >&2; then
+        if ! diff <(programs "${pair%:*}") <(programs "$site/${pair#*:}") >&2; then
             echo "run.sh: error: .slot/wheels has another megalite than this checkout; run tools/bench/slot/pack.sh again" >&2
             exit 2
         fi

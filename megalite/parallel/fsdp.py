@@ -58,7 +58,8 @@ def shard(
         fully_shard(module, mesh=over, mp_policy=policy, reshard_after_forward=data.mode == "zero3")
     fully_shard(stage, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
     for group in _groups(stage):
-        group.set_gradient_divide_factor(1.0)
+        if mesh.size() > 1:  # one rank would divide by 1, in another pass over its gradients
+            group.set_gradient_divide_factor(1.0)
         group.set_force_sum_reduction_for_comms(True)
 
 

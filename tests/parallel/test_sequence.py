@@ -122,7 +122,9 @@ def test_with_a_window_own_rows_and_the_gaps_between_are_the_mask(layout: tuple[
         ]:
             cut = [part for block in blocks for part in triangles(block)]
             assert all(block.left is None for block in cut)
-            on_cuda = matrix([part for block in blocks for part in reachable(block)], length // cp, len(keys), flash=True)
+            on_cuda = matrix(
+                [part for block in blocks for part in reachable(block)], length // cp, len(keys), flash=True
+            )
             seen = [*(matrix(part, length // cp, len(keys)) for part in (blocks, cut)), on_cuda]
             found[:, :, keys] += torch.stack(seen)
         assert torch.equal(found, split(mask(length, documents, window), mine).long().expand(3, -1, -1))

@@ -313,8 +313,8 @@ class Walk:
             self.whole.remove(key)
         if states.shards > 1:  # FSDP2 still holds the gradient that it handled last
             copy = part.newest * (states.r if summed else states.w)
-        else:  # without other ranks to reduce with, FSDP2 divides by 1, into a copy
-            copy = whole
+        else:  # where only replicas are summed, FSDP2 divides by 1, into a copy
+            copy = whole if states.replicas else 0
         reduced = whole // states.shards
         self._see(beside + copy + reduced, what=REDUCING)
         waits = states.replicas and not self.reductions[action].replicas

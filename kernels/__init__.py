@@ -4,7 +4,7 @@ This package needs only torch, and uses Triton if it is installed. Any operation
 megalite. `backend` explains which of the two implementations runs.
 """
 
-from megalite_kernels.adamw import FusedAdamW, adamw, fused_adamw
+from megalite_kernels.adamw import FusedAdamW, adamw, fastest_adamw, fused_adamw
 from megalite_kernels.add_rms_norm import add_rms_norm
 from megalite_kernels.cross_entropy import cross_entropy
 from megalite_kernels.grad_norm import grad_norm
@@ -19,6 +19,7 @@ __all__ = [
     "adamw",
     "add_rms_norm",
     "cross_entropy",
+    "fastest_adamw",
     "fused_adamw",
     "grad_norm",
     "linear_cross_entropy",

@@ -70,7 +70,7 @@ def adamw(
     skips = torch.zeros(1, dtype=torch.int32, device=device)
     if found_inf is not None:
         skips = (found_inf != 0).to(torch.int32).reshape(1)
-    torch._foreach_add_(counts, (1 - skips[0]).to(torch.float32))
+    torch._foreach_add_(counts, (1 - skips[0]).to(torch.float32), alpha=1)  # see adamw.py
     whole = [grad.to(torch.float32).contiguous() for grad in grads]
     # If the last tensor is empty, apex never launches the kernel for the tensors before it.
     rows = [row for row in zip(whole, weights, firsts, seconds, strict=True) if row[0].numel()]

@@ -34,7 +34,13 @@ def tensor_table(lists: Sequence[Sequence[Tensor]]) -> tuple[Tensor, int]:
         size = tensors[0].numel()
         rows.append([programs, size, *(tensor.data_ptr() for tensor in tensors)])
         programs += -(-size // CHUNK)
-    return torch.tensor(rows, dtype=torch.int64).to(lists[0][0].device, non_blocking=True), programs
+    return on_device_of(lists[0][0], rows), programs
+
+
+def on_device_of(tensor: Tensor, numbers: Sequence[int] | Sequence[Sequence[int]]) -> Tensor:
+    """`numbers` as int64 on the device of `tensor`. A GPU gets them from pinned memory: the host does not wait."""
+    device = tensor.device
+    return torch.tensor(numbers, dtype=torch.int64, pin_memory=device.type == "cuda").to(device, non_blocking=True)
 
 
 def search_steps(tensors: int) -> int:

@@ -242,7 +242,7 @@ class Kernels:
     rope: Literal["auto", "triton", "torch"] = "auto"  # with the norm of queries and keys before it
     swiglu: Literal["auto", "triton", "torch"] = "auto"
     cross_entropy: Literal["auto", "triton", "torch"] = "auto"  # with the output layer before it
-    adamw: Literal["auto", "triton", "torch", "apex"] = "auto"  # with clipping before it; auto: PyTorch's fused one
+    adamw: Literal["auto", "triton", "torch", "apex"] = "auto"  # torch: PyTorch's fused one; auto: that without a GPU
 
 
 @dataclass

@@ -152,7 +152,10 @@ class LayerModel:
             return products + there, 2 * products + back
         seen = attended_pairs(s, heads.scores.window) / s  # keys of a query, on average
         flops = 2 * share.tokens * seen * (heads.queries + heads.outputs) / share.tp
-        there, back = attention_shares(program, self.cluster.gpu.name, heads.width)
+        scores = heads.scores
+        plain = share.whole and scores.window_in(s) is None and scores.softcap is None
+        kernel = program.whole if plain and program.whole else program.attention
+        there, back = attention_shares(kernel, self.cluster.gpu.name, heads.width)
         forward = self.kernels.attention(flops, there, share.outside)
         return forward, self.kernels.attention(ATTENTION_BACKWARD * flops, back, share.outside)
 

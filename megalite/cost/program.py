@@ -18,6 +18,9 @@ class Program:
         forward, backward: of the residual stream. forward_ffn, backward_ffn: between the MLP's matrices. heads: of
         queries, keys and values, for positions and layouts, forward and backward. scores: of unfused attention's
         scores, forward and backward. logit: of the logits, in the loss and its gradient.
+    Attention:
+        attention: its kernel. whole: that of causal attention over whole sequences, if it is another: without windows,
+        capped scores, documents, or a ring.
     Recompute:
         repeats: share of a layer's forward matrix products that selective recompute repeats; None: it repeats
         attention.
@@ -43,6 +46,7 @@ class Program:
     name: str
     attention: Attention
     sequence_parallel: bool
+    whole: Attention | None = None
     forward: float = 34
     backward: float = 44
     forward_ffn: float = 6
@@ -66,10 +70,12 @@ class Program:
 
 # Bytes are those that kernels declare (`bytes_moved`; a test compares them): norms with the residual's addition move
 # four tensors each way, SwiGLU three and five, the loss six; AdamW reads a gradient and updates three float32 tensors,
-# for the norm the gradient is read once more. Selective recompute repeats passes, no matrix products.
+# for the norm the gradient is read once more. Selective recompute repeats passes, no matrix products. PyTorch chooses
+# cuDNN for whole sequences (docs/benchmarks/gpu); blocks of sequences go to FlashAttention 2.
 MEGALITE = Program(
     "megalite",
     attention="flash2",
+    whole="cudnn",
     forward=16,
     backward=16,
     forward_ffn=3,
@@ -100,10 +106,10 @@ NARROWEST = 0.75
 WIDE = 128
 
 
-def attention_shares(program: Program, gpu: str, head_size: int) -> tuple[float, float]:
-    """The shares of the peak that attention reaches in forward and in backward."""
+def attention_shares(kernel: Attention, gpu: str, head_size: int) -> tuple[float, float]:
+    """The shares of the peak that a kernel of attention reaches in forward and in backward."""
     kind = next((kind for kind in ("A100", "H100", "H200", "B200", "GB200", "GB300") if kind in gpu), "")
     kind = {"H200": "H100", "GB200": "B200", "GB300": "B200"}.get(kind, kind)
-    shares = ATTENTION.get((program.attention, kind), OTHER_GPUS)
-    narrow = NARROW.get(program.attention, NARROWEST) if head_size < WIDE else 1.0
+    shares = ATTENTION.get((kernel, kind), OTHER_GPUS)
+    narrow = NARROW.get(kernel, NARROWEST) if head_size < WIDE else 1.0
     return shares[0] * narrow, shares[1] * narrow

@@ -27,7 +27,8 @@ class Computed(Protocol):
 class Share:
     """Layers of one kind, and how much of a micro-batch a rank has.
 
-    parts: of each layer. vocab: with padding. micro: sequences. precision: of matrix products.
+    parts: of each layer. vocab: with padding. micro: sequences. precision: of matrix products. documents: attention
+    stays inside of them.
     """
 
     parts: tuple[Computed, ...]
@@ -40,6 +41,7 @@ class Share:
     recompute: Mode = "none"
     precision: Literal["bf16", "fp8", "fp32", "fp64"] = "bf16"
     method: Literal["ring", "ulysses", "all_gather"] = "ring"
+    documents: bool = False
 
     @property
     def tokens(self) -> int:
@@ -55,6 +57,11 @@ class Share:
     def outside(self) -> Literal["bf16", "fp32", "fp64"]:
         """The precision of attention and of the output layer, which fp8 leaves in bf16."""
         return "bf16" if self.precision == "fp8" else self.precision
+
+    @property
+    def whole(self) -> bool:
+        """Flag: attention sees a rank's sequences whole, as one document each."""
+        return not self.documents and (self.cp == 1 or self.method == "ulysses")
 
     @property
     def heads(self) -> list[Heads]:
@@ -86,4 +93,5 @@ def share_of(config: Config, kind: LayerKind, recompute: Mode = "none") -> Share
         recompute=recompute,
         precision=config.train.precision,
         method=parallel.context.method,
+        documents=config.data.mask_documents,
     )

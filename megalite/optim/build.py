@@ -14,7 +14,7 @@ from megalite.optim.offload import HostAdamW
 from megalite.parallel.parameter import Parameter, trainable
 from megalite.plan.model.optimizer_states import uses_muon
 from megalite.plan.model.parametrization import Scales, scales
-from megalite_kernels import FusedAdamW, adamw, apex, fused_adamw
+from megalite_kernels import FusedAdamW, adamw, apex, fastest_adamw, fused_adamw
 
 
 def build_optimizer(
@@ -38,8 +38,13 @@ def build_optimizer(
     first, second = optim.betas
     if optim.offload:
         return HostAdamW(groups, optim.lr, (first, second), optim.eps)
-    updates: dict[str, Callable[..., None]] = {"triton": partial(adamw, backend="triton"), "apex": apex.adamw}
-    rest = FusedAdamW(groups, optim.lr, (first, second), optim.eps, update=updates.get(kernel, fused_adamw))
+    updates: dict[str, Callable[..., None]] = {
+        "auto": fastest_adamw,
+        "triton": partial(adamw, backend="triton"),
+        "torch": fused_adamw,
+        "apex": apex.adamw,
+    }
+    rest = FusedAdamW(groups, optim.lr, (first, second), optim.eps, update=updates[kernel])
     if not muons:
         return rest
     return MuonWithAdamW(Muon(alike(muons, model, optim), group, **vars(optim.muon)), rest)

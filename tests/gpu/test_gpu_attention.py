@@ -40,7 +40,7 @@ TOLERANCE = 2**-6  # relative, of bf16
 
 
 def apart(expected: Sequence[Tensor], found: Sequence[Tensor]) -> dict[str, float]:
-    """The relative distances that are above the tolerance; of a gradient that is exactly zero, relative to that of v."""
+    """The relative distances that are above the tolerance; where a gradient is exactly zero, relative to that of v."""
     names = ("y", "dq", "dk", "dv")
     far = {
         name: ((blocked.double() - exact).norm() / (exact.norm() or expected[-1].norm())).item()

@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from rounding import DEVICE, UNITS, assert_rounded, random
 from tables import table_of_the_end
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from megalite_kernels.adamw import FusedAdamW, adamw, bytes_moved, fused_adamw
+from megalite_kernels.adamw import FusedAdamW, adamw, bytes_moved, fastest_adamw, fused_adamw
 from megalite_kernels.tensor_table import CHUNK
 
 LR, BETAS, EPS, DECAY, CLIP = 3e-3, (0.9, 0.99), 1e-8, 0.1, 0.3
@@ -203,6 +204,44 @@ def test_optimizer_skips_and_clips(update: Callable[..., None]) -> None:
     optimizer.found_inf, optimizer.clip = number(0.0), number(0.25)
     optimizer.step()
     torch.testing.assert_close(optimizer.state[weight]["exp_avg"], torch.full_like(weight, 0.05))
+
+
+class Called(TorchDispatchMode):
+    """The operators that are called meanwhile."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.add(str(operator))
+        return operator(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("update", [adamw, fused_adamw])
+def test_the_host_reads_no_number_of_the_device(update: Callable[..., None]) -> None:
+    """It would wait for all that the device has still to do."""
+    weight = torch.ones(4, device=DEVICE, requires_grad=True)
+    optimizer = FusedAdamW([weight], lr=LR, update=update)
+    weight.grad = torch.full_like(weight, 2.0)
+    optimizer.found_inf, optimizer.clip = number(0.0), number(0.25)
+    with Called() as called:
+        optimizer.step()
+    assert any("_foreach_add_" in name or "_fused_adamw_" in name for name in called.names)
+    assert "aten._local_scalar_dense.default" not in called.names
+
+
+@pytest.mark.parametrize(("runs", "expected"), [(True, "kernel"), (False, "PyTorch")])
+def test_the_fastest_is_the_kernel_where_triton_runs(
+    runs: bool, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module, called = sys.modules["megalite_kernels.adamw"], []
+    monkeypatch.setattr(module, "use_triton", lambda *_: runs)
+    monkeypatch.setattr(module, "adamw", lambda *_, **__: called.append("kernel"))
+    monkeypatch.setattr(module, "fused_adamw", lambda *_, **__: called.append("PyTorch"))
+    fastest_adamw([torch.zeros(1)], [], [], [], [], **HYPER)
+    fastest_adamw([], [], [], [], [], **HYPER)
+    assert called == [expected]
 
 
 def test_steps_join_their_parameters() -> None:

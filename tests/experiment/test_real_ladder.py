@@ -41,7 +41,7 @@ LADDER = {
         "w56": {"model": {"width": 56, "ffn": 144}},
         "w96": {"model": {"width": 96, "heads": 3, "kv_heads": 3, "ffn": 256}},
     },
-    "tokens": [3.0e5, 6.0e5, 1.2e6],
+    "tokens": [1.0e5, 2.0e5, 4.0e5],
     "trunk": {"decay": 0.2},
     "fit": {"method": "approach3", "delta": 1.0e-2, "bootstrap": 50},
     "launch": {"parallel": 2},

@@ -78,7 +78,7 @@ def test_commands_of_the_tour_work_one_after_another(tmp_path: Path, installed: 
         shutil.copy(source, texts / f"{source.stem}.txt")
     environment = {**at(installed), "PYTHONWARNINGS": "error::FutureWarning"}
     tour = [line for line in COMMANDS if line.startswith("megalite")]
-    assert len(tour) == 23
+    assert len(tour) == 24
     outputs, shown = {}, []
     for line in tour:
         words = shlex.split(line)
@@ -101,7 +101,7 @@ def test_commands_of_the_tour_work_one_after_another(tmp_path: Path, installed: 
     assert "NVIDIA H100" in shown[-1]
     planned = outputs["megalite plan"]  # as the page shows it
     assert "1  dp 64 zero2 · micro 2 · recompute selective " in planned
-    assert "8,979" in planned
+    assert "9,879" in planned
     assert (tmp_path / "runs/small/loss.png").stat().st_size > 10_000
     assert outputs["megalite-generate runs/small"].startswith("Once")
     assert outputs["megalite-generate hf:runs/small_hf"].startswith("Once")

@@ -7,7 +7,7 @@ images=docs/images
 layouts=("one process" "tp 2" "dp_shard 2, zero3" "cp 2, ring" "pp 2, zbv" "pp 2, dp_shard 2, tp 2, dualpipev" "tp 2, killed, then pp 2, tp 2")
 export OMP_NUM_THREADS=1
 
-megalite show parallel.pp=4 model.layers=8 batch.global=10 parallel.pipeline.schedule=dualpipev --schedule $images/dualpipev.svg
+megalite show parallel.pp=4 model.layers=8 batch.global=8 parallel.pipeline.schedule=dualpipev --schedule $images/dualpipev.svg
 
 layout() { # NAME OVERRIDES...: trains in this layout
     megalite train quickstart run.name="$1" parallel.dp_shard=1 train.steps=60 schedule.warmup=10 \
@@ -31,4 +31,4 @@ kill -KILL "$(pgrep -P $!)" # the launcher; its ranks end with it
 wait || true
 layout "${layouts[6]}" parallel.pp=2 parallel.tp=2 batch.micro=2
 
-python -m megalite_tools.experiment.plot_layouts "${layouts[@]/#/runs/}" --out $images/layouts.svg
+python -m megalite_tools.experiment.plot_layouts "${layouts[@]/#/runs/}" --out $images/layouts.png

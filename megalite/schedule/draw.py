@@ -141,19 +141,19 @@ def _lane(table: Table, timeline: Timeline, rank: int, top: int, scale: float, f
     for span in timeline.spans[rank]:
         kind, stage, micro = action = span.action
         x, length = left + float(span.start) * scale, float(span.end - span.start) * scale
-        yield f"<g><title>{_tooltip(span)}</title>"
+        drawn = []
         if action.is_compute:
             shade = kind, local[stage]
-            yield _box(x, top, length, BOX, _fill(shade), f'stroke="{WHITE}" stroke-width="0.8"')
+            drawn.append(_box(x, top, length, BOX, _fill(shade), f'stroke="{WHITE}" stroke-width="0.8"'))
             how = f'text-anchor="middle" font-size="{font:.1f}"'
             if length >= font * DIGIT:
-                yield _label(x + length / 2, top + BOX / 2 + font / 3, str(micro), _ink(shade), how)
+                drawn.append(_label(x + length / 2, top + BOX / 2 + font / 3, str(micro), _ink(shade), how))
         else:
             half = STRIP / 2 if action.is_transfer else STRIP
             below = half if action.is_transfer and kind not in SENT_BY.values() else 0
             colour = OF_TRANSFERS if action.is_transfer else OF_SHARDING
-            yield _box(x - TICK / 2, top + BOX + 1 + below, max(TICK, length), half, colour)
-        yield "</g>"
+            drawn.append(_box(x - TICK / 2, top + BOX + 1 + below, max(TICK, length), half, colour))
+        yield f"<g><title>{_tooltip(span)}</title>{''.join(drawn)}</g>"
 
 
 def _left(table: Table) -> float:

@@ -154,7 +154,7 @@ class Rescue:
 
 
 def _candidates(held: Iterable[list[Held]], node_of: list[int]) -> Iterable[Candidate]:
-    """What the nodes have together. held: of every rank, which tells of its node if it leads that."""
+    """Join what the nodes have into candidates. held: by rank; only the rank that leads a node lists its files."""
     found: dict[tuple[int, str], Candidate] = {}
     for rank, here in enumerate(held):
         for each in here:

@@ -13,7 +13,7 @@ REFUSALS = (zipfile.BadZipFile, NotImplementedError, OverflowError, OSError, Uni
 
 
 class Archive:
-    """What was saved into `length` bytes of the open file `descriptor` from `start`. Raises ValueError.
+    """Records that torch has saved into `length` bytes of the open file `descriptor` from `start`. Raises ValueError.
 
     largest: bytes of a record that is read, and of the directory of records, at most.
     """

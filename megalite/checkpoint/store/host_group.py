@@ -28,7 +28,7 @@ class HostGroup:
 
     @property
     def leads(self) -> bool:
-        """Whether this is the first rank, which acts for all."""
+        """Flag: this is the first rank, which acts for all."""
         return self.rank == 0
 
     def gather(self, value: T) -> list[T] | None:
@@ -50,7 +50,7 @@ class HostGroup:
         return found
 
     def scatter(self, values: list[T] | None) -> T:
-        """This rank's one of `values`, which the first rank has."""
+        """Receive this rank's element of `values`, which the first rank has."""
         taken: list[Any] = [None]
         dist.scatter_object_list(taken, values, src=0, group=self.group)
         return taken[0]

@@ -1,4 +1,4 @@
-"""What a checkpoint holds: the global tensors of a run under global names, and its progress as tensors among them."""
+"""Content of a checkpoint: the global tensors of a run under global names, and its progress as tensors among them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -31,7 +31,7 @@ class State:
 
     @property
     def device(self) -> torch.device:
-        """Where the weights are."""
+        """Device of the weights."""
         return next((param.device for stage in self.stages.values() for param in stage.parameters()), CPU)
 
     def weights(self) -> dict[str, Tensor]:
@@ -39,7 +39,7 @@ class State:
         return {f"model.{name}": cut(first.value, first.shape) for name, (first, *_) in self._named().items()}
 
     def tensors(self) -> dict[str, Tensor]:
-        """As `weights`, with optimizer states, which are made as zeros where there are none yet, and extra state."""
+        """Return `weights`, optimizer states, which are made as zeros where there are none yet, and extra state."""
         assert self.optimizer is not None
         extra = (each for stage in self.stages.values() for each in extra_state(stage))
         tensors = self.weights() | {f"state.{each.name}": cut(each.value, each.shape) for each in extra}

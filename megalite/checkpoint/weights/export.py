@@ -17,7 +17,7 @@ DTYPES = {"bf16": "bfloat16"}  # of exported weights, where it is not their own
 
 
 def is_due(checkpoint: Checkpoint, step: int, last: int) -> bool:
-    """Whether the checkpoint of `step` is exported; `last` is the last step of the run."""
+    """Return whether the checkpoint of `step` is exported; `last` is the last step of the run."""
     every = checkpoint.export_every
     return checkpoint.export is not None and (step == last or (every > 0 and step % every == 0))
 
@@ -44,5 +44,5 @@ def export(checkpoint: Path, config: Config, advanced: Callable[[], None]) -> tu
 
 
 def export_of(checkpoint: Path) -> Path:
-    """Where the export of a checkpoint of a run lies."""
+    """Path of the export of a run's checkpoint."""
     return checkpoint.parent.parent / "export" / checkpoint.name

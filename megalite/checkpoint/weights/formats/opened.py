@@ -48,7 +48,7 @@ class Weights:
 
     @property
     def bytes(self) -> int:
-        """Of all tensors in the index."""
+        """Bytes of all tensors in the index."""
         return sum(tensor.bytes for tensor in self.index.tensors.values())
 
     def without_states(self) -> "Weights":

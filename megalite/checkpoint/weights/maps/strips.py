@@ -1,4 +1,4 @@
-"""How the tensors of another format are made of our weights: the one description that reading and writing share.
+"""Tensors of another format, as made of our weights: the one description that reading and writing share.
 
 A tensor of theirs is a row of strips, back to back. A strip is a block of one of our weights: neighbouring rows, of all
 columns or of some. Fused projections, interleaved heads, tensor-parallel parts, stacked layers and padding are all

@@ -22,12 +22,12 @@ def listen(handler: Handler, numbers: Iterable[int] = STOP) -> dict[int, Handler
 def end_at_once(
     interrupted: int = ExitCode.INTERRUPTED, last: Callable[[int], None] = lambda _: None
 ) -> dict[int, Handler]:
-    """Let the signals of `STOP` end this process with one line, whatever it is in the middle of; the handlers before.
+    """Let the signals of `STOP` end this process with one line, at any moment. Returns the handlers before.
 
     last: called with the exit code, at last.
 
     The exit code is STOPPED, that of SIGINT `interrupted`. An exception would not do: modules that are being imported
-    may lose it, or make another of it. Of many ranks the first speaks.
+    may lose it, or make another of it. Only the first of many ranks prints the line.
     """
 
     def end(number: int, _: FrameType | None) -> None:

@@ -1,4 +1,4 @@
-"""Where time and memory of one layout go, and which single change would help most."""
+"""Explanation of one layout: where its time and memory go, and which single change would help most."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -77,7 +77,7 @@ def changes(asked: Asked, config: Config) -> list[Change]:
 
 
 def _others(asked: Asked, choice: Choice, config: Config) -> Iterator[tuple[str, Choice]]:
-    """Changes of one thing. What an axis of the layout gives or takes, data parallelism has more or less."""
+    """Yield changes of one thing. If another axis of the layout grows or shrinks, data parallelism makes up for it."""
     dp, batch = choice.replicas * choice.shards, config.batch.global_
     for axis in ("tp", "cp", "pp"):
         size, other = getattr(choice, axis), choice._replace(split=None) if axis == "pp" else choice
@@ -158,7 +158,7 @@ def _stages(prediction: Prediction) -> Table:
 
 
 def _split(asked: Asked, config: Config, prediction: Prediction, memory: Memory) -> Text:
-    """What a split that is not the default gains."""
+    """Compare time and memory of a split that is not the default with those of the default."""
     pipeline = replace(config.parallel.pipeline, split=None)
     default = replace(config, parallel=replace(config.parallel, pipeline=pipeline))
     before, held = asked.predict(default)

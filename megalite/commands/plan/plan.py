@@ -132,7 +132,7 @@ def _ranked(args: argparse.Namespace) -> Parts:
 
 
 def _batch(asked: Asked) -> Parts:
-    """What is said of a batch that follows from the tokens."""
+    """Explain the batch, if it follows from the tokens."""
     if not asked.chosen_batch or asked.tokens is None:
         return []
     config = asked.config
@@ -149,7 +149,7 @@ def _picked(args: argparse.Namespace, found: Found) -> Prediction:
 
 
 def _progress(found: Found, wanted: int, args: argparse.Namespace) -> str:
-    """How far a search is that may take minutes."""
+    """Describe how far a search is that may take minutes."""
     of = "" if args.exhaustive else f" of {wanted:,}"
     return f"{len(found.results):,}{of} found, {counted(found.timed, 'layout')} simulated"
 
@@ -243,7 +243,7 @@ def _front(args: argparse.Namespace) -> Parts:
 
 
 def _within(asked: Asked, best: list[tuple[int, Result]]) -> list[tuple[int, Result]]:
-    """Those that keep the limits of days and budget, the cheapest first."""
+    """Select the layouts that keep the limits of days and budget, the cheapest first."""
     if asked.tokens is None:
         return []
     runs = [(run_of(result.prediction, asked.tokens), gpus, result) for gpus, result in best]

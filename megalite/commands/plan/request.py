@@ -1,4 +1,4 @@
-"""What `megalite plan` was asked: the model and batch, the cluster, and the limits."""
+"""Request to `megalite plan`: the model and batch, the cluster, and the limits."""
 
 import argparse
 import json

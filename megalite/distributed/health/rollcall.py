@@ -21,7 +21,7 @@ ROWS = 16  # of a table; every rank's own log has its row
 
 @dataclass(frozen=True)
 class Status:
-    """What one rank is doing."""
+    """Status of one rank: what it is doing."""
 
     rank: int
     host: str
@@ -67,7 +67,7 @@ class RollCall:
         self.store.compare_set("call", "", cause)
 
     def cause(self) -> str:
-        """How a peer was lost; empty if that is not why the round was begun."""
+        """Say how a peer was lost; empty if that is not why the round was begun."""
         return self.store.get("call").decode()
 
     def answer(self, status: Status) -> bool:
@@ -120,7 +120,7 @@ class RollCall:
 
 
 def blame(answers: Sequence[Status], silent: dict[int, str]) -> str:
-    """Which rank the others wait for in which collective, in a sentence; empty if the records do not tell."""
+    """Name the rank and the collective that the others wait for, in a sentence; empty if the records do not show it."""
     flights = {status.rank: Flight.of_json(status.flight) for status in answers if status.flight}
     places = {status.rank: Place(status.host, status.step, status.what) for status in answers}
     gone = {rank: Place(host, max((status.step for status in answers), default=0), "") for rank, host in silent.items()}

@@ -132,7 +132,7 @@ def check_copied(path: Path) -> None:
 
 
 def check_writable(path: Path) -> None:
-    """`check_output`, and that its folder is there and may be written into, or can be made."""
+    """Check as `check_output`, and check that the folder is there and may be written into, or can be made."""
     check_output(path)
     folder = path.absolute().parent
     while not exists(folder):
@@ -144,7 +144,7 @@ def check_writable(path: Path) -> None:
 
 
 def write_object(path: Path, value: Any, mode: int = SHOWN) -> None:
-    """Write an object as a JSON file; as `write_whole`."""
+    """Write an object as a JSON file, as `write_whole` does."""
     write_whole(path, as_json(value), mode)
 
 

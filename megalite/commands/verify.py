@@ -65,7 +65,7 @@ class Part:
 
     @staticmethod
     def of(tensor: Tensor | None) -> "Part":
-        """Bytes of a parameter, or of a tensor of its size."""
+        """Copy this rank's part of a DTensor."""
         assert isinstance(tensor, DTensor)
         place = tuple(slice(start, start + size) for size, start in zip(*box(tensor), strict=True))
         return Part(place, tensor.to_local().detach().clone())

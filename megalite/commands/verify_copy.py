@@ -153,7 +153,7 @@ def _side(size: int, full_width: int, width: int, tp: int, share: int) -> int:
 
 
 def _shrink_base(model: Model, width: int, head_size: int, layers: int) -> Base | None:
-    """A base that is to the shrunken model about what that of `model` is to it, and never equal if that is not."""
+    """Return a base that is to the shrunken model about what `model.base` is to `model`, and equal only if that is."""
     base = model.base
     if base is None:
         return None

@@ -151,7 +151,7 @@ class Tier:
                 raise InputError(f"is memory; it needs {what}, beside {beside}, and the node has {memory(whole)}")
 
     def _refused(self, work: Callable[[], None]) -> bool:
-        """Run `work` on every rank. Whether it has failed on any; that is told."""
+        """Run `work` on every rank. Returns whether it has failed on any; then it turns local checkpoints off."""
         name = self.nodes.names[self.nodes.node_of[self.group.rank]]
         problems = list(filter(None, self.group.share(_problem_of(work, name))))
         if problems:

@@ -79,7 +79,7 @@ class Planner(DefaultSavePlanner):
 
 
 def _placed(item: WriteItem, tensor: Any) -> WriteItem:
-    """`item`, of a DTensor that may be `cut`: then DCP does not know where this rank's part is."""
+    """Give `item` the place of this rank's part of a DTensor, which DCP does not know if the DTensor is `cut`."""
     if not isinstance(tensor, DTensor):
         return item
     assert item.tensor_data is not None
@@ -292,7 +292,7 @@ class Saver:
         return self._staged
 
     def _write(self, plan: Plan, progress: Progress, extra: dict[str, Tensor], unseen: Set[str], shared: bool) -> Ended:
-        """Write a checkpoint, in the writer's thread on all ranks; what has ended. unseen: still to check for NaN.
+        """Write a checkpoint, in the writer's thread on all ranks; return what ended. unseen: still to check for NaN.
 
         shared: whether it is to be in the shared folder too, if it is written to the nodes first.
         """

@@ -1,4 +1,4 @@
-"""All ranks of a job as a process group on the host, which nothing else uses: for what they must agree on.
+"""Process group of all ranks of a job on the host, which nothing else uses: for what they must agree on.
 
 Its collectives may run in a thread beside training without disturbing those of training. Two threads need two groups.
 """

@@ -170,7 +170,7 @@ class Index:
 
 
 def merged(parts: Iterable[Index]) -> Index:
-    """One index of the parts that several ranks have written, each into files of its own."""
+    """Merge the indexes of the parts that several ranks have written, each into files of its own."""
     files: list[str] = []
     found: dict[str, list[Stored]] = {}
     for part in parts:

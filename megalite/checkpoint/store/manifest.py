@@ -81,7 +81,7 @@ class Manifest:
 
     @staticmethod
     def parse(path: Path, text: bytes, format: int = FORMAT) -> "Manifest":
-        """The manifest that has the text `text`; as `read`."""
+        """Parse the text of the manifest of the checkpoint `path`; raises as `read` does."""
         fields = _intact(path, text)
         _refuse_other_format(path, fields, format)
         if problem := next(misfits(fields, FIELDS, MANIFEST), None) or _unfit(fields, format):

@@ -53,13 +53,13 @@ class State:
 
     @torch.no_grad()
     def loaded_weights(self) -> None:
-        """Make whole what `weights()` does not reach, once they are filled."""
+        """Copy the weights, once they are filled, to copies that `weights()` does not list."""
         for first, *copies in self._named().values():
             for copy in copies:
                 copy.value.copy_(first.value)
 
     def loaded(self, updates: int) -> None:
-        """Make whole what `tensors()` does not reach, once they are filled; `updates` were taken before."""
+        """Fill what `tensors()` does not list, once what it lists is filled; `updates` were taken before."""
         assert self.optimizer is not None
         self.loaded_weights()
         for first, *copies in self._named().values():
@@ -83,7 +83,7 @@ class State:
 
 
 def progress_tensors(progress: Progress, learning_rate: float, seed: int) -> dict[str, Tensor]:
-    """`progress` as tensors.
+    """Return `progress` as tensors.
 
     The learning-rate schedule and all random numbers are pure functions of the step and the seed. The rate, of the
     latest step, is there for other programs.
@@ -120,6 +120,6 @@ def progress_from(tensors: Mapping[str, Tensor]) -> Progress:
 
 
 def use_device(device: torch.device) -> None:
-    """Make it the current one of this thread, which for a new thread is the first of all."""
+    """Make `device` the current GPU of this thread. A new thread has the first GPU."""
     if device.type == "cuda":
         torch.cuda.set_device(device)

@@ -23,7 +23,7 @@ def is_due(checkpoint: Checkpoint, step: int, last: int) -> bool:
 
 
 def export(checkpoint: Path, config: Config, advanced: Callable[[], None]) -> tuple[str, ...]:
-    """Write the export of a checkpoint, in place of one that is there. Warnings. Raises InputError and OSError.
+    """Write the export of a checkpoint, in place of an older one. Returns warnings. Raises InputError and OSError.
 
     advanced: called as the work proceeds.
     """

@@ -41,7 +41,7 @@ class Change:
 
 
 def explained(asked: Asked, config: Config, prediction: Prediction, memory: Memory) -> list[tuple[str, RenderableType]]:
-    """Headings and what stands under them."""
+    """Return the headings of an explanation and what stands under them."""
     choice = choice_of(config)
     parts: list[tuple[str, RenderableType]] = [
         (
@@ -64,7 +64,7 @@ def explained(asked: Asked, config: Config, prediction: Prediction, memory: Memo
 
 
 def changes(asked: Asked, config: Config) -> list[Change]:
-    """All layouts that differ from that of `config` in one thing, and can run."""
+    """List all layouts that differ from that of `config` in one thing, and can run."""
     choice, world = choice_of(config), config.parallel.layout.world_size
     found = []
     for text, other in _others(asked, choice, config):
@@ -141,7 +141,7 @@ def _time(prediction: Prediction) -> Table:
 
 
 def _stages(prediction: Prediction) -> Table:
-    """Equal neighbours share a row."""
+    """Make the table of pipeline stages; equal neighbours share a row."""
     shown = table("stage", "layers", "forward", "backward", "gather", "reduce", text=("stage",))
     rows = [
         (len(layers), *(seconds_text(value) for value in (stage.forward.total, stage.backward.total, stage.gather,

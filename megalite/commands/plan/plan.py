@@ -174,7 +174,7 @@ def _own_layout(args: argparse.Namespace) -> Parts:
 
 
 def _with_order(args: argparse.Namespace, asked: Asked, before: Prediction, parts: Parts) -> Prediction:
-    """The layout with the fastest order of its pipeline, which is saved; or as it was where it has that already."""
+    """Save the fastest order of a layout's pipeline. Returns the layout with it, or as it was if it has it already."""
     with Console(stderr=True).status("Searching an order for the pipeline ..."):
         order = best_order(asked, before.config)
     write_new(Path(args.schedule), write_order(order.table))
@@ -316,7 +316,7 @@ def _write(args: argparse.Namespace, asked: Asked, prediction: Prediction) -> No
 
 
 def _save(args: argparse.Namespace, made: Callable[[Any], str]) -> None:
-    """Write the page, which is made, and its module imported, only where one was asked for."""
+    """Write the page if one was asked for; only then is it made, and its module imported."""
     if args.html is not None:
         with Console(stderr=True).status("Drawing, and planning for other numbers of GPUs ..."):
             write_new(Path(args.html), made(import_for_good("megalite.commands.plan.page.page")))

@@ -212,7 +212,7 @@ class _Entry(NamedTuple):
 
 
 def _placements(asked: Asked, config: Config) -> Iterator[_Placed]:
-    """Each placement of stages that the layers allow, the layout's own first."""
+    """Yield each placement of stages that the layers allow, the layout's own first."""
     own, seen = config.parallel.pipeline, set[tuple[int, ...]]()
     names = [(own.schedule, own.virtual_stages), ("1f1b", None), ("zbv", None)]
     for schedule, virtual in (*names, *(("interleaved_1f1b", virtual) for virtual in VIRTUAL)):

@@ -109,7 +109,7 @@ def _run_cells(run: Run, size: float, spread: float) -> list[str]:
 
 
 def front(asked: Asked, best: Sequence[tuple[int, Result]]) -> Table:
-    """By number of GPUs: the fastest layout, and what a run takes. `*` marks those that nothing beats in both."""
+    """Tabulate by number of GPUs the fastest layout and what a run takes. `*` marks rows that nothing beats in both."""
     columns = ["GPUs", "layout", "step", "tokens/s/GPU", "MFU", "memory", "goodput"]
     runs = [run_of(result.prediction, asked.tokens or 1e9) for _, result in best]
     size, unit = run_unit(runs)

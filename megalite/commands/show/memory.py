@@ -58,7 +58,7 @@ def fullest(memories: Sequence[Memory]) -> Memory:
 
 
 def measure(args: argparse.Namespace, config: Config, memory: Memory) -> dict[str, int]:
-    """Bytes by kind that a dry run of the rank of `memory` counts. Raises InputError as `dry_run`."""
+    """Bytes by kind that a dry run of the rank of `memory` counts. Raises InputError as `dry_run` does."""
     found: dict[str, int] = dry_run(args, config, memory, "--measure", "--memory alone")["bytes"]
     return found
 

@@ -72,7 +72,7 @@ def _astray(flights: Mapping[int, Flight], places: Mapping[int, Place]) -> str:
 
 @dataclass(frozen=True)
 class _Wait:
-    """`rank` waits for `others` in `call`, or without one for their message."""
+    """Wait of `rank` for `others` in `call`, or without a call for their message."""
 
     rank: int
     others: tuple[int, ...]

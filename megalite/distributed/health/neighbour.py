@@ -94,7 +94,7 @@ def all_ended(store: dist.Store, ranks: Iterable[int]) -> bool:
 
 
 def _connect(store: dist.Store, rank: int) -> socket.socket:
-    """Raises OSError: ConnectionRefusedError if the process has ended."""
+    """Connect to a rank. Raises OSError: ConnectionRefusedError if the process has ended."""
     port, _, host = store.get(f"listens {rank}").decode().partition(" ")
     return socket.create_connection((host, int(port)), ANSWER)
 

@@ -79,7 +79,7 @@ class RollCall:
         return self.store.add("answers", 0) == self.size
 
     def answers(self) -> list[Status]:
-        """All answers so far."""
+        """Return all answers so far."""
         ranks: Iterable[int] = range(self.size)
         if not self.complete():
             ranks = [rank for rank in ranks if self.store.check([f"rank {rank}"])]

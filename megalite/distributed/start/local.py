@@ -140,7 +140,7 @@ def _spawn(module: str, arguments: Sequence[str], environment: dict[str, str], l
 
 def _fork(module: str, arguments: Sequence[str], environment: dict[str, str], log: Path | None) -> Process:
     def main() -> None:
-        """Be what `_spawn` makes."""
+        """Run `module` in this fork as a process of `_spawn` would."""
         os.setsid()
         for number in listen(signal.SIG_DFL):
             if number == signal.SIGINT:

@@ -137,7 +137,7 @@ def _tensors(model: Any) -> Tensors:
 
 
 def _flat(values: Any, prefix: str = "", depth: int = 4) -> Iterator[tuple[str, Any]]:
-    """Whatever is in dictionaries in dictionaries, by its joined keys."""
+    """Yield all values in nested dictionaries, by their joined keys."""
     if not isinstance(values, dict) or not depth:
         raise ValueError(f"has {prefix or 'a model'} that is no dictionary of tensors")
     for key, value in values.items():

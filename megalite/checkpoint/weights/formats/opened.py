@@ -52,12 +52,12 @@ class Weights:
         return sum(tensor.bytes for tensor in self.index.tensors.values())
 
     def without_states(self) -> "Weights":
-        """The same, but for an optimizer's states."""
+        """Return these weights without an optimizer's states."""
         kept = {name: tensor for name, tensor in self.index.tensors.items() if name.startswith(PREFIX)}
         return replace(self, index=Index(self.index.files, kept), training=None)
 
     def folded(self) -> "Weights":
-        """The same function as a model without multipliers, as other programs know it; see `maps.folded`.
+        """Return the same function as a model without multipliers, which other programs know; see `maps.folded`.
 
         Raises InputError if there are states of an optimizer, which belong to the weights as they are.
         """

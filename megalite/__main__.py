@@ -1,4 +1,4 @@
-"""Where the command `megalite` begins: it hears signals before it imports anything that takes time."""
+"""Entry of the command `megalite`: it hears signals before it imports anything that takes time."""
 
 import os
 import sys

@@ -1,4 +1,4 @@
-"""How every command ends."""
+"""End of every command: messages on stderr and the exit code."""
 
 import os
 import sys

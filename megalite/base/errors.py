@@ -30,12 +30,12 @@ class Problem:
 
 
 def _shortened(text: str) -> str:
-    """At most LONGEST printable characters."""
+    """Shorten to at most LONGEST printable characters."""
     return printable(text if len(text) <= LONGEST else f"{text[: LONGEST // 2]} ... {text[-LONGEST // 2 :]}")
 
 
 def printable(text: str, kept: str = "") -> str:
-    """`text` with escapes instead of characters that could disturb a terminal, except for those in `kept`."""
+    """Return `text` with escapes instead of characters that could disturb a terminal, except for those in `kept`."""
     return escaped(text, kept)
 
 

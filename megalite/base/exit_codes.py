@@ -5,7 +5,7 @@ from enum import IntEnum
 
 
 class ExitCode(IntEnum):
-    """How a command has ended. A process that a signal has killed has another code: 128 and the signal's number."""
+    """Exit codes of commands. A process that a signal has killed has another code: 128 and the signal's number."""
 
     DONE = 0
     FAILED = 1  # a comparison or a check, or the program itself, with a traceback

@@ -51,18 +51,18 @@ def look(path: str | Path, follow: bool = True) -> os.stat_result | None:
 
 
 def exists(path: str | Path, follow: bool = True) -> bool:
-    """Whether there is anything at `path`; as `look`."""
+    """Return whether there is anything at `path`; raises and follows links as `look` does."""
     return look(path, follow) is not None
 
 
 def is_file(path: str | Path) -> bool:
-    """Whether there is a regular file at `path`, or a link to one; as `look`."""
+    """Return whether there is a regular file at `path`, or a link to one; raises as `look` does."""
     found = look(path)
     return found is not None and stat.S_ISREG(found.st_mode)
 
 
 def is_folder(path: str | Path, follow: bool = True) -> bool:
-    """Whether there is a folder at `path`, or a link to one; as `look`."""
+    """Return whether there is a folder at `path`, or a link to one; raises as `look` does."""
     found = look(path, follow)
     return found is not None and stat.S_ISDIR(found.st_mode)
 
@@ -78,7 +78,7 @@ def write_whole(path: Path, content: str | bytes, mode: int = SHOWN) -> None:
 
 
 def write_new(path: Path, content: str | bytes) -> None:
-    """As `write_whole`, but a file at `path` stays, even if it came there a moment ago: that is an InputError."""
+    """Write as `write_whole`, unless a file is at `path`, even if it came a moment ago: that is an InputError."""
 
     def give_name(temporary: Path, path: Path) -> None:
         try:
@@ -132,7 +132,7 @@ def check_copied(path: Path) -> None:
 
 
 def check_writable(path: Path) -> None:
-    """`check_output`, and that its folder is there and may be written into, or can be made."""
+    """Check as `check_output`, and check that the folder is there and may be written into, or can be made."""
     check_output(path)
     folder = path.absolute().parent
     while not exists(folder):
@@ -144,7 +144,7 @@ def check_writable(path: Path) -> None:
 
 
 def write_object(path: Path, value: Any, mode: int = SHOWN) -> None:
-    """Write an object as a JSON file; as `write_whole`."""
+    """Write an object as a JSON file, as `write_whole` does."""
     write_whole(path, as_json(value), mode)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Kind:
-    """What a value must be."""
+    """Kind that a value must be of."""
 
     text: str
     holds: Callable[[Any], bool]

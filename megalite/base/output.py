@@ -102,7 +102,7 @@ def _end_quietly() -> None:
 
 
 def stream(number: int, outlet: Outlet, old: io.TextIOWrapper | None) -> io.TextIOWrapper:
-    """What writes to the file descriptor `number` as `old` does, and fails in no other way than `outlet` says."""
+    """Make a stream that writes to the file descriptor `number` as `old` does, and fails only as `outlet` says."""
     at_once = number == 2 or (old is not None and (old.line_buffering or old.write_through))
     return io.TextIOWrapper(
         _Standard(number, outlet),  # not buffered twice, so that one write may lead to another

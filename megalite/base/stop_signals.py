@@ -14,7 +14,7 @@ STOP = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP, signal.SIG
 
 
 def listen(handler: Handler, numbers: Iterable[int] = STOP) -> dict[int, Handler]:
-    """Have signals handled, but for those that were ignored (as nohup does); the handlers that they had before."""
+    """Handle signals, but for those that were ignored (as nohup does). Returns the handlers that they had before."""
     heard = [number for number in numbers if signal.getsignal(number) != signal.SIG_IGN]
     return {number: signal.signal(number, handler) for number in heard}
 
@@ -22,12 +22,12 @@ def listen(handler: Handler, numbers: Iterable[int] = STOP) -> dict[int, Handler
 def end_at_once(
     interrupted: int = ExitCode.INTERRUPTED, last: Callable[[int], None] = lambda _: None
 ) -> dict[int, Handler]:
-    """Let the signals of `STOP` end this process with one line, whatever it is in the middle of; the handlers before.
+    """Let the signals of `STOP` end this process with one line, at any moment. Returns the handlers before.
 
     last: called with the exit code, at last.
 
     The exit code is STOPPED, that of SIGINT `interrupted`. An exception would not do: modules that are being imported
-    may lose it, or make another of it. Of many ranks the first speaks.
+    may lose it, or make another of it. Only the first of many ranks prints the line.
     """
 
     def end(number: int, _: FrameType | None) -> None:
@@ -78,7 +78,7 @@ def held_up() -> Iterator[None]:
 def ended_at_once(
     interrupted: int = ExitCode.INTERRUPTED, last: Callable[[int], None] = lambda _: None
 ) -> Iterator[None]:
-    """`end_at_once`, meanwhile."""
+    """Let signals end this process as `end_at_once` does, within the context."""
     before = end_at_once(interrupted, last)
     try:
         yield

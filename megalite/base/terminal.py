@@ -1,4 +1,4 @@
-"""What commands print for people: tables, as wide as the terminal, and bytes."""
+"""Output of commands for people: tables, as wide as the terminal, and bytes."""
 
 import sys
 from math import ceil, floor, log10

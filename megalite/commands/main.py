@@ -170,7 +170,7 @@ def _plan_options(plan: argparse.ArgumentParser) -> None:
 
 
 def _near(word: str, known: Iterable[str]) -> str:
-    """What may have been meant by a word that is not known."""
+    """Suggest a known word close to one that is not known, or list all known ones."""
     listed = list(known)
     found = get_close_matches(word, listed, 1)
     return f"; did you mean {found[0]}?" if found else f" (choose from {', '.join(listed)})"

@@ -55,7 +55,7 @@ def report(folder: Path) -> None:
 
 
 def pictures(found: Found) -> tuple[list[tuple[str, list[Picture]]], list[str]]:
-    """All pictures that there are numbers for, under headings, and what could not be read."""
+    """Draw all pictures that there are numbers for, under headings, and what could not be read."""
     lines, notes = curves.pictures(found)
     kind = found.settings.kind
     sections = [

@@ -153,7 +153,7 @@ def _traffic_table(checked: Checked) -> Table:
 
 
 def _sum(found: Counter[Transfer], kind: str, axis: str) -> tuple[int, int]:
-    """How many transfers there are of a kind over an axis, and their bytes."""
+    """Return the number of transfers of a kind over an axis, and their bytes."""
     of = {transfer: times for transfer, times in found.items() if (transfer.kind, transfer.axis) == (kind, axis)}
     return sum(of.values()), sum(transfer.bytes * times for transfer, times in of.items())
 

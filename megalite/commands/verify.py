@@ -65,7 +65,7 @@ class Part:
 
     @staticmethod
     def of(tensor: Tensor | None) -> "Part":
-        """Bytes of a parameter, or of a tensor of its size."""
+        """Copy this rank's part of a DTensor."""
         assert isinstance(tensor, DTensor)
         place = tuple(slice(start, start + size) for size, start in zip(*box(tensor), strict=True))
         return Part(place, tensor.to_local().detach().clone())
@@ -174,7 +174,7 @@ def _largest_value(parts: Parts) -> float:
 
 
 def random_batch(job: Job, step: int) -> Micros:
-    """This rank's micro-batches of random tokens, which depend only on the step. Documents are short."""
+    """Return this rank's micro-batches of random tokens, which depend only on the step. Documents are short."""
     model = job.config.model
     batch = next(global_batches(job.config, samples_after(job.config, step)))
     generator = torch.Generator().manual_seed(step)
@@ -185,7 +185,7 @@ def random_batch(job: Job, step: int) -> Micros:
 
 
 def micros_of(job: Job, samples: Tensor, pieces: int = 1) -> Micros:
-    """This rank's micro-batches of a global batch `[samples, sequence length + 1]`, each cut into so many pieces."""
+    """Return this rank's micro-batches of a global batch `[samples, sequence length + 1]`, each cut into `pieces`."""
     mine = samples.chunk(job.mesh.layout.dp)[job.mesh.dp_rank]
     micro = min(job.config.batch.micro_size, len(mine))  # one process takes a batch whole, whatever its size
     length = (samples.shape[1] - 1) // pieces

@@ -142,9 +142,9 @@ def _shrink_scaling(model: Model, rotary_size: int, length: int) -> RopeScaling 
 
 
 def _side(size: int, full_width: int, width: int, tp: int, share: int) -> int:
-    """The other side of a matrix, which tp divides: longer than the copy's width, as long or shorter, as at full size.
+    """Size a matrix's other side, which tp divides: longer than the copy's width, as long or shorter, as at full size.
 
-    What depends on the longer side, such as the scale of Muon, would else be the same for a matrix and its shard.
+    Numbers that depend on the longer side, such as Muon's scale, would else be the same for a matrix and its shard.
     share: the least number of rows of a rank, but where the side has to be shorter than the width.
     """
     if size == full_width:
@@ -153,7 +153,7 @@ def _side(size: int, full_width: int, width: int, tp: int, share: int) -> int:
 
 
 def _shrink_base(model: Model, width: int, head_size: int, layers: int) -> Base | None:
-    """A base that is to the shrunken model about what that of `model` is to it, and never equal if that is not."""
+    """Return a base that is to the shrunken model about what `model.base` is to `model`, and equal only if that is."""
     base = model.base
     if base is None:
         return None

@@ -75,7 +75,7 @@ class Mesh:
 
     @property
     def dp_rank(self) -> int:
-        """Which slice of the global batch this rank reads."""
+        """Number of the slice of the global batch that this rank reads."""
         return self.layout.dp_rank(self.rank)
 
     @property

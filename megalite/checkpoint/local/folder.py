@@ -60,7 +60,7 @@ class Life:
 
 @dataclass(frozen=True)
 class Held:
-    """What one node has of a checkpoint."""
+    """Files of one checkpoint that one node has."""
 
     step: int
     saved: str  # when
@@ -77,11 +77,11 @@ class Place:
         self.folder = self.run / f"life-{life.number:06d}"
 
     def path_of(self, step: int) -> Path:
-        """Where the checkpoint of a step lies once it is complete."""
+        """Path of a step's checkpoint once it is complete."""
         return self.folder / f"step-{step:08d}"
 
     def partial_of(self, step: int, token: int) -> Path:
-        """Where it lies while it is written; `token`: a number that no other save has."""
+        """Path of a step's checkpoint while it is written; `token`: a number that no other save has."""
         return self.folder / f"step-{step:08d}.partial.{token}"
 
     def prepare(self, mark: str) -> None:
@@ -131,7 +131,7 @@ class Place:
             shutil.rmtree(self.run)
 
     def held(self) -> Iterator[Held]:
-        """What is here of each checkpoint; only sizes are looked at. What cannot be read is not told."""
+        """Yield what is here of each checkpoint; only sizes are looked at. Unreadable checkpoints are left out."""
         if not (_is_own(self.run) and _is_own(self.folder)):
             return
         for path in complete(self.folder):
@@ -150,7 +150,7 @@ class Place:
 
     @property
     def in_memory(self) -> bool:
-        """Whether the folder is in host memory, as /dev/shm is. If Linux does not tell, it is taken to be on a disk."""
+        """Flag: the folder is in host memory, as /dev/shm is. If Linux does not say, a disk is assumed."""
         real, best, kind = os.path.realpath(self.folder), "", ""
         try:
             lines = Path("/proc/self/mounts").read_text().splitlines()

@@ -1,4 +1,4 @@
-"""Which ranks are on which node, and which node keeps a copy of whose parts. Imports no torch."""
+"""Nodes of a job: the ranks of each, and the node that keeps a copy of its parts. Imports no torch."""
 
 from collections.abc import Iterator, Sequence
 
@@ -21,7 +21,7 @@ class Nodes:
         return len(self.names)
 
     def leads(self, rank: int) -> bool:
-        """Whether `rank` acts for its node."""
+        """Return whether `rank` acts for its node."""
         return self.leader(self.node_of[rank]) == rank
 
     def leader(self, node: int) -> int:
@@ -33,7 +33,7 @@ class Nodes:
         return (node - 1) % len(self)
 
     def rounds(self) -> Iterator[dict[int, int]]:
-        """Who sends to whom so that every node's parts come to the next node, by sender.
+        """Yield rounds of transfers, receiver by sender, that bring every node's parts to the next node.
 
         In a round every rank sends at most once and receives at most once. Where all nodes have as many ranks, one
         round is enough.

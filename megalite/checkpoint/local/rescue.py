@@ -1,4 +1,4 @@
-"""At a start: the newest checkpoint that is whole on the nodes together is copied to the shared folder.
+"""Rescue at a start: copies the newest checkpoint that is whole on the nodes together to the shared folder.
 
 From there it is loaded as any other, in any layout, and is as safe as any other before training goes on.
 """
@@ -90,7 +90,7 @@ class Rescue:
             self._warn(f"the local checkpoint of step {candidate.step} is lost: {why}")
 
     def _take(self, place: Place, candidate: Candidate) -> bool:
-        """Copy a checkpoint to the shared folder. Whether that was possible."""
+        """Copy a checkpoint to the shared folder. Returns whether that was possible."""
         group, publisher = self.group, self.publisher
         source = self.nodes.leader(candidate.source)
         manifest = group.tell(_manifest(place, candidate) if group.rank == source else None, source)
@@ -125,7 +125,7 @@ class Rescue:
             self.publisher.discard(partial)
 
     def _copy(self, source: Path, target: Path, candidate: Candidate, files: dict[str, File]) -> str:
-        """Copy all files, each from a node that has it whole; why that is not possible, or empty."""
+        """Copy all files, each from a node that has it whole. Returns why that is not possible, or an empty text."""
         left = {name: iter(nodes) for name, nodes in sorted(candidate.holders.items())}
         damaged: dict[str, str] = {}
         while left:
@@ -154,7 +154,7 @@ class Rescue:
 
 
 def _candidates(held: Iterable[list[Held]], node_of: list[int]) -> Iterable[Candidate]:
-    """What the nodes have together. held: of every rank, which tells of its node if it leads that."""
+    """Join what the nodes have into candidates. held: by rank; only the rank that leads a node lists its files."""
     found: dict[tuple[int, str], Candidate] = {}
     for rank, here in enumerate(held):
         for each in here:

@@ -34,7 +34,7 @@ from megalite_launch.base.run_folder import node_name
 
 @dataclass(frozen=True)
 class Written:
-    """What all ranks have written into their nodes' folders."""
+    """Files that all ranks have written into their nodes' folders."""
 
     manifest: Manifest
     small: Mapping[str, bytes]  # files that every node gets
@@ -84,12 +84,12 @@ class Tier:
 
     @property
     def on(self) -> bool:
-        """Whether there are local checkpoints."""
+        """Flag: there are local checkpoints."""
         return self._place is not None
 
     @property
     def replicas(self) -> int:
-        """How many other nodes have a copy of a part."""
+        """Number of other nodes that have a copy of a part."""
         return min(self.local.replicas, len(self.nodes) - 1)
 
     @property
@@ -151,7 +151,7 @@ class Tier:
                 raise InputError(f"is memory; it needs {what}, beside {beside}, and the node has {memory(whole)}")
 
     def _refused(self, work: Callable[[], None]) -> bool:
-        """Run `work` on every rank. Whether it has failed on any; that is told."""
+        """Run `work` on every rank. Returns whether it has failed on any; then it turns local checkpoints off."""
         name = self.nodes.names[self.nodes.node_of[self.group.rank]]
         problems = list(filter(None, self.group.share(_problem_of(work, name))))
         if problems:
@@ -219,7 +219,7 @@ class Tier:
         return ended
 
     def news(self) -> Iterable[Outcome]:
-        """What has ended since this was last asked."""
+        """Yield the outcomes that have come since the last call."""
         while self._news:
             yield self._news.popleft()
 

@@ -30,7 +30,7 @@ class Publisher:
         self._told: set[str] = set()  # problems that were told
 
     def path_of(self, step: int) -> Path:
-        """Where the checkpoint of a step lies once it is complete."""
+        """Path of a step's checkpoint once it is complete."""
         return self.folder / f"step-{step:08d}"
 
     def make_way(self, final: Path) -> Path:

@@ -47,7 +47,7 @@ MEND = "when that is mended, the same command continues from the newest"
 
 @dataclass
 class Plan:
-    """Which rank writes what. It is made once, as a run's tensors keep their names and shapes."""
+    """Assignment of tensors to writing ranks. It is made once, as a run's tensors keep their names and shapes."""
 
     planner: "Planner"
     mine: SavePlan
@@ -56,7 +56,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Ended:
-    """What the writer's thread has brought to an end."""
+    """Outcomes of what the writer's thread has finished."""
 
     own: list[Outcome]
     copies: list[Saved | Failed] = field(default_factory=list)  # of local checkpoints; they were told already
@@ -79,7 +79,7 @@ class Planner(DefaultSavePlanner):
 
 
 def _placed(item: WriteItem, tensor: Any) -> WriteItem:
-    """`item`, of a DTensor that may be `cut`: then DCP does not know where this rank's part is."""
+    """Give `item` the place of this rank's part of a DTensor, which DCP does not know if the DTensor is `cut`."""
     if not isinstance(tensor, DTensor):
         return item
     assert item.tensor_data is not None
@@ -95,7 +95,7 @@ def _bytes_of(plan: SavePlan) -> int:
 
 
 def local_parts(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """This rank's part of weights and moments. A save copies all of it, whichever rank writes it."""
+    """Return this rank's part of weights and moments. A save copies all of it, whichever rank writes it."""
     return {name: tensor.to_local() for name, tensor in tensors.items() if isinstance(tensor, DTensor)}
 
 
@@ -169,7 +169,7 @@ class Saver:
 
     @property
     def local(self) -> bool:
-        """Whether checkpoints are saved on the nodes."""
+        """Flag: checkpoints are saved on the nodes."""
         return self._tier is not None and self._tier.on
 
     def save(self, progress: Progress, shared: bool = True) -> None:
@@ -178,9 +178,9 @@ class Saver:
         shared: to the shared folder; where there are local checkpoints, to the nodes first. Else to the nodes alone.
 
         Waits until the save before is written; its copy to the shared folder may go on. Raises Unhealthy if more than
-        `checkpoint.max_failures` saves in a row have failed, or if weights or moments are not finite. Those on a GPU
-        are checked first, which takes a moment. Those in host memory are checked when they are about to be written, so
-        that training does not wait; then `settle` raises.
+        `checkpoint.max_failures` saves in a row have failed, or if weights or moments are not finite. Tensors on a GPU
+        are checked first, which takes a moment. Tensors in host memory are checked when they are about to be written,
+        so that training does not wait; then `settle` raises.
         """
         if not (shared or self.local):
             return
@@ -208,7 +208,7 @@ class Saver:
             self.settle()
 
     def news(self) -> list[Outcome]:
-        """What has ended since this was last asked."""
+        """Return the outcomes that have come since the last call."""
         if self._pending is not None and self._pending.done():
             self._wait_for_writer()
         ended, self._ended = self._ended, []
@@ -292,7 +292,7 @@ class Saver:
         return self._staged
 
     def _write(self, plan: Plan, progress: Progress, extra: dict[str, Tensor], unseen: Set[str], shared: bool) -> Ended:
-        """Write a checkpoint, in the writer's thread on all ranks; what has ended. unseen: still to check for NaN.
+        """Write a checkpoint, in the writer's thread on all ranks; return what ended. unseen: still to check for NaN.
 
         shared: whether it is to be in the shared folder too, if it is written to the nodes first.
         """
@@ -318,7 +318,7 @@ class Saver:
         return Ended([saved], tier.copy_if_due(at_once=shared and self._lasts(progress.step)))
 
     def _lasts(self, step: int) -> bool:
-        """Whether the checkpoint of this very step is wanted, not only a new one."""
+        """Return whether the checkpoint of this very step is wanted, not only a new one."""
         checkpoint = self.config.checkpoint
         every = checkpoint.keep_every
         kept = (every > 0 and step % every == 0) or step in checkpoint.at

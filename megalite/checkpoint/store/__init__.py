@@ -1,1 +1,1 @@
-"""What a checkpoint is on disk: index, files, manifest with hashes, progress, retention."""
+"""Parts of a checkpoint on disk: index, files, manifest with hashes, progress, retention."""

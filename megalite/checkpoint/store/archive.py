@@ -13,7 +13,7 @@ REFUSALS = (zipfile.BadZipFile, NotImplementedError, OverflowError, OSError, Uni
 
 
 class Archive:
-    """What was saved into `length` bytes of the open file `descriptor` from `start`. Raises ValueError.
+    """Records that torch has saved into `length` bytes of the open file `descriptor` from `start`. Raises ValueError.
 
     largest: bytes of a record that is read, and of the directory of records, at most.
     """
@@ -80,7 +80,7 @@ class _Section(io.RawIOBase):
         return self._at
 
     def read(self, size: int | None = -1) -> bytes:
-        """Before memory is asked for, `size` is compared with what is left: it may be what a damaged file says."""
+        """Read at most `size` bytes, never more than are left: a damaged file may state any size. Raises ValueError."""
         left = max(0, self._length - self._at)
         count = left if size is None or size < 0 else min(size, left)
         if count > self._largest:

@@ -120,7 +120,7 @@ class Writer(FileSystemWriter):
 
     @property
     def written(self) -> dict[str, File]:
-        """By name: the files that this rank has written so far."""
+        """Files that this rank has written so far, by name."""
         return self._hashing.written
 
     def write(self, plan: SavePlan, planner: SavePlanner) -> tuple[list[WriteResult], Index]:

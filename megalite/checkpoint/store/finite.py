@@ -16,7 +16,7 @@ class PoisonedError(ValueError):
 
 @torch.no_grad()
 def not_finite(tensors: Mapping[str, Tensor]) -> list[str]:
-    """The names of tensors that have a NaN or an infinity. Of a DTensor, only this rank's part is looked at.
+    """The names of tensors that have a NaN or an infinity. Only this rank's part of a DTensor is looked at.
 
     A tensor's L2 norm takes as long as reading the tensor, and shows both. As it shows squares that overflow as well, a
     tensor that it points to is looked at again.

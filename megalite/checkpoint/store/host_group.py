@@ -1,4 +1,4 @@
-"""All ranks of a job as a process group on the host, which nothing else uses: for what they must agree on.
+"""Process group of all ranks of a job on the host, which nothing else uses: for what they must agree on.
 
 Its collectives may run in a thread beside training without disturbing those of training. Two threads need two groups.
 """
@@ -28,7 +28,7 @@ class HostGroup:
 
     @property
     def leads(self) -> bool:
-        """Whether this is the first rank, which acts for all."""
+        """Flag: this is the first rank, which acts for all."""
         return self.rank == 0
 
     def gather(self, value: T) -> list[T] | None:
@@ -50,7 +50,7 @@ class HostGroup:
         return found
 
     def scatter(self, values: list[T] | None) -> T:
-        """This rank's one of `values`, which the first rank has."""
+        """Receive this rank's element of `values`, which the first rank has."""
         taken: list[Any] = [None]
         dist.scatter_object_list(taken, values, src=0, group=self.group)
         return taken[0]

@@ -170,7 +170,7 @@ class Index:
 
 
 def merged(parts: Iterable[Index]) -> Index:
-    """One index of the parts that several ranks have written, each into files of its own."""
+    """Merge the indexes of the parts that several ranks have written, each into files of its own."""
     files: list[str] = []
     found: dict[str, list[Stored]] = {}
     for part in parts:
@@ -207,7 +207,7 @@ def _described(name: str, dtype: str, shape: list[int], chunks: int) -> tuple[st
 
 
 def _tiles(tensor: Stored) -> bool:
-    """Whether chunks cover a tensor exactly: each element is in one of them.
+    """Return whether chunks cover a tensor exactly: each element is in one of them.
 
     The number of chunks over a point, as a function of the point, jumps only at corners of chunks. So it is 1 inside of
     the tensor and 0 outside, if its jumps, signed and added up, are those of the tensor itself. Time grows as n log n.

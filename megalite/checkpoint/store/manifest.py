@@ -81,7 +81,7 @@ class Manifest:
 
     @staticmethod
     def parse(path: Path, text: bytes, format: int = FORMAT) -> "Manifest":
-        """The manifest that has the text `text`; as `read`."""
+        """Parse the text of the manifest of the checkpoint `path`; raises as `read` does."""
         fields = _intact(path, text)
         _refuse_other_format(path, fields, format)
         if problem := next(misfits(fields, FIELDS, MANIFEST), None) or _unfit(fields, format):
@@ -94,12 +94,12 @@ class Manifest:
 
     @property
     def foreign(self) -> bool:
-        """Whether another program has saved the weights."""
+        """Flag: another program has saved the weights."""
         return self.layout is None
 
     @property
     def resumable(self) -> bool:
-        """Whether there are an optimizer's states and the progress of a run, too."""
+        """Flag: there are an optimizer's states and the progress of a run, too."""
         return self.tokens is not None
 
     @property
@@ -132,7 +132,7 @@ def check_sizes(path: Path) -> Manifest:
 
 
 def is_plain(name: str) -> bool:
-    """Whether `name` can be a file of a checkpoint: on every system, it lies in the checkpoint's folder."""
+    """Return whether `name` can be a file of a checkpoint: on every system, it lies in the checkpoint's folder."""
     return FILE_NAME.fullmatch(name) is not None and name not in (".", "..")
 
 

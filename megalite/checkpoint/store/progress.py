@@ -1,4 +1,4 @@
-"""How far a run has come: all of its state but weights and moments. Imports no torch."""
+"""Progress of a run: all of its state but weights and moments. Imports no torch."""
 
 from dataclasses import dataclass
 from math import isfinite
@@ -22,7 +22,7 @@ class Progress:
 
 
 def impossible(progress: Progress) -> str | None:
-    """What keeps a progress from being that of a run, if anything does."""
+    """Describe why no run can have this progress; None if a run can."""
     counts = {name: getattr(progress, name) for name in ("step", "updates", "samples", "tokens", "bad_steps")}
     if min(counts.values()) < 0 or counts["updates"] > counts["step"] or not all(map(isfinite, progress.losses)):
         return f"holds a progress that cannot be: {counts}"

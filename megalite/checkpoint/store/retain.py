@@ -58,7 +58,7 @@ def _refused(path: Path, delete: Callable[[Path], object]) -> list[str]:
 
 
 def check_own(path: Path) -> Manifest:
-    """As `check_sizes`, of a checkpoint of the run's own, which must be no link. Raises DamagedError."""
+    """Check a checkpoint of the run's own as `check_sizes` does; it must be no link. Raises DamagedError."""
     check_folder(path)
     return check_sizes(path)
 
@@ -102,5 +102,5 @@ def damaged(folder: Path) -> list[Path]:
 
 
 def _is_folder(path: Path) -> bool:
-    """Whether `path` is a folder itself, not a link to one."""
+    """Return whether `path` is a folder itself, not a link to one."""
     return is_folder(path, follow=False)

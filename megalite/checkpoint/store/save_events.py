@@ -1,4 +1,4 @@
-"""What comes of saving, as the training loop is told of it. Imports no torch."""
+"""Outcomes of saves, as the training loop receives them. Imports no torch."""
 
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What a checkpoint holds: the global tensors of a run under global names, and its progress as tensors among them."""
+"""Content of a checkpoint: the global tensors of a run under global names, and its progress as tensors among them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -31,7 +31,7 @@ class State:
 
     @property
     def device(self) -> torch.device:
-        """Where the weights are."""
+        """Device of the weights."""
         return next((param.device for stage in self.stages.values() for param in stage.parameters()), CPU)
 
     def weights(self) -> dict[str, Tensor]:
@@ -39,7 +39,7 @@ class State:
         return {f"model.{name}": cut(first.value, first.shape) for name, (first, *_) in self._named().items()}
 
     def tensors(self) -> dict[str, Tensor]:
-        """As `weights`, with optimizer states, which are made as zeros where there are none yet, and extra state."""
+        """Return `weights`, optimizer states, which are made as zeros where there are none yet, and extra state."""
         assert self.optimizer is not None
         extra = (each for stage in self.stages.values() for each in extra_state(stage))
         tensors = self.weights() | {f"state.{each.name}": cut(each.value, each.shape) for each in extra}
@@ -53,13 +53,13 @@ class State:
 
     @torch.no_grad()
     def loaded_weights(self) -> None:
-        """Make whole what `weights()` does not reach, once they are filled."""
+        """Copy the weights, once they are filled, to copies that `weights()` does not list."""
         for first, *copies in self._named().values():
             for copy in copies:
                 copy.value.copy_(first.value)
 
     def loaded(self, updates: int) -> None:
-        """Make whole what `tensors()` does not reach, once they are filled; `updates` were taken before."""
+        """Fill what `tensors()` does not list, once what it lists is filled; `updates` were taken before."""
         assert self.optimizer is not None
         self.loaded_weights()
         for first, *copies in self._named().values():
@@ -83,7 +83,7 @@ class State:
 
 
 def progress_tensors(progress: Progress, learning_rate: float, seed: int) -> dict[str, Tensor]:
-    """`progress` as tensors.
+    """Return `progress` as tensors.
 
     The learning-rate schedule and all random numbers are pure functions of the step and the seed. The rate, of the
     latest step, is there for other programs.
@@ -120,6 +120,6 @@ def progress_from(tensors: Mapping[str, Tensor]) -> Progress:
 
 
 def use_device(device: torch.device) -> None:
-    """Make it the current one of this thread, which for a new thread is the first of all."""
+    """Make `device` the current GPU of this thread. A new thread has the first GPU."""
     if device.type == "cuda":
         torch.cuda.set_device(device)

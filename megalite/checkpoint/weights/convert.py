@@ -1,7 +1,7 @@
 """Writes weights in another format: strip by strip, in bounded memory, into a folder that is whole or not there.
 
-Files are written into a hidden folder beside the target and hashed on the way. What is whole there stays when the
-program is stopped, and the same request goes on from it. When all is on the disk, the folder gets its name.
+Files are written into a hidden folder beside the target and hashed on the way. Files that are whole stay there when
+the program is stopped, and the same request goes on from them. When all is on the disk, the folder gets its name.
 """
 
 import fcntl
@@ -116,7 +116,7 @@ def _owned(hidden: Path) -> Iterator[None]:
 
 
 def _identity(found: Weights) -> dict[str, Any]:
-    """What a source that has changed meanwhile would differ in."""
+    """Return the facts in which a source that has changed meanwhile would differ."""
     paths = [*(found.path / name for name in (*sorted(found.sizes), found.source)), *found.companions]
     states = {str(path): os.stat(path) for path in paths}
     return {
@@ -216,7 +216,7 @@ def _refuse_unfit(theirs: Theirs, block: torch.Tensor, resumable: bool) -> None:
 
 
 def _finite(block: torch.Tensor) -> bool:
-    """Whether all elements are finite; those of a sum that is are."""
+    """Return whether all elements are finite, as they are if their sum is."""
     return bool(block.sum().isfinite() or block.isfinite().all())
 
 

@@ -17,13 +17,13 @@ DTYPES = {"bf16": "bfloat16"}  # of exported weights, where it is not their own
 
 
 def is_due(checkpoint: Checkpoint, step: int, last: int) -> bool:
-    """Whether the checkpoint of `step` is exported; `last` is the last step of the run."""
+    """Return whether the checkpoint of `step` is exported; `last` is the last step of the run."""
     every = checkpoint.export_every
     return checkpoint.export is not None and (step == last or (every > 0 and step % every == 0))
 
 
 def export(checkpoint: Path, config: Config, advanced: Callable[[], None]) -> tuple[str, ...]:
-    """Write the export of a checkpoint, in place of one that is there. Warnings. Raises InputError and OSError.
+    """Write the export of a checkpoint, in place of an older one. Returns warnings. Raises InputError and OSError.
 
     advanced: called as the work proceeds.
     """
@@ -44,5 +44,5 @@ def export(checkpoint: Path, config: Config, advanced: Callable[[], None]) -> tu
 
 
 def export_of(checkpoint: Path) -> Path:
-    """Where the export of a checkpoint of a run lies."""
+    """Path of the export of a run's checkpoint."""
     return checkpoint.parent.parent / "export" / checkpoint.name

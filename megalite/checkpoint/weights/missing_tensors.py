@@ -17,7 +17,7 @@ def differences(index: Index, shapes: Mapping[str, Sequence[int]], dtypes: Colle
 
 
 def differences_from(index: Index, model: Model) -> str:
-    """How the tensors `model.*` differ from the weights of `model`, as text; empty if they do not."""
+    """Describe how the tensors `model.*` differ from the weights of `model`; empty if they do not."""
     shapes = {f"model.{name}": weight.shape for name, weight in weights(model).items()}
     more = [name for name in index.tensors if name.startswith("model.") and name not in shapes]
     return _listed(_differing(index, shapes, FLOATS) + [f"{name} is no weight of it" for name in more])

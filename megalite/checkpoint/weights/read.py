@@ -46,7 +46,7 @@ class Reader:
 
     @staticmethod
     def of_checkpoint(path: Path, manifest: Manifest) -> "Reader":
-        """For the checkpoint `path` of megalite, whose index alone is compared with its hash. Raises DamagedError."""
+        """Open megalite's checkpoint `path`; only its index is compared with its hash. Raises DamagedError."""
         with damage_of(path, INDEX):
             index = Index.decode(read_whole(path, INDEX, LIMIT, manifest.files[INDEX]))
         return Reader(path, index, {name: file.bytes for name, file in manifest.files.items()})
@@ -84,7 +84,7 @@ class Reader:
 
 
 def reader_of(found: Weights) -> Reader:
-    """For weights of any format, all of which positions have been checked. Raises DamagedError if one is impossible."""
+    """Make a reader of weights of any format and check all positions. Raises DamagedError if one is impossible."""
     reader = Reader(found.path, found.index, found.sizes, found.source, found.links, found.factors)
     reader.check(found.index.tensors)
     return reader
@@ -138,7 +138,7 @@ def allocated(path: Path, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
 
 
 def _part(tensor: Tensor) -> tuple[Tensor, Sequence[int]]:
-    """This rank's part of a tensor, and the place of its first element."""
+    """Return this rank's part of a tensor, and the place of its first element."""
     if not isinstance(tensor, DTensor):
         return tensor, [0] * tensor.ndim
     return tensor.to_local(), box(tensor)[1]

@@ -123,7 +123,7 @@ def open_checkpoint(path: Path, states: bool = False) -> Weights:
 
 
 def _states_missing(tensors: Mapping[str, Stored]) -> str | None:
-    """What keeps the states in an index from being those of an optimizer, if anything does."""
+    """Describe why the states in an index are not those of an optimizer; None if they are."""
     states: dict[str, set[str]] = {name.removeprefix(PREFIX): set() for name in tensors if name.startswith(PREFIX)}
     for name in tensors:
         if not name.startswith(PREFIX):

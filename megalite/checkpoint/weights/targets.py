@@ -1,4 +1,4 @@
-"""What a folder of any kind will hold, for weights of any kind."""
+"""Plans of folders of any kind, for weights of any kind."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from megalite.checkpoint.weights.sources import NO_STATES, WITH_STATES
 
 @dataclass(frozen=True)
 class Wanted:
-    """How weights are to be written. None and 1 stand for what the kind does by itself.
+    """Form in which weights are to be written. None and 1 stand for the kind's default.
 
     dtype: of all tensors, a name in torch; None: each keeps its own. shard: bytes of a safetensors file at most. files:
     into which a checkpoint of megalite is divided. tp, pp, virtual: ranks and virtual stages of Megatron; tp also files

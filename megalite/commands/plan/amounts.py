@@ -44,7 +44,7 @@ def gibibytes(text: str) -> float:
 
 
 def gpu_counts(text: str) -> list[int]:
-    """`64`, some numbers as `32,48,64`, or the range `64-512`: 64, its doubles, the numbers half way, and 512.
+    """Parse `64`, some numbers as `32,48,64`, or the range `64-512`: 64, its doubles, the numbers half way, and 512.
 
     Numbers half way are left out below 16 GPUs, as they would not be whole nodes of eight.
     """

@@ -1,4 +1,4 @@
-"""Where time and memory of one layout go, and which single change would help most."""
+"""Explanation of one layout: where its time and memory go, and which single change would help most."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -41,7 +41,7 @@ class Change:
 
 
 def explained(asked: Asked, config: Config, prediction: Prediction, memory: Memory) -> list[tuple[str, RenderableType]]:
-    """Headings and what stands under them."""
+    """Return the headings of an explanation and what stands under them."""
     choice = choice_of(config)
     parts: list[tuple[str, RenderableType]] = [
         (
@@ -64,7 +64,7 @@ def explained(asked: Asked, config: Config, prediction: Prediction, memory: Memo
 
 
 def changes(asked: Asked, config: Config) -> list[Change]:
-    """All layouts that differ from that of `config` in one thing, and can run."""
+    """List all layouts that differ from that of `config` in one thing, and can run."""
     choice, world = choice_of(config), config.parallel.layout.world_size
     found = []
     for text, other in _others(asked, choice, config):
@@ -77,7 +77,7 @@ def changes(asked: Asked, config: Config) -> list[Change]:
 
 
 def _others(asked: Asked, choice: Choice, config: Config) -> Iterator[tuple[str, Choice]]:
-    """Changes of one thing. What an axis of the layout gives or takes, data parallelism has more or less."""
+    """Yield changes of one thing. If another axis of the layout grows or shrinks, data parallelism makes up for it."""
     dp, batch = choice.replicas * choice.shards, config.batch.global_
     for axis in ("tp", "cp", "pp"):
         size, other = getattr(choice, axis), choice._replace(split=None) if axis == "pp" else choice
@@ -141,7 +141,7 @@ def _time(prediction: Prediction) -> Table:
 
 
 def _stages(prediction: Prediction) -> Table:
-    """Equal neighbours share a row."""
+    """Make the table of pipeline stages; equal neighbours share a row."""
     shown = table("stage", "layers", "forward", "backward", "gather", "reduce", text=("stage",))
     rows = [
         (len(layers), *(seconds_text(value) for value in (stage.forward.total, stage.backward.total, stage.gather,
@@ -158,7 +158,7 @@ def _stages(prediction: Prediction) -> Table:
 
 
 def _split(asked: Asked, config: Config, prediction: Prediction, memory: Memory) -> Text:
-    """What a split that is not the default gains."""
+    """Compare time and memory of a split that is not the default with those of the default."""
     pipeline = replace(config.parallel.pipeline, split=None)
     default = replace(config, parallel=replace(config.parallel, pipeline=pipeline))
     before, held = asked.predict(default)

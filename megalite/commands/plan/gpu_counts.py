@@ -1,4 +1,4 @@
-"""How a layout and the search's best ones do on fewer and more GPUs."""
+"""Predictions of a layout and of the search's best ones on fewer and more GPUs."""
 
 from dataclasses import dataclass, replace
 from fractions import Fraction

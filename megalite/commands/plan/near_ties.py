@@ -21,7 +21,7 @@ def simplest(results: Sequence[Result]) -> int:
 
 
 def told_alike(results: Sequence[Result], more: bool) -> str:
-    """What to say of the layouts that predictions do not tell apart; "" where the fastest is the simplest of them.
+    """Write a note on the layouts that predictions do not tell apart; "" where the fastest is the simplest of them.
 
     more: whether there may be further ones beyond `results`.
     """
@@ -43,7 +43,7 @@ def told_alike(results: Sequence[Result], more: bool) -> str:
 
 
 def _features(choice: Choice) -> list[str]:
-    """What a layout has beyond plain data parallelism."""
+    """List what a layout has beyond plain data parallelism."""
     has = {
         "tensor parallelism": choice.tp > 1,
         "context parallelism": choice.cp > 1,

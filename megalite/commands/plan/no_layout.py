@@ -47,9 +47,9 @@ def nothing_fits(asked: Asked, gpus: int, found: Found) -> str:
 
 
 def nearest(asked: Asked, gpus: int) -> tuple[Choice, Memory] | None:
-    """The layout that needs least memory, and that of its fullest rank; None if no layout can run.
+    """Find the layout that needs least memory, and the memory of its fullest rank; None if no layout can run.
 
-    Of layouts whose estimates are least, WALKS are walked through; fewer, if all others are estimated to need more.
+    The WALKS layouts with the least estimates are walked through; fewer, if all others are estimated to need more.
     """
     space, least, walks = Space(asked.config, gpus, asked.timer, asked.pins, asked.offload), inf, 0
     found: tuple[Choice, Memory] | None = None
@@ -74,7 +74,7 @@ def nearest(asked: Asked, gpus: int) -> tuple[Choice, Memory] | None:
 
 
 def _refusal(asked: Asked, gpus: int) -> str:
-    """What is wrong with the first layout that cannot run."""
+    """Describe what is wrong with the first layout that cannot run."""
     space = Space(asked.config, gpus, asked.timer, asked.pins, asked.offload)
     for shape in space.shapes(inf):
         for pipeline in space.pipelines(shape.choice):
@@ -93,7 +93,7 @@ def _enough(asked: Asked, gpus: int) -> int | None:
 
 
 def _possible(asked: Asked, gpus: int, pins: Mapping[str, Any]) -> bool:
-    """Whether there is a layout with these pins, whatever memory it needs."""
+    """Return whether there is a layout with these pins, whatever memory it needs."""
     space = Space(asked.config, gpus, asked.timer, pins, asked.offload)
     shapes = (shape for shape in space.shapes(inf) if space.sharings(shape))
     return any(True for shape in shapes for _ in space.pipelines(shape.choice))

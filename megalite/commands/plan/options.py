@@ -1,4 +1,4 @@
-"""Which options of `megalite plan` belong together."""
+"""Check that options of `megalite plan` belong together."""
 
 import argparse
 

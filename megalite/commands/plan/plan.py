@@ -132,7 +132,7 @@ def _ranked(args: argparse.Namespace) -> Parts:
 
 
 def _batch(asked: Asked) -> Parts:
-    """What is said of a batch that follows from the tokens."""
+    """Explain the batch, if it follows from the tokens."""
     if not asked.chosen_batch or asked.tokens is None:
         return []
     config = asked.config
@@ -149,7 +149,7 @@ def _picked(args: argparse.Namespace, found: Found) -> Prediction:
 
 
 def _progress(found: Found, wanted: int, args: argparse.Namespace) -> str:
-    """How far a search is that may take minutes."""
+    """Describe how far a search is that may take minutes."""
     of = "" if args.exhaustive else f" of {wanted:,}"
     return f"{len(found.results):,}{of} found, {counted(found.timed, 'layout')} simulated"
 
@@ -174,7 +174,7 @@ def _own_layout(args: argparse.Namespace) -> Parts:
 
 
 def _with_order(args: argparse.Namespace, asked: Asked, before: Prediction, parts: Parts) -> Prediction:
-    """The layout with the fastest order of its pipeline, which is saved; or as it was where it has that already."""
+    """Save the fastest order of a layout's pipeline. Returns the layout with it, or as it was if it has it already."""
     with Console(stderr=True).status("Searching an order for the pipeline ..."):
         order = best_order(asked, before.config)
     write_new(Path(args.schedule), write_order(order.table))
@@ -243,7 +243,7 @@ def _front(args: argparse.Namespace) -> Parts:
 
 
 def _within(asked: Asked, best: list[tuple[int, Result]]) -> list[tuple[int, Result]]:
-    """Those that keep the limits of days and budget, the cheapest first."""
+    """Select the layouts that keep the limits of days and budget, the cheapest first."""
     if asked.tokens is None:
         return []
     runs = [(run_of(result.prediction, asked.tokens), gpus, result) for gpus, result in best]
@@ -316,7 +316,7 @@ def _write(args: argparse.Namespace, asked: Asked, prediction: Prediction) -> No
 
 
 def _save(args: argparse.Namespace, made: Callable[[Any], str]) -> None:
-    """Write the page, which is made, and its module imported, only where one was asked for."""
+    """Write the page if one was asked for; only then is it made, and its module imported."""
     if args.html is not None:
         with Console(stderr=True).status("Drawing, and planning for other numbers of GPUs ..."):
             write_new(Path(args.html), made(import_for_good("megalite.commands.plan.page.page")))

@@ -1,4 +1,4 @@
-"""What `megalite plan` was asked: the model and batch, the cluster, and the limits."""
+"""Request to `megalite plan`: the model and batch, the cluster, and the limits."""
 
 import argparse
 import json
@@ -101,7 +101,7 @@ def ask(args: argparse.Namespace, files: list[str] | None = None, searches: bool
 
 
 def _cluster(args: argparse.Namespace, config: Config) -> Cluster:
-    """By the option, or else by `run.cluster`, or else the usual one."""
+    """Load the cluster that the option names, or else `run.cluster`, or else the usual one."""
     if args.cluster is None and config.run.cluster is not None:
         return load_cluster(config.run.cluster, "run.cluster = ")
     return load_cluster(args.cluster or USUAL)

@@ -154,11 +154,11 @@ class _Placed:
         return 3 * self.m * self.plan.stages * FEW > EFFORT
 
     def is_own(self, orders: Orders) -> bool:
-        """Whether these are the orders that the layout has."""
+        """Return whether these are the orders that the layout has."""
         return self.first and orders is self.named[self.schedule]
 
     def seconds(self, orders: Orders) -> float:
-        """Of a step, with layers' recompute as it is under `config`."""
+        """Return the seconds of a step, with layers' recompute as it is under `config`."""
         return self.problem.makespan(self.problem.coded(orders)) + self.update
 
     def exactly(self, name: str, orders: Orders) -> float:
@@ -212,7 +212,7 @@ class _Entry(NamedTuple):
 
 
 def _placements(asked: Asked, config: Config) -> Iterator[_Placed]:
-    """Each placement of stages that the layers allow, the layout's own first."""
+    """Yield each placement of stages that the layers allow, the layout's own first."""
     own, seen = config.parallel.pipeline, set[tuple[int, ...]]()
     names = [(own.schedule, own.virtual_stages), ("1f1b", None), ("zbv", None)]
     for schedule, virtual in (*names, *(("interleaved_1f1b", virtual) for virtual in VIRTUAL)):

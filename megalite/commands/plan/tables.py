@@ -79,7 +79,7 @@ def ranking(asked: Asked, found: Found) -> Table:
 
 
 def on_host(asked: Asked, found: Found) -> str:
-    """What layouts that move tensors to host memory keep there, of the first rows; "" if none does."""
+    """Describe what layouts of the first rows keep in host memory, if they move tensors there; "" if none does."""
     told = []
     for row, result in enumerate(found.results[:SHOWN], 1):
         if result.choice.offload_activations or result.choice.offload_optimizer:
@@ -109,7 +109,7 @@ def _run_cells(run: Run, size: float, spread: float) -> list[str]:
 
 
 def front(asked: Asked, best: Sequence[tuple[int, Result]]) -> Table:
-    """By number of GPUs: the fastest layout, and what a run takes. `*` marks those that nothing beats in both."""
+    """Tabulate by number of GPUs the fastest layout and what a run takes. `*` marks rows that nothing beats in both."""
     columns = ["GPUs", "layout", "step", "tokens/s/GPU", "MFU", "memory", "goodput"]
     runs = [run_of(result.prediction, asked.tokens or 1e9) for _, result in best]
     size, unit = run_unit(runs)
@@ -138,14 +138,14 @@ def front(asked: Asked, best: Sequence[tuple[int, Result]]) -> Table:
 
 
 def _limits(asked: Asked, run: Run) -> str:
-    """Which of the limits a run breaks."""
+    """Name the limits that a run breaks."""
     late = asked.days is not None and run.days > asked.days
     dear = asked.budget is not None and run.cost > asked.budget
     return " too late" * late + " too expensive" * dear
 
 
 def pareto(runs: Sequence[Run]) -> list[bool]:
-    """Of each run, whether no other takes less time and no more money, or less money and no more time."""
+    """Return for each run whether no other takes less time and no more money, or less money and no more time."""
     return [
         not any(
             other.seconds <= run.seconds
@@ -158,7 +158,7 @@ def pareto(runs: Sequence[Run]) -> list[bool]:
 
 
 def fits_text(needed: float, limit: float) -> Text:
-    """Whether bytes fit, with both numbers."""
+    """Say whether bytes fit, with both numbers."""
     if needed <= limit:
         return Text(f"fits: {memory(needed)} of {memory(limit)} for tensors", style="green")
     over = f"{memory(needed - limit)} more than the {memory(limit)} for tensors"

@@ -71,7 +71,7 @@ def _facts(config: Config, prediction: Prediction, needed: int | None) -> Table:
 
 
 def _note(config: Config) -> str:
-    """What these numbers leave out; "" if nothing."""
+    """Say what the expected numbers leave out; "" if nothing."""
     if config.batch.rampup is None and config.batch.curriculum is None:
         return ""
     return "Smaller batches and shorter sequences at the beginning are counted at the speed of full ones."

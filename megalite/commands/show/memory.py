@@ -58,17 +58,17 @@ def fullest(memories: Sequence[Memory]) -> Memory:
 
 
 def measure(args: argparse.Namespace, config: Config, memory: Memory) -> dict[str, int]:
-    """Bytes by kind that a dry run of the rank of `memory` counts. Raises InputError as `dry_run`."""
+    """Bytes by kind that a dry run of the rank of `memory` counts. Raises InputError as `dry_run` does."""
     found: dict[str, int] = dry_run(args, config, memory, "--measure", "--memory alone")["bytes"]
     return found
 
 
 def dry_run(args: argparse.Namespace, config: Config, memory: Memory, option: str, instead: str) -> dict[str, Any]:
-    """What a dry run of the rank of `memory` counts: the fields of `megalite.dry_run.run.DryRun`, as JSON has them.
+    """Do a dry run of the rank of `memory`; return the fields of `megalite.dry_run.run.DryRun`, as JSON has them.
 
-    args: `files`, `overrides` and `world_size`, of which `config` is made. option: that which asks for the dry run, for
-    messages, and what to use `instead` of it. The dry run has its own process, since this one imports no torch. Raises
-    InputError for a dry run that would take too long, or fails.
+    args: `files`, `overrides` and `world_size`, of which `config` is made. option: the one that asks for the dry run,
+    for messages, and what to use `instead` of it. The dry run has its own process, since this one imports no torch.
+    Raises InputError for a dry run that would take too long, or fails.
     """
     _refuse_endless(config, memory, option, instead)
     pp = memory.pp
@@ -124,7 +124,7 @@ def dry_run_command(args: argparse.Namespace, config: Config, pp: int) -> list[s
 
 
 def verdict(config: Config, memories: Sequence[Memory], limit: float | None, cluster: Cluster | None = None) -> Text:
-    """Whether the fullest rank fits.
+    """Say whether the fullest rank fits.
 
     limit: GiB of a device that tensors may fill; None: those of a GPU of `cluster`. Without either, a GPU of 80 GiB is
     assumed, or on CPUs no limit.

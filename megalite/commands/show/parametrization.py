@@ -1,4 +1,4 @@
-"""What `megalite show` says about parametrizations: what is multiplied, for every kind of parameter."""
+"""Section of `megalite show` about parametrizations: what is multiplied, for every kind of parameter."""
 
 from collections.abc import Iterator
 

@@ -50,7 +50,7 @@ def show_schedule(config: Config, path: str) -> None:
 
 
 def _times(config: Config, schedule: Table, makespan: float) -> str:
-    """What the times of a schedule are, and their unit."""
+    """Explain the times of a schedule and their unit."""
     if schedule.times is None:
         return "All stages take equally long: 1 for a forward pass, 2 for a backward pass, 1 for each half of one."
     if config.parallel.pipeline.schedule != AUTO:

@@ -1,1 +1,1 @@
-"""Who hangs and why: the watchdog, what every rank does, and reports of failures."""
+"""Diagnosis of hangs: the watchdog, what every rank does, and reports of failures."""

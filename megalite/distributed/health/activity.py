@@ -1,4 +1,4 @@
-"""What a rank is doing: the notes that it takes, and where its threads are. The watchdog tells the other ranks."""
+"""Activity of a rank: the notes that it takes, and where its threads are. The watchdog sends it to other ranks."""
 
 import sys
 import threading

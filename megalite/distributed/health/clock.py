@@ -1,4 +1,4 @@
-"""How long this rank works by itself, section by section: the time of a section without what it waits for other ranks.
+"""Time that this rank works by itself, section by section: without the time that it waits for other ranks.
 
 Whoever waits for a collective or a message calls `Work.wait`, FSDP2 too. On a CPU that takes as long as the others
 do. On a GPU it only holds the stream up, and FSDP2 also holds it up by events; both are timed by CUDA events before and
@@ -95,7 +95,7 @@ class Clock:
         return timed
 
     def _holds_up(self, waits: object) -> bool:
-        """Whether the section waits, and not another stream that communicates beside it."""
+        """Return whether the section waits, and not another stream that communicates beside it."""
         if not self._cuda:
             return True
         return torch.cuda.current_stream() == self._stream and (
@@ -114,5 +114,5 @@ class Clock:
 
 
 def _computes(thread: threading.Thread) -> bool:
-    """Whether a thread trains: the main one, or one of autograd's, which Python did not start."""
+    """Return whether a thread trains: the main one, or one of autograd's, which Python did not start."""
     return thread is threading.main_thread() or isinstance(thread, threading._DummyThread)

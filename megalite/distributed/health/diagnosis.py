@@ -1,4 +1,4 @@
-"""Which rank the others wait for in vain, from what all have recorded of their collectives.
+"""Search for the rank that the others wait for in vain, in what all have recorded of their collectives.
 
 A rank that stands at a lower number than others of a group is waited for; one that has called another collective under
 the same number has gone astray.
@@ -19,7 +19,7 @@ Group = tuple[str, range | tuple[int, ...]]  # name and ranks
 
 @dataclass(frozen=True)
 class Place:
-    """Where a rank is: its node, its step, and what it does."""
+    """Place of a rank: its node, its step, and what it does."""
 
     host: str
     step: int
@@ -27,7 +27,7 @@ class Place:
 
 
 def verdict(flights: Mapping[int, Flight], places: Mapping[int, Place]) -> str:
-    """Which rank the others wait for, in a sentence; empty if the records do not tell.
+    """Name the rank that the others wait for, in a sentence; empty if the records do not show it.
 
     flights: of the ranks that have answered. places: of all that anything is known of.
     """
@@ -46,7 +46,7 @@ def _latest(flight: Flight) -> dict[Group, int]:
 
 
 def _astray(flights: Mapping[int, Flight], places: Mapping[int, Place]) -> str:
-    """If ranks have called different collectives under one number: which, and who is alone with it."""
+    """Report different collectives that ranks have called under one number, and who is alone with one; else empty."""
     by_number: dict[tuple[int, Group], dict[int, Call]] = {}
     for rank in sorted(flights):
         for call in flights[rank].calls:
@@ -72,7 +72,7 @@ def _astray(flights: Mapping[int, Flight], places: Mapping[int, Place]) -> str:
 
 @dataclass(frozen=True)
 class _Wait:
-    """`rank` waits for `others` in `call`, or without one for their message."""
+    """Wait of `rank` for `others` in `call`, or without a call for their message."""
 
     rank: int
     others: tuple[int, ...]
@@ -107,7 +107,7 @@ def _waits(flights: Mapping[int, Flight], latest: Mapping[int, Mapping[Group, in
 def _awaited(
     flights: Mapping[int, Flight], latest: Mapping[int, Mapping[Group, int]], places: Mapping[int, Place]
 ) -> str:
-    """Who is waited for and waits for nobody; or who waits for each other."""
+    """Name the ranks that are waited for and wait for nobody, or that wait for each other; empty if no rank waits."""
     waits = _waits(flights, latest)
     waiting = {wait.rank for wait in waits}
     awaited = {other for wait in waits for other in wait.others}
@@ -118,7 +118,7 @@ def _awaited(
         both = [wait for wait in waits if wait.rank in awaited]
         told = " and ".join(f"rank {wait.rank} in {_waited(flights, wait)}" for wait in both[:2])
         return f"{_who(sorted(waiting & awaited), places)} wait for each other, {_step(both[0].rank, places)}: {told}"
-    # Of those who wait for nobody else, the one who is the closest: the others of a large group have more to wait for.
+    # The wait that is closest to those who wait for nobody: the others of a large group have more to wait for.
     wait = min(
         (wait for wait in waits if set(wait.others) & set(roots)),
         key=lambda wait: (len(set(wait.others) - set(roots)), len(wait.others), wait.rank),
@@ -136,7 +136,7 @@ def _awaited(
 
 
 def _all_wait(flights: Mapping[int, Flight], places: Mapping[int, Place]) -> str:
-    """If all ranks of a group are in a collective that does not end."""
+    """Report a collective that all ranks of a group are in and that does not end; empty if there is none."""
     for rank, flight in sorted(flights.items()):
         for call in flight.calls:
             for _, ranks in _group(flight, call) if call.peer is None and not call.done else []:
@@ -163,7 +163,7 @@ def _name(flight: Flight, call: Call) -> str:
 
 
 def _waited(flights: Mapping[int, Flight], wait: _Wait) -> str:
-    """What is waited in."""
+    """Describe the message or the collective that is waited for."""
     if wait.call is None:
         return "a message"
     if wait.call.peer is not None:

@@ -1,4 +1,4 @@
-"""What a failing rank leaves behind: one message for the user, from the rank that knows the cause. Imports no torch."""
+"""Report of a failing rank: one message for the user, from the rank that knows the cause. Imports no torch."""
 
 import _thread
 import json

@@ -1,4 +1,4 @@
-"""What PyTorch's flight recorder says of the collectives of a rank.
+"""Records of PyTorch's flight recorder about the collectives of a rank.
 
 The recorder numbers the collectives of every process group. gloo does not record messages between two ranks, so whoever
 waits for one says so in its `Activity`.
@@ -63,9 +63,9 @@ def record() -> None:
 
 
 def recorded(awaits: Collection[int] = (), sent: int = SENT, ended: int = 1) -> Flight:
-    """What this rank has recorded. Any thread may ask. awaits: ranks that it awaits a message of.
+    """Return what this rank has recorded. Any thread may ask. awaits: ranks that it awaits a message of.
 
-    sent: how many calls that have not ended are told of each group. ended: how many of the latest, ended or not.
+    sent: how many calls of each group that have not ended. ended: how many of its latest, ended or not.
     """
     groups = _groups()
     calls: dict[str, list[Call]] = {}

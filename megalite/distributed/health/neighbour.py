@@ -79,7 +79,7 @@ class Neighbour:
 
 
 def all_ended(store: dist.Store, ranks: Iterable[int]) -> bool:
-    """Whether the processes of all these ranks have ended, as their hosts say."""
+    """Return whether the processes of all these ranks have ended, as their hosts say."""
     for rank in ranks:
         if not store.check([f"listens {rank}"]):
             return False
@@ -94,13 +94,13 @@ def all_ended(store: dist.Store, ranks: Iterable[int]) -> bool:
 
 
 def _connect(store: dist.Store, rank: int) -> socket.socket:
-    """Raises OSError: ConnectionRefusedError if the process has ended."""
+    """Connect to a rank. Raises OSError: ConnectionRefusedError if the process has ended."""
     port, _, host = store.get(f"listens {rank}").decode().partition(" ")
     return socket.create_connection((host, int(port)), ANSWER)
 
 
 def _closed(line: socket.socket) -> bool:
-    """Whether the other end of a connection, over which nothing is sent, is gone."""
+    """Return whether the other end of a connection, over which nothing is sent, is gone."""
     try:
         return not line.recv(1)
     except BlockingIOError:

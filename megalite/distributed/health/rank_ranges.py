@@ -1,4 +1,4 @@
-"""Many ranks as few words."""
+"""Texts that name many ranks in few words."""
 
 from collections.abc import Sequence
 

@@ -21,7 +21,7 @@ ROWS = 16  # of a table; every rank's own log has its row
 
 @dataclass(frozen=True)
 class Status:
-    """What one rank is doing."""
+    """Status of one rank: what it is doing."""
 
     rank: int
     host: str
@@ -67,7 +67,7 @@ class RollCall:
         self.store.compare_set("call", "", cause)
 
     def cause(self) -> str:
-        """How a peer was lost; empty if that is not why the round was begun."""
+        """Say how a peer was lost; empty if that is not why the round was begun."""
         return self.store.get("call").decode()
 
     def answer(self, status: Status) -> bool:
@@ -79,7 +79,7 @@ class RollCall:
         return self.store.add("answers", 0) == self.size
 
     def answers(self) -> list[Status]:
-        """All answers so far."""
+        """Return all answers so far."""
         ranks: Iterable[int] = range(self.size)
         if not self.complete():
             ranks = [rank for rank in ranks if self.store.check([f"rank {rank}"])]
@@ -120,7 +120,7 @@ class RollCall:
 
 
 def blame(answers: Sequence[Status], silent: dict[int, str]) -> str:
-    """Which rank the others wait for in which collective, in a sentence; empty if the records do not tell."""
+    """Name the rank and the collective that the others wait for, in a sentence; empty if the records do not show it."""
     flights = {status.rank: Flight.of_json(status.flight) for status in answers if status.flight}
     places = {status.rank: Place(status.host, status.step, status.what) for status in answers}
     gone = {rank: Place(host, max((status.step for status in answers), default=0), "") for rank, host in silent.items()}

@@ -171,7 +171,7 @@ class Watchdog:
         raise StoreGone("the rank that was to conclude a roll call is gone")
 
     def _all_heard(self, call: RollCall, believed: bool) -> bool:
-        """Whether all have answered, or with `believed` those who have not cannot: their processes have ended."""
+        """Return whether all have answered, or with `believed` the others cannot: their processes have ended."""
         return call.complete() or (believed and self._next is not None and all_ended(self._hosts, call.missing()))
 
     def _status(self) -> Status:

@@ -1,1 +1,1 @@
-"""How ranks start: processes, signals, finding each other."""
+"""Start of ranks: processes, signals, finding each other."""

@@ -1,4 +1,4 @@
-"""What this machine has for ranks: memory, and whether there is a GPU. Imports no torch."""
+"""Resources of this machine for ranks: memory, and whether there is a GPU. Imports no torch."""
 
 import os
 from contextlib import suppress
@@ -22,7 +22,7 @@ def host_memory() -> int:
 
 
 def on_cpus(device: str) -> bool:
-    """Whether ranks on this machine will run on CPUs with this `run.device`. Finds out without torch."""
+    """Return whether ranks on this machine will run on CPUs with this `run.device`. Finds out without torch."""
     return device == "cpu" or (device == "auto" and not any(map(os.path.exists, DRIVERS)))
 
 

@@ -95,7 +95,7 @@ def launch(
 
 
 def _no_more(started: int, world_size: int, error: OSError) -> InputError:
-    """For a limit of the system, such as of processes or of open files."""
+    """Make the error for a limit of the system, such as of processes or of open files."""
     return InputError(
         f"only {started} of {world_size} ranks could be started: {error.strerror}; use smaller degrees in parallel.*, "
         "or raise the limits of processes (ulimit -u) and open files (ulimit -n)"
@@ -140,7 +140,7 @@ def _spawn(module: str, arguments: Sequence[str], environment: dict[str, str], l
 
 def _fork(module: str, arguments: Sequence[str], environment: dict[str, str], log: Path | None) -> Process:
     def main() -> None:
-        """Be what `_spawn` makes."""
+        """Run `module` in this fork as a process of `_spawn` would."""
         os.setsid()
         for number in listen(signal.SIG_DFL):
             if number == signal.SIGINT:

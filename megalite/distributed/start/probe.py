@@ -1,4 +1,4 @@
-"""What a node or a pair of nodes can do: matrix products, copies to and from the host, all-reduces.
+"""Measurement of what a node or a pair of nodes can do: matrix products, copies to and from the host, all-reduces.
 
 `python -m megalite.distributed.start.probe` is one rank of such a measurement; megalite-preflight starts as
 many as there are GPUs and reads the line of JSON that each prints. On CPUs the same code measures with gloo, for tests

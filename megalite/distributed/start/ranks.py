@@ -1,4 +1,4 @@
-"""Which rank this process is, from what its launcher says. Imports no torch."""
+"""Rank of this process, from what its launcher says. Imports no torch."""
 
 import os
 import re
@@ -13,7 +13,7 @@ from megalite.distributed.start.local import LAUNCHER
 
 @dataclass(frozen=True)
 class RankInfo:
-    """Which of the job's processes this one is."""
+    """Rank of this process among the processes of the job."""
 
     rank: int
     world_size: int
@@ -30,7 +30,7 @@ HOW_TO_START = "start ranks with torchrun, srun or launch/local.sh, or unset the
 
 
 def find_rank_info(environment: Mapping[str, str] = os.environ) -> RankInfo | None:
-    """This process's rank as torchrun or Slurm give it; None when the process was started by itself.
+    """Return this process's rank as torchrun or Slurm give it; None when the process was started by itself.
 
     None too in a Slurm step of one task, which is an interactive shell, or a script that starts its ranks itself.
     Raises InputError if the launcher's variables are incomplete or contradict each other: a rank that took itself for

@@ -1,4 +1,4 @@
-"""How a rank hears of a stop, and of its launcher's death, from its first moment on. Imports no torch."""
+"""Signals by which a rank hears, from its first moment on, of a stop and of its launcher's death. Imports no torch."""
 
 import ctypes
 import os

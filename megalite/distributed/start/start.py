@@ -37,7 +37,7 @@ LOST_PEER = (
 
 
 def is_lost_peer(error: BaseException) -> bool:
-    """Whether an error of a collective means that another rank is gone."""
+    """Return whether an error of a collective means that another rank is gone."""
     if isinstance(error, LostPeer | dist.DistNetworkError | dist.DistStoreError):
         return True
     return isinstance(error, RuntimeError) and any(sign in str(error).lower() for sign in LOST_PEER)
@@ -96,8 +96,8 @@ def _kind(device: Literal["auto", "cpu", "cuda"]) -> Literal["cpu", "cuda"]:
 def run_rank(main: Callable[[], int], rank_info: RankInfo) -> int:
     """Run `main` as one rank and return its exit code; if it fails, report and end the process at once.
 
-    What `main` returns is the verdict of the whole job, the same on every rank. A failing rank must not wait for
-    its peers in some destructor: they notice its death, and fail too.
+    The code that `main` returns is the verdict of the whole job, the same on every rank. A failing rank must not wait
+    for its peers in some destructor: they notice its death, and fail too.
     """
     die_with_launcher()
     try:

@@ -62,7 +62,7 @@ def open_folder(path: Path) -> Weights:
 
 
 def _same(path: Path, files: Sequence[str], one: Stored, other: Stored) -> bool:
-    """Whether two tensors, each in one piece in a file, are the same to the bit."""
+    """Return whether two tensors, each in one piece in a file, are the same to the bit."""
     if (one.dtype, one.shape) != (other.dtype, other.shape):
         return False
     (first, start), (second, begin) = ((files[each.rows[0, 0]], int(each.rows[0, 1])) for each in (one, other))

@@ -204,5 +204,5 @@ def _set(target: Any, items: list[Any]) -> None:
 
 
 def _is_key(value: Any) -> bool:
-    """Whether the hash of `value` is quick to compute and cannot be chosen, unlike those of tuples and floats."""
+    """Return whether the hash of `value` is quick to compute and cannot be chosen, unlike that of a tuple or float."""
     return isinstance(value, str | Made) or (type(value) is int and -LARGEST <= value < LARGEST)

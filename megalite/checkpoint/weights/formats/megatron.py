@@ -137,7 +137,7 @@ def _tensors(model: Any) -> Tensors:
 
 
 def _flat(values: Any, prefix: str = "", depth: int = 4) -> Iterator[tuple[str, Any]]:
-    """Whatever is in dictionaries in dictionaries, by its joined keys."""
+    """Yield all values in nested dictionaries, by their joined keys."""
     if not isinstance(values, dict) or not depth:
         raise ValueError(f"has {prefix or 'a model'} that is no dictionary of tensors")
     for key, value in values.items():
@@ -156,7 +156,7 @@ def _matched(
     chunks: Mapping[tuple[int, int], list[Tensors]],
     split: Split,
 ) -> tuple[Table, list[Chunk]]:
-    """What the tensors of all files are made of, and where they lie, each once. Raises DamagedError."""
+    """Return how each tensor of all files is made of our weights, and where it lies, each once. Raises DamagedError."""
     layers = _layers(path, model, saved, chunks, split)
     ours, rows = weights(model), _vocabulary(saved, chunks)
     if rows < model.vocab_size:
@@ -213,7 +213,7 @@ def _vocabulary(saved: Mapping[tuple[int, int], Saved], chunks: Mapping[tuple[in
 
 
 def plan(found: Weights, split: Split = WHOLE_MODEL, dtype: str | None = None) -> Plan:
-    """What a folder of the weights `found` holds, divided by `split`, of `dtype`, or else of the one they have."""
+    """Plan a folder of the weights `found`, divided by `split`, in `dtype`, or else in the one they have."""
     model, dtype = found.model, dtype or found.dtype
     check_split(model, split)
     size = padded(model.vocab_size, split.tp)

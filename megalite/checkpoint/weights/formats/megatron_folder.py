@@ -1,4 +1,4 @@
-"""What both of Megatron-LM's formats share: which folder holds the latest weights, and what is beside it."""
+"""Folders of both of Megatron-LM's formats: which folder holds the latest weights, and what is beside it."""
 
 import re
 from collections.abc import Mapping
@@ -32,7 +32,7 @@ def latest(path: Path) -> str:
 
 
 def has(path: Path, *patterns: str) -> bool:
-    """Whether the latest weights in `path` have files of all these names."""
+    """Return whether the latest weights in `path` have files of all these names."""
     try:
         folder = path / latest(path)
         return all(any(True for _ in folder.glob(pattern)) for pattern in patterns)

@@ -1,4 +1,4 @@
-"""What writing both of Megatron-LM's formats shares."""
+"""Helpers for writing both of Megatron-LM's formats."""
 
 import io
 from argparse import Namespace

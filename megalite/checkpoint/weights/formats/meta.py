@@ -108,7 +108,7 @@ def _told_model(path: Path, shapes: dict[str, tuple[int, ...]], files: int) -> M
 
 
 def plan(found: Weights, files: int = 1, dtype: str | None = None) -> Plan:
-    """What a folder of the weights `found` holds, divided among `files`, of `dtype`, or else of the one they have."""
+    """Plan a folder of the weights `found`, divided among `files`, in `dtype`, or else in the one they have."""
     model, dtype = found.model, dtype or found.dtype
     check_files(model, files)
 

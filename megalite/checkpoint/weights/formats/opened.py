@@ -48,16 +48,16 @@ class Weights:
 
     @property
     def bytes(self) -> int:
-        """Of all tensors in the index."""
+        """Bytes of all tensors in the index."""
         return sum(tensor.bytes for tensor in self.index.tensors.values())
 
     def without_states(self) -> "Weights":
-        """The same, but for an optimizer's states."""
+        """Return these weights without an optimizer's states."""
         kept = {name: tensor for name, tensor in self.index.tensors.items() if name.startswith(PREFIX)}
         return replace(self, index=Index(self.index.files, kept), training=None)
 
     def folded(self) -> "Weights":
-        """The same function as a model without multipliers, as other programs know it; see `maps.folded`.
+        """Return the same function as a model without multipliers, which other programs know; see `maps.folded`.
 
         Raises InputError if there are states of an optimizer, which belong to the weights as they are.
         """

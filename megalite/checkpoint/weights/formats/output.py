@@ -1,4 +1,4 @@
-"""What a format writes: files, each from its beginning to its end, whose tensors are fetched strip by strip."""
+"""Output of a format: files, each written from its beginning to its end, whose tensors are fetched strip by strip."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field

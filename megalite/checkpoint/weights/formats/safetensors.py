@@ -110,7 +110,7 @@ def listed(path: Path) -> dict[str, set[str]]:
 
 
 def _header(path: Path, name: str) -> tuple[list[Chunk], int]:
-    """Where the tensors of a file lie, and its size. Raises ValueError where the header is not as it must be."""
+    """Read where the tensors of a file lie, and its size. Raises ValueError where the header is not as it must be."""
     with opened(path, name, links=True) as descriptor:
         size = os.fstat(descriptor).st_size
         if size < LENGTH.size:

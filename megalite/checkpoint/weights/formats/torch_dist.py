@@ -186,7 +186,7 @@ def _check_types(path: Path, index: Index) -> None:
 
 
 def _kind(name: str) -> str:
-    """Of KINDS, that of a tensor."""
+    """Return the one of KINDS that begins a tensor's name; empty if there is none."""
     return next((kind for kind in KINDS if kind and name.startswith(kind)), "")
 
 
@@ -203,7 +203,7 @@ def _by_kind(raw: Index) -> dict[str, dict[str, Stored]]:
 
 
 def _joined(indexes: Sequence[Index]) -> Index:
-    """One index. Of tensors in several, the last is taken."""
+    """Join indexes into one. If a tensor is in several, the last is taken."""
     files = tuple(dict.fromkeys(file for index in indexes for file in index.files))
     tensors: dict[str, Stored] = {}
     for index in indexes:
@@ -228,7 +228,7 @@ def _check_backend(path: Path, folder: str) -> None:
 
 
 def _table(model: Model, tensors: Mapping[str, Stored]) -> Table:
-    """What the tensors are made of, stacked or layer by layer as they are."""
+    """Return how the tensors, stacked or layer by layer as they are, are made of our weights."""
     embedding = tensors.get(EMBEDDING)
     rows = embedding.shape[0] if embedding is not None and embedding.shape else 0
     if rows < model.vocab_size:
@@ -248,7 +248,7 @@ def _sizes(path: Path, files: tuple[str, ...]) -> dict[str, int]:
 
 
 def plan(found: Weights, split: Split = WHOLE_MODEL, dtype: str | None = None) -> Plan:
-    """What a folder of the weights `found` holds, of `dtype`, or else of the one they have; of states, in float32.
+    """Plan a folder of the weights `found`, in `dtype`, or else in the one they have; states are in float32.
 
     split: only the padding of the vocabulary, and what the arguments say, depend on it.
     """
@@ -298,9 +298,9 @@ def _refuse_other_states(found: Weights) -> None:
 
 
 def _parts(model: Model, size: int, kinds: Mapping[str, tuple[str, str]]) -> Iterator[Part]:
-    """What is written, in order: all tensors, of stacked ones every layer's part.
+    """Yield all tensors in the order of writing, stacked ones as every layer's part.
 
-    kinds: of them, by the beginning of their names: that of ours, and the data type.
+    kinds: by the beginning of the tensors' names: the beginning of our names, and the data type.
     """
     table = chunk_table(model, weights(model), range(model.layers), size, copy=False)
     for (kind, (ours, dtype)), (name, theirs) in product(kinds.items(), table.items()):

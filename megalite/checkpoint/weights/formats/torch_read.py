@@ -75,7 +75,7 @@ class Saved:
 
 
 def is_tensor(value: Any) -> bool:
-    """Whether a value in a file stands for a tensor."""
+    """Return whether a value in a file stands for a tensor."""
     return isinstance(value, Made) and value.name in (PARAMETER, "torch._utils._rebuild_tensor_v2")
 
 

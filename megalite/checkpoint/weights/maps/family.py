@@ -64,7 +64,7 @@ class Family:
     partial: bool = False
 
     def table(self, model: Model) -> Table:
-        """What their tensors are made of, in transformers' order."""
+        """Return how their tensors are made of our weights, in transformers' order."""
         ours = weights(model)
         table = {"model.embed_tokens.weight": stacked([("embed.weight", ours["embed.weight"])])}
         for number in range(model.layers):
@@ -176,7 +176,7 @@ def windows(fields: Fields, model: Model, types: Sequence[str] | None) -> Attent
 
 
 def layer_types(model: Model) -> list[str]:
-    """Which layers have windows, as transformers says it."""
+    """List transformers' type of each layer: with a window or without."""
     return [SLIDING if kind.attention.heads.scores.window is not None else FULL for kind in layer_kinds(model)]
 
 

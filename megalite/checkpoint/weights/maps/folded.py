@@ -9,7 +9,7 @@ from megalite.config.schema import Model
 
 
 def folded(model: Model) -> tuple[Model, dict[str, float]]:
-    """A model without multipliers, and what its weights are those of `model` times, by name; others stay.
+    """Return a model without multipliers, and by name the factors from the weights of `model` to its own; others stay.
 
     Its logits are those of `model`. It is not trained as `model` is: its learning rates and initial weights would have
     to differ.

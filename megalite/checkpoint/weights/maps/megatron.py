@@ -1,8 +1,8 @@
-"""What the tensors of Megatron-LM's GPT are made of, whole or divided among ranks. Imports no torch.
+"""Tensors of Megatron-LM's GPT as blocks of our weights, whole or divided among ranks. Imports no torch.
 
 Names are those of Megatron-Core with Transformer Engine; `known_as` turns other spellings into these. Queries, keys and
-values are one tensor, group by group: the group's queries, its key and its value. So are gate and up: of every
-tensor-parallel rank the gate's part, then the up's.
+values are one tensor, group by group: the group's queries, its key and its value. Gate and up are one tensor,
+too: for every tensor-parallel rank the gate's part, then the up's.
 """
 
 import re
@@ -50,7 +50,7 @@ WITHOUT_MEANING = re.compile(r".*(\._extra_state(/.*)?|\.inv_freq)")  # of Trans
 
 @dataclass(frozen=True)
 class Split:
-    """How Megatron divides a model: tensor-parallel size, pipeline-parallel size, and virtual stages of each rank."""
+    """Megatron's division of a model: tensor-parallel size, pipeline-parallel size, and virtual stages of each rank."""
 
     tp: int = 1
     pp: int = 1
@@ -90,7 +90,7 @@ def check_split(model: Model, split: Split) -> None:
 
 
 def layer_table(model: Model, ours: Mapping[str, Weight], number: int, rank: int = 0, tp: int = 1) -> Table:
-    """What the tensors of a layer are made of on a tensor-parallel rank, by their names inside of the layer."""
+    """Return how a layer's tensors on a tensor-parallel rank are made of our weights, by their names in the layer."""
     e, group = model.head_size, model.heads // model.kv_heads
     own = f"layers.{number}."
 
@@ -137,10 +137,11 @@ def vocabulary(name: str, weight: Weight, size: int, rank: int = 0, tp: int = 1)
 def chunk_table(
     model: Model, ours: Mapping[str, Weight], layers: range, size: int, rank: int = 0, tp: int = 1, copy: bool = True
 ) -> Table:
-    """What the tensors of neighbouring layers are made of, with what is before the first and behind the last.
+    """Return how the tensors of neighbouring layers are made of our weights.
 
-    Layers are numbered from 0. size: of the vocabulary, with padding. copy: whether the last layers have a copy of a
-    tied embedding, unless the first are with them.
+    The model's first layer comes with the embedding, its last layer with the final norm and the output. Layers are
+    numbered from 0. size: of the vocabulary, with padding. copy: whether the last layers have a copy of a tied
+    embedding, unless the first are with them.
     """
     table: dict[str, Theirs] = {}
     if layers.start == 0:
@@ -157,7 +158,7 @@ def chunk_table(
 
 
 def stacked_table(model: Model, ours: Mapping[str, Weight], size: int) -> Table:
-    """What whole tensors are made of, those of all layers one upon another: `torch_dist`."""
+    """Return how whole tensors are made of our weights, with all layers stacked in one tensor: `torch_dist`."""
     table: dict[str, Theirs] = {}
     layers: dict[str, list[Theirs]] = {}
     for name, theirs in chunk_table(model, ours, range(model.layers), size).items():
@@ -184,6 +185,6 @@ def places(split: Split) -> Iterator[tuple[int, int, int]]:
 
 
 def replicated(name: str) -> bool:
-    """Whether every tensor-parallel rank has the whole of this tensor."""
+    """Return whether every tensor-parallel rank has the whole of this tensor."""
     found = LAYER.fullmatch(name)
     return name == FINAL_NORM or (found is not None and found[2] in WHOLE)

@@ -1,4 +1,4 @@
-"""What the arguments in a checkpoint of Megatron-LM mean, and which of them a model has. Imports no torch."""
+"""Meaning of the arguments in a checkpoint of Megatron-LM, and the arguments that a model has. Imports no torch."""
 
 from collections.abc import Mapping
 from dataclasses import replace

@@ -110,10 +110,10 @@ def _steps(content: Mapping[Any, Any]) -> Iterator[Any]:
 
 
 def content_of(training: Training) -> dict[str, Any]:
-    """What is saved beside the arguments, under Megatron's names.
+    """Return what is saved beside the arguments, under Megatron's names.
 
-    It serves its optimizer in float32, that with main parameters, and the distributed one, which look in different
-    places. Units of the schedule are samples, as Megatron's are.
+    It serves Megatron's optimizer in float32, the one with main parameters, and the distributed one, which look in
+    different places. Units of the schedule are samples, as Megatron's are.
     """
     progress, optim, batch = training.progress, training.config.optim, training.config.batch.global_
     rate = training.rate

@@ -1,4 +1,4 @@
-"""What the tensors of Meta's original Llama files are made of, and what their params.json means. Imports no torch.
+"""Tensors of Meta's original Llama files as blocks of our weights, and the meaning of params.json. Imports no torch.
 
 Rows of a head's queries and keys are in another order: RoPE turns neighbours there, and both halves of a head here.
 """
@@ -32,12 +32,12 @@ ROUNDED = ((1.0, 256), (1.3, 1024), (1.3, 4096), (1.2, 4096), (1.5, 256))  # the
 
 
 def replicated(name: str) -> bool:
-    """Whether every file has the whole of this tensor."""
+    """Return whether every file has the whole of this tensor."""
     return name == NORM or name.endswith(tuple(EVERYWHERE))
 
 
 def table_of(model: Model, rank: int = 0, files: int = 1, rows: bool = True) -> dict[str, Theirs]:
-    """What the tensors of a file are made of. rows: whether embeddings are divided by rows, as in Llama 3."""
+    """Return how a file's tensors are made of our weights. rows: whether rows divide embeddings, as in Llama 3."""
     ours = weights(model)
 
     def share(size: int) -> tuple[int, int]:

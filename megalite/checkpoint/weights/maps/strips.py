@@ -1,4 +1,4 @@
-"""How the tensors of another format are made of our weights: the one description that reading and writing share.
+"""Tensors of another format, as made of our weights: the one description that reading and writing share.
 
 A tensor of theirs is a row of strips, back to back. A strip is a block of one of our weights: neighbouring rows, of all
 columns or of some. Fused projections, interleaved heads, tensor-parallel parts, stacked layers and padding are all
@@ -59,7 +59,7 @@ Table = Mapping[str, Theirs]  # by their names, in their order
 
 
 def whole(name: str, weight: Weight) -> Strip:
-    """All of a weight."""
+    """Return the strip that is all of a weight."""
     return part(name, weight)
 
 
@@ -72,7 +72,7 @@ def part(
 
 
 def stacked(named: Iterable[tuple[str, Weight]]) -> Theirs:
-    """Whole weights one upon another, along their first dimension."""
+    """Stack whole weights along their first dimension."""
     pairs = list(named)
     rows = sum(weight.shape[0] for _, weight in pairs)
     return Theirs((rows, *pairs[0][1].shape[1:]), tuple(whole(name, weight) for name, weight in pairs))

@@ -30,7 +30,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Axis:
-    """What an axis shows.
+    """Axis of a diagram.
 
     logarithmic: equal ratios are equally far apart. marks: values that stand beside it; None: round ones.
     """
@@ -100,7 +100,7 @@ def _overlap(a: Box, b: Box) -> bool:
 
 
 def _scale(axis: Axis, values: Sequence[float], first: float, last: float) -> tuple[Scale, Sequence[float]]:
-    """Where a value lies between the pixels `first` and `last`, and the values that are marked."""
+    """Return the function that places a value between the pixels `first` and `last`, and the values that are marked."""
     least, most = min(values), max(values)
     if axis.logarithmic:
         least, most = least / 1.12, most * 1.12

@@ -19,7 +19,7 @@ BEST, SAME = "the fastest layout", "this layout with more data-parallel ranks"
 
 
 def scaling_charts(asked: Asked, prediction: Prediction, fastest: Prediction | None) -> str:
-    """Half to eight times the GPUs, with the same batch and with one that grows with them. fastest: see `scaling`."""
+    """Draw half to eight times the GPUs, with the same batch and with a growing one. fastest: see `scaling`."""
     told = (
         "Half to eight times the GPUs. Ideal is to halve the time of a step with twice the GPUs (strong scaling), or "
         "to keep it where the batch grows with them (weak scaling). A number of GPUs is left out where no layout fits."

@@ -54,7 +54,7 @@ def communication(flows: Sequence[Flow], prediction: Prediction) -> str:
 
 
 def spans(flow: Flow, cluster: Cluster) -> str:
-    """What a group spans, in words: `inside a node`, or `over 4 nodes, 8 GPUs in each`."""
+    """Describe what a group spans: `inside a node`, or `over 4 nodes, 8 GPUs in each`."""
     nodes = _nodes(flow, cluster)
     if len(nodes) == 1:
         near = next((level.gpus for level in cluster.levels if flow.ranks[-1] < level.gpus), cluster.gpus_per_node)
@@ -66,7 +66,7 @@ def spans(flow: Flow, cluster: Cluster) -> str:
 
 
 def _counted(flow: Flow, prediction: Prediction) -> str:
-    """What the prediction counts for a flow: seconds of its own, or the part in which it is."""
+    """Describe what the prediction counts for a flow: seconds of its own, or the part in which it is."""
     if flow.part in ("bubble", "optimizer"):
         return "in the waiting for stages" if flow.part == "bubble" else "in the optimizer"
     both = flow.part == "data" and 1 not in _data_ranks(prediction)

@@ -157,7 +157,7 @@ def _lane(table: Table, timeline: Timeline, rank: int, top: int, scale: float, f
 
 
 def _left(table: Table) -> float:
-    """Where lanes begin, to the right of the names of their ranks."""
+    """The x at which lanes begin, to the right of the names of their ranks."""
     return LEFT + FONT * DIGIT * (len(str(table.ranks - 1)) - 1)
 
 
@@ -204,7 +204,7 @@ def _text_legend(table: Table, timeline: Timeline, width: int) -> Text:
 
 
 def _families(table: Table, timeline: Timeline) -> list[tuple[list[Shade], str]]:
-    """For every colour that occurs: its shades, and the stages that have it, such as `stages 0-3`."""
+    """Shades of every colour that occurs, and the stages that have the colour, such as `stages 0-3`."""
     local = _local(table)
     drawn = {(span.action.kind, local[span.action.stage]) for lane in timeline.spans for span in lane}
     found = []

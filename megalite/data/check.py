@@ -25,7 +25,7 @@ MOST_REMEMBERED = 16 << 20  # bytes
 
 @dataclass(frozen=True)
 class Checked:
-    """What the checks have found out about the data of a run."""
+    """Findings of the checks of a run's data."""
 
     end_of_document: int | None
     warnings: tuple[str, ...]
@@ -33,7 +33,7 @@ class Checked:
 
 @dataclass(frozen=True)
 class Known:
-    """What is known of one store."""
+    """Scan and description of one store."""
 
     scan: Scan
     description: Description | None

@@ -87,7 +87,7 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def is_special(self, token: int) -> bool:
-        """Whether the token marks something, such as where a document begins, in place of being text."""
+        """Return whether the token marks something, such as where a document begins, in place of being text."""
 
     @abstractmethod
     def _piece(self, token: int) -> str: ...

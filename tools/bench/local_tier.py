@@ -52,7 +52,7 @@ def measure_tiers(state: State, config: Config, folder: Path, local: Path, round
 
 @dataclass(frozen=True)
 class Rhythm:
-    """How training is interrupted by saves."""
+    """Rhythm of the saves that interrupt training."""
 
     pause: float  # seconds of work between two saves
     saves: int

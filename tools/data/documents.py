@@ -34,7 +34,7 @@ UNREADABLE = "unreadable file"
 
 @dataclass(frozen=True)
 class Reading:
-    """How documents are read."""
+    """Settings for reading documents."""
 
     key: str = "text"  # the JSON field or Parquet column with the text; dots lead into nested ones
     format: Format | None = None  # None: as the suffix says
@@ -74,7 +74,7 @@ def add_reading_options(parser: argparse.ArgumentParser) -> None:
 
 
 def reading_of(options: argparse.Namespace, separator: str | None = None) -> Reading:
-    """How to read, from the options of `add_reading_options`. Raises InputError if they are not valid."""
+    """Settings for reading, from the options of `add_reading_options`. Raises InputError if they are not valid."""
     check_encoding(options.encoding)
     if options.max_document < 1:
         raise InputError(f"--max-document {options.max_document}: must be at least 1")

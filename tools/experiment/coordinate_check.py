@@ -1,6 +1,6 @@
 """Coordinate check: whether outputs of modules stay as large when a model gets wider, or deeper.
 
-Small models of several widths, or depths, take a few steps. Of every module, the mean absolute value of its outputs is
+Small models of several widths, or depths, take a few steps. The mean absolute value of every module's outputs is
 measured. The slope of its logarithm on that of the width must be within ±0.25 after the last step (Yang et al. 2022,
 arXiv 2203.03466, appendix D.1).
 """

@@ -1,4 +1,4 @@
-"""How large the outputs of a model's modules are, in training, in whatever layout it is trained."""
+"""Sizes of the outputs of a model's modules in training, in whatever layout it is trained."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager

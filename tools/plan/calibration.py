@@ -67,7 +67,7 @@ class Runs:
         return numpy.log(self.predicted(self.cluster(factors)))
 
     def slopes(self, names: Sequence[str], values: Sequence[float] | numpy.ndarray) -> numpy.ndarray:
-        """How the logarithms of times depend on those of factors: [runs, figures]."""
+        """Derivatives of the logarithms of times by those of factors: [runs, figures]."""
         columns = []
         for at in range(len(names)):
             up, down = list(values), list(values)

@@ -178,8 +178,8 @@ PROFILES = {
         forward_ffn=4,
         backward_ffn=6,
         # Whole gradients are summed a bucket of DDP at a time: all_reduce_coalesced in
-        # src/nanotron/optim/gradient_accumulator.py, ddp_bucket_cap_mb. That reduce_scatter_coalesced takes each
-        # parameter by itself is told by published times.
+        # src/nanotron/optim/gradient_accumulator.py, ddp_bucket_cap_mb. The published times show that
+        # reduce_scatter_coalesced takes each parameter by itself.
         pieces=9,
         buckets=25 * 2**20,
         reduces_beside=True,
@@ -224,8 +224,8 @@ PROFILES = {
     # output layer joins all logits (lm_head.py), and the loss casts them (cross_entropy.py). Gradients are added up in
     # bf16 and all-reduced in float32 (optimizer/allreduce.py). Without sequence parallelism each of three
     # column-parallel products reduces its input's gradient. Lengths of documents are read back to the host for every
-    # layer's attention (attention.py, get_max_seq_length). That stages are balanced by their parameters is told by the
-    # published times.
+    # layer's attention (attention.py, get_max_seq_length). The published times show that stages are balanced
+    # by their parameters.
     "scaling": Profile(
         "Aleph Alpha Scaling",
         kept=keeps.SCALING,

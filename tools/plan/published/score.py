@@ -1,4 +1,4 @@
-"""How far predictions are from published runs. Imports no torch."""
+"""Compares predictions with published runs. Imports no torch."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -74,7 +74,7 @@ class Score:
 
 @dataclass(frozen=True)
 class Ranking:
-    """How often the best measured layout of a group is among the TOP_LAYOUTS predicted ones.
+    """Counts of groups whose best measured layout is among the TOP_LAYOUTS predicted ones.
 
     groups: of at least two layouts of one model on as many GPUs. contested: groups of more than TOP_LAYOUTS, where it
     means something.
@@ -88,7 +88,7 @@ class Ranking:
 
 @dataclass(frozen=True)
 class Trend:
-    """How much longer measured times are than predicted ones on more GPUs, within sources.
+    """Excess of measured times over predicted ones on more GPUs, within sources.
 
     spread: relative standard deviation of GPUs' speeds with which waiting for the slowest would make it so. error: its
     standard error, with rows of a source taken to err together. sources: of at least TREND_RANGE times as many GPUs.

@@ -11,7 +11,16 @@ import pytest
 
 PLANNING = ("megalite/plan", "megalite/cost", "megalite/layout_search")
 RUNNING = ("megalite/train", "megalite/inference", "megalite/experiment", "megalite/scaling", "megalite/report")
-FOLDERS = (*PLANNING, *RUNNING, "kernels", "launch")  # the others have not been gone through yet
+CORE = (
+    "megalite/config",
+    "megalite/schedule",
+    "megalite/data",
+    "megalite/parallel",
+    "megalite/model",
+    "megalite/dry_run",
+    "megalite/optim",
+)
+FOLDERS = (*PLANNING, *RUNNING, *CORE, "kernels", "launch", "tools")  # the others have not been gone through yet
 HIDDEN = r"(?:Of|That|What|Those|So many|So much)\b"  # words that hide the subject of a sentence
 PRONOUN = re.compile(r"(?:It|Its|This|These|They|He|She|Whether|Which|Who|Whose|How|Where|When|As|If|For)\b")
 SENTENCE = re.compile(rf"(?:^|(?<=[.:;!?]\s)|(?<=\n\n)){HIDDEN}")

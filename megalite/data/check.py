@@ -151,7 +151,7 @@ def _end_problems(data: Data, end: int | None, stores: dict[str, TokenStore], vo
 
 
 def _problems(key: str, path: str, known: Known, data: Data, vocab_size: int) -> Iterator[Problem]:
-    """Why a store cannot be trained on."""
+    """Yield the reasons why a store cannot be trained on."""
     largest, description = known.scan.largest_id, known.description
     if largest >= vocab_size:
         rule = f"{path}.bin holds token id {largest}, outside model.vocab_size = {vocab_size}"

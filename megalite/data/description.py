@@ -36,7 +36,7 @@ FIELDS = {  # beside `format` and `version`
 
 @dataclass(frozen=True)
 class TokenizerFile:
-    """A tokenizer, told by its content, wherever its file lies."""
+    """A tokenizer, identified by the content of its file, wherever the file lies."""
 
     file: str  # name
     sha256: str

@@ -188,7 +188,7 @@ def _svg_legend(table: Table, timeline: Timeline, top: float, width: int) -> tup
 
 
 def _text_legend(table: Table, timeline: Timeline, width: int) -> Text:
-    """The same for a terminal, which has no communication."""
+    """The legend for a terminal, whose timeline shows no communication."""
     entries = []
     for shades, stages in _families(table, timeline):
         swatches = Text.assemble(*((_letter(shade), _style(shade)) for shade in shades))
@@ -238,7 +238,7 @@ def _kinds(timeline: Timeline) -> set[Kind]:
 
 
 def _local(table: Table) -> dict[int, int]:
-    """By stage, which of its rank's stages it is, counted from 0."""
+    """By stage: its number among the stages of its rank, from 0."""
     return {stage: index for rank in range(table.ranks) for index, stage in enumerate(table.stages_of(rank))}
 
 

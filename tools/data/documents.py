@@ -351,7 +351,7 @@ def _parquet(path: Path, reading: Reading, advanced: Callable[[int], None]) -> I
 
 
 def _unlike_text(path: Path, schema: Any, fields: tuple[str, ...], key: str) -> Reject | None:
-    """Why the column, or the field inside of a column, at `fields` holds no text; None if it holds text."""
+    """Reason why the column, or the field inside of a column, at `fields` holds no text; None if it holds text."""
     inside = pyarrow.struct(schema)
     for name in fields:
         names = [field.name for field in inside] if pyarrow.types.is_struct(inside) else []

@@ -66,7 +66,7 @@ class Line:
         return told
 
     def as_json(self) -> dict[str, Any]:
-        """Numbers that are not finite are null."""
+        """The line for JSON; numbers that are not finite are null."""
         modules = {
             module: {
                 "means": [[_number(value) for value in means] for means in self.means[module]],

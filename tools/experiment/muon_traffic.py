@@ -61,7 +61,7 @@ class Sent(TorchDispatchMode):
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The exit code."""
+    """Runs the program. Returns the exit code."""
     parser = argparse.ArgumentParser(prog=COMMAND, description=__doc__)
     parser.add_argument("inputs", nargs="+", metavar="FILE or KEY=VALUE", help="a configuration without pp, tp and cp")
     parser.add_argument("--modes", nargs="+", choices=MODES, default=MODES[:3], help="of data parallelism")

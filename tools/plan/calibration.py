@@ -32,7 +32,7 @@ SETTLED = 1e-6  # of a logarithm
 
 @dataclass(frozen=True)
 class Fit:
-    """factors: of the figures that were fitted. kept: why the others were not. cluster: with the factors."""
+    """Result of a fit. factors: of the fitted figures. kept: why the others were not. cluster: with the factors."""
 
     factors: Mapping[str, float]
     kept: Mapping[str, str]

@@ -32,7 +32,7 @@ ROUNDS = 20
 
 @dataclass(frozen=True)
 class Limits:
-    """seconds: of the program. memory: bytes that its processes may hold in the host's memory together."""
+    """Limits of a program: seconds that it may take, and bytes that its processes may hold together in host memory."""
 
     seconds: float
     memory: float = float("inf")

@@ -37,7 +37,7 @@ class Compared:
 
     @property
     def error(self) -> float:
-        """Relative; above 0 where too much is predicted."""
+        """Relative error; above 0 where too much is predicted."""
         return self.predicted / self.measured - 1
 
     @property

@@ -83,7 +83,7 @@ def trainable(stage: nn.Module) -> Iterator[Parameter]:
 
 
 def cut(tensor: Tensor, shape: tuple[int, ...]) -> DTensor:
-    """A view without padding of `tensor`, a parameter or something of its size. Where its parts are, `box` tells."""
+    """A view without padding of `tensor`, a parameter or something of its size. `box` returns where its parts are."""
     tensor = tensor.detach()
     assert isinstance(tensor, DTensor)
     if tuple(tensor.shape) == shape:

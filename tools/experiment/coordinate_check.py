@@ -155,7 +155,7 @@ def _deeper(model: Model, layers: int, options: argparse.Namespace) -> Model:
 def _rank(
     rank_info: RankInfo, arguments: Sequence[str], options: argparse.Namespace, config: Config, runs: Sequence[Run]
 ) -> int:
-    """One rank. The first one tells the results."""
+    """Be one rank. The first one reports the results."""
     device = start(rank_info, config.run.device, config.train.timeout)
     mesh = build_mesh(config, device)
     if mesh is None:

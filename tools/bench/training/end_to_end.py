@@ -50,7 +50,7 @@ class Start:
 
 @dataclass(frozen=True)
 class Step:
-    """One training step, as its record tells. Times are seconds."""
+    """One training step, from its record. Times are seconds."""
 
     number: int
     loss: float | None

@@ -17,7 +17,7 @@ from megalite_tools.plan.published.rows import Row, works_of
 from megalite_tools.plan.published.step import StepModel
 from megalite_tools.plan.published.work import Work
 
-TREND_RANGE = 8  # times as many GPUs of a source's largest run as of its smallest, from which on it tells a trend
+TREND_RANGE = 8  # times as many GPUs of a source's largest run as of its smallest, from which on it shows a trend
 TOP_LAYOUTS = 3  # of a group's layouts, as predicted, among which the best measured one should be
 
 
@@ -25,7 +25,7 @@ TOP_LAYOUTS = 3  # of a group's layouts, as predicted, among which the best meas
 class Compared:
     """A row's figure, predicted and measured. spread: half the width of the interval, relative to the prediction.
 
-    formula: of a time that `predict` tells, since a configuration expresses the row, what the formula for other
+    formula: of a time that `predict` gives, since a configuration expresses the row, what the formula for other
     programs says.
     """
 
@@ -195,7 +195,7 @@ def by_source(found: Iterable[Told]) -> dict[str, list[Told]]:
 
 
 def trend(found: Iterable[Compared]) -> Trend | None:
-    """Fit how errors of step times grow with GPUs; sources count alike. None where fewer than two tell a trend."""
+    """Fit how errors of step times grow with GPUs; sources count alike. None where fewer than two have a trend."""
     deviations = []  # by source: of a row, how much slower its slowest GPU is, and how much longer it took, less means
     for group in by_source(found).values():
         gpus = [each.row.work.gpus for each in group]

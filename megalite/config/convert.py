@@ -37,7 +37,7 @@ def from_plain(plain: dict[Any, Any]) -> tuple[Config, list[Problem]]:
 
 
 def typed_section(plain: Any, cls: type[T]) -> tuple[T, list[Problem]]:
-    """As `from_plain`, for another class of settings than `Config`."""
+    """Convert as `from_plain` does, to another class of settings than `Config`."""
     problems: list[Problem] = []
     return _section(plain, cls, "", problems, cls), problems
 
@@ -48,7 +48,7 @@ def to_plain(config: Config) -> dict[str, Any]:
 
 
 def leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
-    """All values inside of plain containers that are no containers, with their dotted keys."""
+    """Yield `(dotted key, value)` for every scalar in nested dictionaries and lists."""
     if not isinstance(value, dict | list):
         yield key, value
     for name, inner in inside(value, key):
@@ -56,7 +56,7 @@ def leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def inside(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
-    """The items of a dictionary or a list at `key`, with their dotted keys; nothing for a value of another type."""
+    """Yield `(dotted key, item)` of the dictionary or list at `key`; nothing for a value of another type."""
     if isinstance(value, dict):
         yield from ((f"{key}.{name}" if key else name, inner) for name, inner in value.items())
     if isinstance(value, list):
@@ -100,7 +100,7 @@ def _keys(cls: Any, prefix: str) -> Iterable[tuple[str, Any]]:
 
 @cache
 def _fields(cls: Any) -> tuple[dict[str, str], dict[str, Any]]:
-    """Of a section: the names of its fields by their keys, and their type hints."""
+    """Names of a section's fields by their keys, and their type hints by their names."""
     return {yaml_name(field.name): field.name for field in fields(cls)}, get_type_hints(cls)
 
 

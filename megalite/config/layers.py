@@ -10,7 +10,7 @@ from megalite.config.schema import Model, RopeScaling
 
 @dataclass(frozen=True)
 class Scores:
-    """Which of the tokens before it a query attends to, and how large scores are.
+    """Range of a query's attention among the tokens before it, and the size of scores.
 
     window: so many keys, the query's own included, as in Mistral 7B (arXiv 2310.06825, §2); None: all.
     softcap: scores become softcap · tanh(score / softcap), as in Gemma 2 (arXiv 2408.00118, §2); None: they stay.
@@ -90,7 +90,7 @@ class Rope:
 
 @dataclass(frozen=True)
 class Rotation:
-    """What the angles of a layer's queries and keys depend on, beside positions and the sequence's length.
+    """Parameters of the angles of a layer's queries and keys, beside positions and the sequence's length.
 
     width: features of a head. rotary_width: of these, the first ones, which turn.
     """
@@ -102,7 +102,7 @@ class Rotation:
 
 @dataclass(frozen=True)
 class LayerKind:
-    """What a layer is made of. Layers of equal kind differ in nothing but their weights.
+    """Parts of a layer. Layers of equal kind differ in nothing but their weights.
 
     norms: whether attention and feed-forward have a norm before them, after them, or both. rope: None: queries and keys
     are not turned by their positions (NoPE, arXiv 2305.19466).

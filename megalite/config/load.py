@@ -25,7 +25,7 @@ def load(paths: Iterable[str], overrides: Iterable[str] = (), model: Model | Non
 
     A path may be the name of a preset instead, such as `llama3_8b`, if there is no such file.
     A file may start from others with a top-level `include:`, a path or a list of paths relative to itself.
-    What comes later wins: a file over its includes, a later file over an earlier one, an override over all.
+    Later values win: a file's over those of its includes, a later file's over an earlier one's, an override's over all.
     A section left empty changes nothing. Values may refer to each other as `${model.width}`.
 
     Raises `InputError` for a file that cannot be read, and with all unknown keys, values of a wrong type
@@ -55,7 +55,7 @@ def merged(paths: Iterable[str], model: Model | None = None) -> dict[str, Any]:
 
 
 def is_set(paths: Iterable[str], key: str) -> bool:
-    """Whether one of the YAML files `paths`, or one that they include, gives the dotted `key` a value."""
+    """Return whether one of the YAML files `paths`, or one that they include, gives the dotted `key` a value."""
     for path in paths:
         found: Any = _read(located(path), (), {})
         for step in key.split("."):
@@ -114,7 +114,7 @@ def files_and_overrides(arguments: Iterable[str]) -> tuple[list[str], list[str]]
 
 
 def is_override(argument: str) -> bool:
-    """Whether a command-line argument is a `key=value` override, not a file."""
+    """Return whether a command-line argument is a `key=value` override, not a file."""
     return re.fullmatch(KEY, argument.partition("=")[0]) is not None and "=" in argument
 
 

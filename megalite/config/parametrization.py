@@ -1,8 +1,8 @@
-"""What a forward pass is multiplied by, so that a model of any size behaves as the base model does.
+"""Multipliers of the forward pass, so that a model of any size behaves as the base model does.
 
 muP (Yang et al. 2022, arXiv 2203.03466) keeps activations and their changes as large at any width. CompleteP (Dey et
-al. 2025, arXiv 2505.01618) does so at any depth, too. What initialization and optimizers multiply, by the role of a
-parameter, is in `megalite.plan.model.parametrization`.
+al. 2025, arXiv 2505.01618) does so at any depth, too. `megalite.plan.model.parametrization` has the multipliers of
+initialization and optimizers, by the role of a parameter.
 """
 
 import math
@@ -12,7 +12,7 @@ from megalite.config.schema import Model
 
 
 def width_ratio(model: Model) -> float:
-    """How many times wider the model is than its base. It is 1 in the standard parametrization."""
+    """Ratio of the model's width to that of its base. It is 1 in the standard parametrization."""
     base = model.base
     if model.parametrization == "standard" or base is None or not base.width:
         return 1.0
@@ -20,7 +20,7 @@ def width_ratio(model: Model) -> float:
 
 
 def depth_ratio(model: Model) -> float:
-    """How many times deeper the model is than its base. It is 1 but for CompleteP."""
+    """Ratio of the model's depth to that of its base. It is 1 except in CompleteP."""
     base = model.base
     if model.parametrization != "completep" or base is None or not base.layers:
         return 1.0
@@ -29,7 +29,7 @@ def depth_ratio(model: Model) -> float:
 
 @dataclass(frozen=True)
 class Multipliers:
-    """Of one model, whatever its layout.
+    """Multipliers of one model, the same in every layout.
 
     embedding: of the embedding's output. scores: of products of queries and keys; None: 1/√(width of a head). branch:
     of what attention and MLP each add to the residual stream. logits: of logits.

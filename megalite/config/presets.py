@@ -41,7 +41,7 @@ def preset_or_file(given: str, kinds: tuple[str, ...], folder: Path = Path(), as
 
 
 def advice(given: str, known: Iterable[str]) -> str:
-    """How to find the name that was meant by one that is not among the `known`."""
+    """Advice on the name that was meant by `given`, which is not among the `known`."""
     near = get_close_matches(given, list(known), SHOWN_NAMES, 0.5)
     meant = f"did you mean {listing(near)}? " if near else ""
     return f"{meant}`megalite list` shows all"

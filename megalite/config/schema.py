@@ -46,7 +46,7 @@ SCALING_KEYS = {  # kind -> the keys of RopeScaling that it uses, beside kind an
 
 @dataclass
 class Attention:
-    """Of all layers, or with `full_every` and `nope_every` of most."""
+    """Attention of all layers, or with `full_every` and `nope_every` of most."""
 
     window: int | None = None  # tokens that a query attends to, the last being its own; null: all before it
     full_every: int | None = None  # layers n - 1, 2n - 1, … have no window, with 1 none has; null: all have one
@@ -114,7 +114,7 @@ class Pipeline:
 
     @property
     def searched(self) -> bool:
-        """Whether the order of the schedule is looked for."""
+        """Flag: the order of the schedule is searched for."""
         return self.schedule == "auto"
 
 
@@ -137,7 +137,7 @@ class Context:
 
 @dataclass
 class DataParallel:
-    """What a data-parallel rank holds whole: ddp everything, zero1 weights and gradients, zero2 weights, zero3 nothing.
+    """Data parallelism. A rank holds whole: ddp everything, zero1 weights and gradients, zero2 weights, zero3 nothing.
 
     Under zero1 and ddp gradients are reduced once a step, else after every micro-batch.
     """
@@ -147,7 +147,7 @@ class DataParallel:
 
     @property
     def sharded(self) -> bool:
-        """Whether parameters are divided among data-parallel ranks."""
+        """Flag: parameters are divided among data-parallel ranks."""
         return self.mode != "ddp"
 
 
@@ -236,7 +236,7 @@ class Train:
 
 @dataclass
 class Kernels:
-    """What runs an operation: Triton's kernels, PyTorch, or NVIDIA apex; auto: Triton's on CUDA."""
+    """Kernels of each operation: Triton's, PyTorch's, or those of NVIDIA apex; auto: Triton's on CUDA."""
 
     rms_norm: Literal["auto", "triton", "torch", "apex"] = "auto"  # with the residual's addition before it
     rope: Literal["auto", "triton", "torch"] = "auto"  # with the norm of queries and keys before it
@@ -247,7 +247,7 @@ class Kernels:
 
 @dataclass
 class Muon:
-    """Of `optim.name: muon`; see `megalite.optim.muon`."""
+    """Settings of `optim.name: muon`; see `megalite.optim.muon`."""
 
     momentum: float = 0.95
     nesterov: bool = True  # the gradient itself counts once more

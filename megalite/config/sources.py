@@ -1,4 +1,4 @@
-"""Where weights come from or go to: `KIND:PATH`, or a path alone. Imports no torch."""
+"""Sources and targets of weights: `KIND:PATH`, or a path alone. Imports no torch."""
 
 from pathlib import Path
 

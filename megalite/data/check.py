@@ -25,7 +25,7 @@ MOST_REMEMBERED = 16 << 20  # bytes
 
 @dataclass(frozen=True)
 class Checked:
-    """What the checks have found out about the data of a run."""
+    """Findings of the checks of a run's data."""
 
     end_of_document: int | None
     warnings: tuple[str, ...]
@@ -33,7 +33,7 @@ class Checked:
 
 @dataclass(frozen=True)
 class Known:
-    """What is known of one store."""
+    """Scan and description of one store."""
 
     scan: Scan
     description: Description | None
@@ -151,7 +151,7 @@ def _end_problems(data: Data, end: int | None, stores: dict[str, TokenStore], vo
 
 
 def _problems(key: str, path: str, known: Known, data: Data, vocab_size: int) -> Iterator[Problem]:
-    """Why a store cannot be trained on."""
+    """Yield the reasons why a store cannot be trained on."""
     largest, description = known.scan.largest_id, known.description
     if largest >= vocab_size:
         rule = f"{path}.bin holds token id {largest}, outside model.vocab_size = {vocab_size}"

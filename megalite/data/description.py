@@ -36,7 +36,7 @@ FIELDS = {  # beside `format` and `version`
 
 @dataclass(frozen=True)
 class TokenizerFile:
-    """A tokenizer, told by its content, wherever its file lies."""
+    """A tokenizer, identified by the content of its file, wherever the file lies."""
 
     file: str  # name
     sha256: str
@@ -52,7 +52,7 @@ class SourceFile:
 
 @dataclass(frozen=True)
 class Description:
-    """What is known of one token store."""
+    """Facts about one token store."""
 
     megalite: str  # the version that wrote it
     fingerprint: str  # of the two other files
@@ -103,7 +103,7 @@ def _checked(path: Path, found: dict[str, Any]) -> Description:
 
 
 def _contradiction(path: Path, found: dict[str, Any]) -> str | None:
-    """What is wrong between fields that are well-formed."""
+    """Message on a contradiction between well-formed fields; None if there is none."""
     tokens, largest, end = found["tokens"], found["largest_id"], found["end_of_document"]
     if (largest < 0) != (tokens == 0):
         return f"{path}: largest_id is {largest} of {tokens} tokens"

@@ -1,4 +1,4 @@
-"""Where documents begin in packed sequences."""
+"""Beginnings of documents in packed sequences."""
 
 import numpy as np
 from numpy.typing import NDArray

@@ -28,7 +28,7 @@ class Micros:
 
     @staticmethod
     def cut_at(tokens: Tensor, end_of_document: int | None) -> "Micros":
-        """Micro-batches `[m, b, s + 1]` in which that token ends a document; None: nothing does."""
+        """Micro-batches `[m, b, s + 1]` in which the token `end_of_document` ends a document; None: no token does."""
         length, flat = tokens.shape[2] - 1, tokens.flatten(0, 1)
         if end_of_document is None:
             documents: list[Documents] = [(0, length)] * len(flat)
@@ -39,7 +39,7 @@ class Micros:
 
     @property
     def shape(self) -> torch.Size:
-        """`[m, b, s + 1]`."""
+        """Shape of the tokens, `[m, b, s + 1]`."""
         return self.tokens.shape
 
 

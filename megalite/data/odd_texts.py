@@ -1,4 +1,4 @@
-"""Texts that tokenizers tell apart: what encodes and decodes all of them as another does is taken for the same."""
+"""Texts that set tokenizers apart: one that encodes and decodes all of them as another does counts as the same."""
 
 ODD_TEXTS = (
     "",

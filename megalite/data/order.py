@@ -63,7 +63,7 @@ def mixture(index: int, weights: Sequence[int]) -> tuple[int, int]:
 
 
 def mixture_counts(samples: int, weights: Sequence[int]) -> list[int]:
-    """How many of the first `samples` samples come from each source."""
+    """Count how many of the first `samples` samples come from each source."""
     counts = [0] * len(weights)
     for source, weight, rest in _descending(weights):
         counts[source] = samples * weight // rest

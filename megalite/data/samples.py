@@ -76,11 +76,11 @@ class Samples:
         return Sample(tokens, document_begins(tokens[:-1], self.end_of_document))
 
     def counts(self, count: int) -> list[int]:
-        """How many of the first `count` samples come from each source."""
+        """Count how many of the first `count` samples come from each source."""
         return mixture_counts(count, self._weights)
 
     def epochs(self, count: int) -> list[float]:
-        """How many times each source is read by the first `count` samples."""
+        """Passes over each source that the first `count` samples make, fractions included."""
         counts = self.counts(count)
         return [taken / part.samples for taken, part in zip(counts, self.parts, strict=True)]
 

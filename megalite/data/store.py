@@ -108,7 +108,7 @@ class TokenStore:
         raise self._broken(self._idx, f"tables out of order around token {start}", "offsets and boundaries that ascend")
 
     def fingerprint(self) -> str:
-        """A text that tells this store from others, wherever it lies."""
+        """A text that identifies this store, wherever it lies."""
         return fingerprint(self._bin, self._idx)
 
     def verify(self, vocab_size: int | None = None, advanced: Callable[[int], None] = lambda _: None) -> Scan:
@@ -388,7 +388,7 @@ def sweep(prefix: str | Path) -> None:
 
 
 def fingerprint(*paths: Path) -> str:
-    """A hash that tells files from others, wherever they lie: of their sizes, and of pages spread over them."""
+    """A hash that identifies files, wherever they lie: of their sizes, and of pages spread over them."""
     digest = hashlib.sha256()
     for path in paths:
         size = path.stat().st_size

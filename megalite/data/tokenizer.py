@@ -61,7 +61,7 @@ class Tokenizer(ABC):
 
     @property
     def begin(self) -> tuple[int, ...]:
-        """The tokens that this tokenizer itself, where it is told to add special ones, puts before every text."""
+        """The special tokens that the tokenizer's files ask to put before every text."""
         return ()
 
     def piece(self, token: int) -> str:
@@ -87,7 +87,7 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def is_special(self, token: int) -> bool:
-        """Whether the token marks something, such as where a document begins, in place of being text."""
+        """Return whether the token marks something, such as where a document begins, in place of being text."""
 
     @abstractmethod
     def _piece(self, token: int) -> str: ...

@@ -1,7 +1,7 @@
 """Tries tokenizer files that come from outside, each in a process of its own with limits.
 
-What a file asks of the packages that read it may take all memory, or years: normalizers that each double a text, a
-regular expression, words without a longest length.
+A file may make the packages that read it take all memory, or years: by normalizers that each double a text, a regular
+expression, or words without a longest length.
 """
 
 import os
@@ -29,7 +29,7 @@ _tried: set[tuple[str, str]] = set()  # suffixes and hashes of files that have p
 
 
 def open_tokenizer_file(path: str | Path, eod: str | None = None) -> Tokenizer:
-    """As `load_tokenizer`, for a file from outside, which is tried once. Raises InputError if that needs too much."""
+    """Try a file from outside once, then load it by `load_tokenizer`. Raises InputError if the trial needs too much."""
     path = Path(path)
     key = path.suffix, tokenizer_hash(path)
     if key not in _tried:

@@ -1,4 +1,4 @@
-"""What a dry run runs: which configuration, and which rank. The prediction that it is compared with is of the same."""
+"""Configuration and rank that a dry run takes. The prediction that it is compared with takes the same."""
 
 from dataclasses import replace
 
@@ -13,6 +13,6 @@ def as_counted(config: Config) -> Config:
 
 
 def busiest_rank(config: Config, pp: int) -> int:
-    """Of the ranks of pipeline rank `pp`, one that sends most: only context parallelism with windows is uneven."""
+    """A rank of pipeline rank `pp` that sends most. Ranks differ only under context parallelism with windows."""
     layout = config.parallel.layout
     return layout.rank(pp=pp, cp=busiest(layout.cp, config.model.sequence_length, config.model.attention.window))

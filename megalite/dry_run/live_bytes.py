@@ -83,7 +83,7 @@ class LiveBytes(TorchDispatchMode):
         return found | self._peak(lambda kind: kind == apart)
 
     def busy(self, apart: str = "") -> object:
-        """What the code was doing when most bytes were alive, not counting the kind `apart`; "" if none ever were."""
+        """Activity of the code when most bytes were alive, not counting the kind `apart`; "" if none ever were."""
         events = self._until_peak(lambda kind: kind != apart)
         return events[-1][2] if events else ""
 

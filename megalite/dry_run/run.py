@@ -52,7 +52,7 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class DryRun:
-    """What a dry run has counted."""
+    """Bytes and transfers that a dry run has counted."""
 
     bytes: dict[str, int]  # by kind, at the peak
     doing: str  # what the rank was doing then
@@ -63,7 +63,7 @@ class DryRun:
 def dry_run(config: Config, pp: int) -> DryRun:
     """Bytes of every kind at the peak of a training step on pipeline rank `pp`, see `count_step`, and its transfers.
 
-    Of the ranks with this pp coordinate, that of `busiest_rank` is taken. The dry run computes only as many
+    Among the ranks with this pp coordinate, that of `busiest_rank` is taken. The dry run computes only as many
     micro-batches as reach the peak, but counts the inputs of all. It opens and closes the default process group.
     """
     config = as_counted(config)

@@ -91,7 +91,7 @@ class Attention(nn.Module):
         self.rope = partial(rope, backend=kernels.rope)
 
     def forward(self, x: Tensor, angles: tuple[Tensor, ...], attend: Attend) -> Tensor:
-        """angles: cosine and sine of every token; none without rotary positions."""
+        """Output `[s/t, b, d]` of attention. angles: cosine and sine of every token; none without rotary positions."""
         projections = columns(x, (self.q, self.k, self.v), self.group)
         q, k, v = (  # q: s b h/t e; k, v: s b k/t e
             z.view(*z.shape[:-1], -1, width) for z, width in zip(projections, self.widths, strict=True)

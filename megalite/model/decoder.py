@@ -128,7 +128,7 @@ class Decoder(nn.Module):
         return x if self.head is None else self.answer(x, targets)
 
     def activations(self, x: Tensor, positions: TokenPositions | None = None) -> Tensor:
-        """What the last layer here makes of x, as in `forward`: `[s/t, b, d]`."""
+        """Activations `[s/t, b, d]` of the last layer here. x, positions: as in `forward`."""
         if self.first:
             assert self.embed is not None
             x = self.embed(x)  # s/t b d

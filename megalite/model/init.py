@@ -2,7 +2,7 @@
 
 Every layout, on every device, starts from bit-identical weights, made shard by shard. A counter-based
 generator (SplitMix64: Steele, Lea and Flood 2014) gives each element 64 bits. The upper 16 choose an
-interval between two quantiles of the normal distribution, and the next 32 choose a point in the interval. That takes
+interval between two quantiles of the normal distribution, and the next 32 choose a point in the interval. This takes
 only integer operations, a look-up and exactly rounded products, so values depend on no library's logarithm. Values
 stay within 4.5 standard deviations.
 """

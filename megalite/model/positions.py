@@ -25,7 +25,7 @@ class TokenPositions:
 
     @staticmethod
     def whole(model: Model, length: int, device: torch.device, dtype: torch.dtype) -> "TokenPositions":
-        """For sequences of one document each, of which this rank holds the first `length` tokens."""
+        """Positions in sequences of one document each, of which this rank holds the first `length` tokens."""
         kinds = {kind.attention.heads.scores for kind in layer_kinds(model)}
         attends = {kind: attention("ring", None, length, device, kind=kind) for kind in kinds}
         return TokenPositions(tables(model, torch.arange(length, device=device), dtype, length), attends)
@@ -117,8 +117,8 @@ def attention_factor(scaling: RopeScaling | None) -> float:
 def angles(rotation: Rotation, positions: Tensor, dtype: torch.dtype, length: int) -> Angles:
     """Cosine and sine `[p, 1, 1, e/2]` of the angles at `positions` `[p]`, in float32 or the wider `dtype`.
 
-    length: tokens of the sequences that these are positions of, on all ranks together. Of pairs that turn, both are
-    multiplied by the attention factor of RoPE scaling.
+    length: tokens of the sequences that these are positions of, on all ranks together. Cosine and
+    sine of pairs that turn are multiplied by the attention factor of RoPE scaling.
     """
     turns = positions[:, None, None, None] * frequencies(rotation, length, positions.device)
     wide, factor = torch.promote_types(dtype, torch.float32), attention_factor(rotation.rope.scaling)

@@ -87,7 +87,7 @@ def causal(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Tenso
 
 
 def _needs_equal_heads(q: Tensor, k: Tensor) -> bool:
-    """Whether key-value heads must be repeated, one per query head, so that CUDA can use a fused kernel.
+    """Return whether key-value heads must be repeated, one per query head, so that CUDA can use a fused kernel.
 
     Without a fused kernel, CUDA makes the matrix of all queries and keys. Flash and cuDNN attention take grouped
     queries but no fp32. Memory-efficient attention takes fp32 but no grouped queries. No fused kernel takes fp64.

@@ -54,8 +54,8 @@ def _sum_of_ends(grad: Tensor, mesh: Mesh, peer: int) -> None:
 def counted_norms(stages: Stages, placement: Sequence[int], mesh: Mesh, tied: bool) -> tuple[list[str], Tensor]:
     """The names of parameters that this rank counts, and the L2 norms of its parts of their gradients, `[parameters]`.
 
-    Of ranks that hold the same elements, only the one at position 0 counts them. So the squares of all ranks' norms add
-    up to the square of the global norm, which is the same in every layout.
+    Among ranks that hold the same elements, only the one at position 0 counts them. So the squares of all ranks' norms
+    add up to the square of the global norm, which is the same in every layout.
     """
     counted = {name: _local_grad(param) for name, param in _counted(stages, placement, tied)}
     if not counted:

@@ -21,7 +21,7 @@ def parameter(shape: tuple[int, ...], mesh: DeviceMesh, placement: Placement) ->
 
 
 def placed(shape: tuple[int, ...], mesh: DeviceMesh, placement: Placement) -> DTensor:
-    """As `parameter`, a tensor that is none. As a buffer of a module whose `roles` name it, it is `extra_state`."""
+    """A tensor as in `parameter`, but no parameter. As a buffer that its module's `roles` name, it is `extra_state`."""
     part = list(shape)
     if isinstance(placement, Shard):
         part[placement.dim] = -(-part[placement.dim] // mesh.size())
@@ -40,7 +40,7 @@ def whole(param: Tensor) -> Tensor:
 
 
 def part(param: Tensor | None) -> Tensor:
-    """This rank's part of a sharded parameter as a plain tensor."""
+    """The part of a sharded parameter on this rank, as a plain tensor."""
     assert isinstance(param, DTensor)
     return _local(param, param.placements[0])
 
@@ -83,7 +83,7 @@ def trainable(stage: nn.Module) -> Iterator[Parameter]:
 
 
 def cut(tensor: Tensor, shape: tuple[int, ...]) -> DTensor:
-    """A view without padding of `tensor`, a parameter or something of its size. Where its parts are, `box` tells."""
+    """A view without padding of `tensor`, a parameter or something of its size. `box` returns where its parts are."""
     tensor = tensor.detach()
     assert isinstance(tensor, DTensor)
     if tuple(tensor.shape) == shape:

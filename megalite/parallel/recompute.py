@@ -146,7 +146,7 @@ class Counted:
 
 
 def measure(run: Callable[[], Tensor], layer: nn.Module) -> dict[Mode, Cost]:
-    """For every mode, the time of `run`, a forward pass through `layer`, with its backward, and the bytes saved.
+    """Measure for every mode the time of `run`, a forward pass through `layer`, with its backward, and the bytes saved.
 
     The modes take turns, so that other load on the machine slows all of them, and the shortest time of each counts.
     """

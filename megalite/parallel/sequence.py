@@ -1,4 +1,4 @@
-"""Which positions of a sequence each rank of a context-parallel group holds, and the blocks of attention that follow.
+"""Positions of a sequence that each rank of a context-parallel group holds, and the blocks of attention that follow.
 
 A rank's rows are its positions in ascending order. So a document, which is an interval of positions, is an interval of
 rows too. If all keys come before all queries, only the document of the last key can have both keys and queries. Its
@@ -122,7 +122,7 @@ def place(held: Rows, positions: range) -> slice:
 
 
 def _past(queries: Rows, keys: Rows, sequences: Sequence[Sequences]) -> Iterator[Block]:
-    """For each sequence, the block over those `keys`, held by another rank, that come before some of `queries`."""
+    """Yield for each sequence the block over those `keys`, held by another rank, that come before some `queries`."""
     earlier = [part for part in keys if part.stop <= queries[-1].start]
     if not earlier:
         return

@@ -28,7 +28,7 @@ from megalite.base.errors import InputError, listing
 
 
 class Kind(StrEnum):
-    """What an action does."""
+    """Kind of an action; the docstring of this file defines each."""
 
     F = "F"
     B = "B"

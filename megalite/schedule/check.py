@@ -9,7 +9,7 @@ from megalite.schedule.actions import COMPUTE, SHARDING, Action, Exchange, Kind,
 
 
 def check(table: Table) -> list[str]:
-    """What is wrong with `table`, one readable line per problem; empty if nothing is.
+    """Problems of `table`, one readable line each; empty if there are none.
 
     Transfers count as unbuffered: a send ends only when its receive has been posted.
     """
@@ -131,7 +131,7 @@ def crossed(table: Table) -> list[str]:
 
 
 def deadlock(table: Table) -> list[str]:
-    """Where ranks are stuck and for whom they wait, if they cannot all reach the end of their programs.
+    """List stuck ranks and whom they wait for, if ranks cannot all reach the end of their programs.
 
     A transfer is done as soon as both its ranks have come to an exchange that contains it. A rank goes on when all
     transfers of its exchange are done. Compute never blocks.

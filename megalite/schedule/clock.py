@@ -73,7 +73,7 @@ class Clock(Generic[Class]):
             done[rank], self._computed[rank] = position, before
         if any(done[rank] < len(order) for rank, order in enumerate(orders)):
             actions = [[Action(*action[:3]) for action in order] for order in orders]
-            execute(actions, placement, lambda action: UNIT.get(action.kind, 0))  # tells who waits for whom
+            execute(actions, placement, lambda action: UNIT.get(action.kind, 0))  # shows who waits for whom
 
     def run(self, costs: Sequence[float], transfer: float) -> tuple[float, float]:
         """The end of the last action, and that of the last compute.

@@ -157,7 +157,7 @@ def _lane(table: Table, timeline: Timeline, rank: int, top: int, scale: float, f
 
 
 def _left(table: Table) -> float:
-    """Where lanes begin, to the right of the names of their ranks."""
+    """The x at which lanes begin, to the right of the names of their ranks."""
     return LEFT + FONT * DIGIT * (len(str(table.ranks - 1)) - 1)
 
 
@@ -188,7 +188,7 @@ def _svg_legend(table: Table, timeline: Timeline, top: float, width: int) -> tup
 
 
 def _text_legend(table: Table, timeline: Timeline, width: int) -> Text:
-    """The same for a terminal, which has no communication."""
+    """The legend for a terminal, whose timeline shows no communication."""
     entries = []
     for shades, stages in _families(table, timeline):
         swatches = Text.assemble(*((_letter(shade), _style(shade)) for shade in shades))
@@ -204,7 +204,7 @@ def _text_legend(table: Table, timeline: Timeline, width: int) -> Text:
 
 
 def _families(table: Table, timeline: Timeline) -> list[tuple[list[Shade], str]]:
-    """For every colour that occurs: its shades, and the stages that have it, such as `stages 0-3`."""
+    """Shades of every colour that occurs, and the stages that have the colour, such as `stages 0-3`."""
     local = _local(table)
     drawn = {(span.action.kind, local[span.action.stage]) for lane in timeline.spans for span in lane}
     found = []
@@ -238,7 +238,7 @@ def _kinds(timeline: Timeline) -> set[Kind]:
 
 
 def _local(table: Table) -> dict[int, int]:
-    """By stage, which of its rank's stages it is, counted from 0."""
+    """By stage: its number among the stages of its rank, from 0."""
     return {stage: index for rank in range(table.ranks) for index, stage in enumerate(table.stages_of(rank))}
 
 

@@ -22,7 +22,7 @@ Prefer = Literal["backward", "forward", "alternate"]
 
 @dataclass(frozen=True)
 class Policy:
-    """What a rank does when it is free and has a choice."""
+    """Rules by which a free rank chooses among the actions that could start."""
 
     ahead: tuple[int, ...]  # by rank: how many micro-batches its first stage may have between F and backward
     prefer: Prefer = "backward"  # where both a forward and a backward could start
@@ -122,7 +122,7 @@ class _Clock:
             self._weight(rank, now)
 
     def _may_start(self, rank: int, stage: int) -> bool:
-        """Whether the policy, and memory, let a forward start."""
+        """Return whether the policy, and memory, let a forward start."""
         first = self.problem.owned[rank][0]
         if stage == first and self.forwards[stage] - self.backwards[stage] >= self.policy.ahead[rank]:
             return False
@@ -133,7 +133,7 @@ class _Clock:
         return prefer == "backward" or (prefer == "alternate" and self.last[rank] == F)
 
     def _passes(self, rank: int, now: float, until: float) -> bool:
-        """Whether a W may fill the time until then."""
+        """Return whether a W may fill the time from `now` to `until`."""
         return now + self.policy.gap * self.problem.times[self.waiting[rank][0]][W] <= until * SLACK
 
     def _backward(self, rank: int, stage: int, now: float) -> None:

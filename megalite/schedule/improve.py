@@ -139,7 +139,7 @@ def _critical(problem: Problem, orders: Sequence[Order], run: Run) -> list[tuple
 
 
 def _may_swap(problem: Problem, rank: int, order: Order, at: int) -> bool:
-    """Whether the actions at `at` and `at + 1` of a rank may change places."""
+    """Return whether the actions at `at` and `at + 1` of a rank may change places."""
     first, second = order[at], order[at + 1]
     one, other = first & 3, second & 3
     same = (first >> 2) // problem.m == (second >> 2) // problem.m

@@ -1,4 +1,4 @@
-"""What a search for a pipeline order is given, and the time and memory of an order under it.
+"""Input of a search for a pipeline order, and the time and memory of an order under it.
 
 A search tries thousands of orders. So actions are whole numbers here: `4 · (stage · m + micro) + kind`, with the kinds
 0 to 3 for F, B, I and W. `simulate` and `check` know only Actions; a search hands its result over as such.
@@ -36,7 +36,7 @@ class StageCosts:
 
     @property
     def times(self) -> tuple[float, float, float, float]:
-        """Of F, B, I and W."""
+        """Times of F, B, I and W."""
         return self.forward, self.backward, self.input, self.weight
 
 
@@ -45,7 +45,7 @@ Pair = tuple[float, float]  # with a reduction over the shards alone, and with o
 
 @dataclass(frozen=True)
 class Beside:
-    """What data-parallel ranks do beside the compute of a pipeline, as `communication.add_sharding` places it.
+    """Collectives of data-parallel ranks beside the compute of a pipeline, as `communication.add_sharding` places them.
 
     A rank has one collective at a time. Each tuple is by stage, in the unit of StageCosts. gathers: the weights of a
     stage, from one action before its first; None: not as actions of their own. each: gradients are reduced after every
@@ -142,7 +142,7 @@ class Problem:
         return [max(self._held(order), default=0.0) for order in orders]
 
     def fits(self, orders: Iterable[Order]) -> bool:
-        """Whether no rank holds more than its limit."""
+        """Return whether no rank holds more than its limit."""
         return all(peak <= limit * SLACK for peak, limit in zip(self.peaks(orders), self.limits, strict=True))
 
     def _held(self, order: Order) -> Iterator[float]:
@@ -152,7 +152,7 @@ class Problem:
             yield held
 
     def run(self, orders: Sequence[Order]) -> Run | None:
-        """When each action runs, if every rank starts it as soon as it can; None if ranks wait for each other."""
+        """Run each action as soon as its rank can start it. Returns the times; None if ranks wait for each other."""
         m, last, placement, times, beside = self.m, len(self.stages) - 1, self.placement, self.times, self.beside
         delay_forward, delay_backward = self.delay_forward, self.delay_backward
         cells = m * len(self.stages)

@@ -1,4 +1,4 @@
-"""When gradients are reduced over data-parallel ranks. The runner follows this, and the memory prediction counts it."""
+"""Moments at which data-parallel ranks reduce gradients. The runner follows this, the memory prediction counts it."""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from megalite.schedule.actions import Action, Kind, Table
 
 @dataclass(frozen=True)
 class Reduction:
-    """What becomes of the gradients of a stage at the end of one of its backward actions."""
+    """Treatment of the gradients of a stage at the end of one of its backward actions."""
 
     now: bool = False  # they are reduced over the shards; else they add up where they are
     by_layer: bool = False  # each layer's as soon as its backward is done; else all at the end of the action

@@ -23,7 +23,7 @@ LIVE = {Kind.F: +1, Kind.B: -1, Kind.W: -1}  # how many more stage-activations a
 
 
 class Span(NamedTuple):
-    """When one action runs."""
+    """Start and end of one action."""
 
     action: Action
     start: Time
@@ -32,7 +32,7 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """When every action of a table runs, and what follows from that; times are in the unit of the costs."""
+    """Start and end of every action of a table, and what follows from them; times are in the unit of the costs."""
 
     table: Table
     transfer: Time  # how long one takes
@@ -120,7 +120,7 @@ def simulate(table: Table, cost: Mapping[Kind, Time] | Cost | None = None, trans
 def execute(
     orders: Sequence[Sequence[Action]], placement: Sequence[int], cost: Cost, transfer: Time = 0
 ) -> list[list[Span]]:
-    """When each action runs, if every rank keeps to its order and starts as soon as its inputs are there.
+    """Spans of all actions, if every rank keeps to its order and starts each as soon as its inputs are there.
 
     orders: compute and sharding actions of every rank. Sharding starts when the compute before it has ended, and runs
     beside the compute after it, one collective at a time. Only compute on a stage that is being gathered waits. Raises
@@ -135,7 +135,7 @@ def execute(
     stages, gather = len(placement), Kind.GATHER
 
     def run(action: Action, rank: int) -> Name | None:
-        """Run an action if it can be; the answer is the first result that it lacks."""
+        """Run an action if its inputs are there; else return the first result that it lacks."""
         start = compute_free[rank]
         if action.kind in SHARDING:
             start = max(start, network_free[rank])

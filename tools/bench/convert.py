@@ -1,7 +1,7 @@
 """Converting random weights between Hugging Face and megalite, beside loading and saving them with transformers.
 
 Every way runs in processes of its own, in turn, so that time includes starting Python, and peak memory is that of the
-process. What is written reaches the disk: megalite flushes it, and after transformers the benchmark does.
+process. Written files reach the disk: megalite flushes its own, and the benchmark those of transformers.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""How well scaling laws are found again from synthetic ladders: errors, and how often intervals hold the truth."""
+"""Recovery of scaling laws from synthetic ladders: errors of fits, and how often intervals hold the truth."""
 
 import argparse
 import sys
@@ -62,7 +62,7 @@ def grid(sizes: int, budgets: int, decades: float) -> tuple[Array, Array]:
 
 
 def quantities(law: Law, largest: float) -> dict[str, Array]:
-    """What intervals are made of; of every law, where `law` holds several."""
+    """Quantities that intervals are made of, by name; of every law, where `law` holds several."""
     found = {"E": law.E, "alpha": law.alpha, "beta": law.beta, "a": law.exponent}
     found |= {f"loss at {times} C": law.best_loss(times * largest) for times in (10, 100)}
     found["N_opt at 10 C"] = law.optimum(10 * largest)[0]

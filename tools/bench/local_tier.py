@@ -52,7 +52,7 @@ def measure_tiers(state: State, config: Config, folder: Path, local: Path, round
 
 @dataclass(frozen=True)
 class Rhythm:
-    """How training is interrupted by saves."""
+    """Rhythm of the saves that interrupt training."""
 
     pause: float  # seconds of work between two saves
     saves: int
@@ -62,7 +62,7 @@ class Rhythm:
 def measure_standstill(
     state: State, config: Config, folder: Path, local: Path, rhythm: Rhythm
 ) -> dict[str, dict[str, Any]]:
-    """By way: what saves while work goes on cost. A save waits until the one before is written.
+    """By way: the cost of saves while work goes on. A save waits until the one before is written.
 
     stood_still: the seconds of every save. seconds: of all. lost: of work, on average, in a crash at any moment, until
     what was complete before it. durable: how many saves have reached the shared folder.
@@ -86,7 +86,7 @@ def measure_standstill(
 
 
 def _train(saver: Saver, rhythm: Rhythm, locally: bool) -> dict[str, Any]:
-    """Saves while work goes on, which is the passing of time here."""
+    """Save again and again while work goes on, which here is the passing of time."""
     dist.barrier()
     began, stood_still, durable = time.perf_counter(), [], 0
     worked, complete, lost = 0.0, 0.0, 0.0  # seconds of work: done, safe from a crash, and lost if one came, summed up

@@ -273,7 +273,7 @@ def timed(run: Run, mesh: Mesh) -> float:
 
 
 def runner(table: Table, mesh: Mesh, sleeps: Sequence[Sleeps]) -> tuple[Run, list[nn.Parameter]]:
-    """What runs a step of `table` with our runner, and the weights of this rank's stages. sleeps: by stage."""
+    """A function that runs a step of `table` by our runner, and the weights of this rank's stages. sleeps: by stage."""
     gradients = {number: WeightGradients() for number in table.stages_of(mesh.rank)}
     stages = {number: Stage(sleeps[number], owner) for number, owner in gradients.items()}
     activation = Activation(SIZE, torch.float32, CPU)

@@ -10,7 +10,7 @@ from megalite.schedule.search import Found, least_memory, memory_of, search
 
 @dataclass(frozen=True)
 class Case:
-    """What `schedule.search` is asked."""
+    """Arguments of `schedule.search`."""
 
     placement: tuple[int, ...]
     m: int

@@ -189,9 +189,9 @@ def _judge(options: argparse.Namespace) -> int:
 
 
 def compare_in_simulation(cases: int, seed: int) -> dict[str, Any]:
-    """What orders for random pipelines gain over the best named schedule that keeps to the limits.
+    """Gains of searched orders for random pipelines over the best named schedule that keeps to the limits.
 
-    cases: pipelines with such a schedule; others are only counted. A gain is the share of its time that is saved.
+    cases: pipelines with such a schedule; others are only counted. A gain is the share saved of the schedule's time.
     """
     random = Random(seed)
     gains: dict[str, list[float]] = {"one stage on a rank": [], "two in a V": []}
@@ -230,7 +230,7 @@ def compare_in_simulation(cases: int, seed: int) -> dict[str, Any]:
 
 
 def wrong_in(measured: Sequence[dict[str, Any]], searches: dict[str, Any]) -> list[str]:
-    """What is not as it must be: an order that takes longer than a named schedule, or than simulated."""
+    """Problems in the results: an order that takes longer than a named schedule, or than simulated."""
     found = []
     if searches["worse"]:
         found.append(f"{searches['worse']} of {searches['compared']} orders take longer than a named schedule")

@@ -1,4 +1,4 @@
-"""Whether two sources of weights hold the same model: tensor by tensor, and in what it computes."""
+"""Compares two sources of weights: whether they hold the same model, tensor by tensor, and in what it computes."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -73,7 +73,7 @@ def difference_of_logits(source: Weights, made: Weights, given: Sequence[int] | 
 
 @torch.inference_mode()
 def _logits(found: Weights, mesh: Mesh, tokens: Tensor) -> Tensor:
-    """Logits `[s, 1, v]` of tokens `[s, 1]`. Of the layers, one is in memory at a time."""
+    """Logits `[s, 1, v]` of tokens `[s, 1]`. One layer is in memory at a time."""
     x, reader, last = tokens, reader_of(found), found.model.layers - 1
     for layer in range(last + 1):
         stage = Decoder(found.model, mesh.tp, range(layer, layer + 1), layer == 0, layer == last)

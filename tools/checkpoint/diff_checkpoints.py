@@ -1,4 +1,4 @@
-"""How two checkpoints differ, for `megalite-inspect-checkpoint diff`."""
+"""Differences of two checkpoints, for `megalite-inspect-checkpoint diff`."""
 
 import argparse
 import json

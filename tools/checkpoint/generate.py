@@ -88,7 +88,7 @@ def _main(arguments: list[str], options: argparse.Namespace) -> int:
 
 
 def _draw(options: argparse.Namespace) -> Draw:
-    """How tokens are drawn. Raises InputError for options out of range."""
+    """Settings for drawing tokens. Raises InputError for options out of range."""
     rules = {
         "--tokens": (options.tokens, options.tokens >= 1, "must be at least 1"),
         "--samples": (options.samples, options.samples >= 1, "must be at least 1"),

@@ -55,7 +55,7 @@ def _model_of(files: list[str]) -> Config:
 
 
 def _meant(path: Path) -> list[Path]:
-    """As `find`, but `path` may also be a folder that DCP has written."""
+    """Find checkpoints as `find` does; `path` may also be a folder that DCP has written."""
     return [path] if exists(path / METADATA) else find(path)
 
 
@@ -102,7 +102,7 @@ def _take_in(path: Path, config: Config | None) -> list[str]:
 
 
 def _indexed(path: Path) -> tuple[Index, list[str]]:
-    """As `dcp_index`. Raises InputError if `path` has another program's file of that name, which somebody may need."""
+    """Call `dcp_index`. Raises InputError if `path` has another program's INDEX file, which somebody may need."""
     if exists(path / INDEX, follow=False):
         try:
             Index.decode(read_whole(path, INDEX, LIMIT))  # an interrupted attempt of ours may have left one

@@ -25,7 +25,7 @@ class Statistics:
 
 @dataclass(frozen=True)
 class Difference:
-    """How far two tensors are apart."""
+    """Distances between two tensors."""
 
     largest: float  # difference of two elements; infinite if only one is finite, or both are not and differ
     relative: float  # `largest`, relative to the largest finite magnitude in both tensors

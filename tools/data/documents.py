@@ -34,7 +34,7 @@ UNREADABLE = "unreadable file"
 
 @dataclass(frozen=True)
 class Reading:
-    """How documents are read."""
+    """Settings for reading documents."""
 
     key: str = "text"  # the JSON field or Parquet column with the text; dots lead into nested ones
     format: Format | None = None  # None: as the suffix says
@@ -74,7 +74,7 @@ def add_reading_options(parser: argparse.ArgumentParser) -> None:
 
 
 def reading_of(options: argparse.Namespace, separator: str | None = None) -> Reading:
-    """How to read, from the options of `add_reading_options`. Raises InputError if they are not valid."""
+    """Settings for reading, from the options of `add_reading_options`. Raises InputError if they are not valid."""
     check_encoding(options.encoding)
     if options.max_document < 1:
         raise InputError(f"--max-document {options.max_document}: must be at least 1")
@@ -351,7 +351,7 @@ def _parquet(path: Path, reading: Reading, advanced: Callable[[int], None]) -> I
 
 
 def _unlike_text(path: Path, schema: Any, fields: tuple[str, ...], key: str) -> Reject | None:
-    """Why the column, or the field inside of a column, at `fields` holds no text; None if it holds text."""
+    """Reason why the column, or the field inside of a column, at `fields` holds no text; None if it holds text."""
     inside = pyarrow.struct(schema)
     for name in fields:
         names = [field.name for field in inside] if pyarrow.types.is_struct(inside) else []

@@ -33,7 +33,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def in_validation(document: int, seed: int, fraction: float) -> bool:
-    """Whether a document belongs to the validation split; depends only on the arguments."""
+    """Return whether a document belongs to the validation split; depends only on the arguments."""
     digest = blake2b(f"{seed}/{document}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") < fraction * 2**64
 

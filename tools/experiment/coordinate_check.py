@@ -1,6 +1,6 @@
 """Coordinate check: whether outputs of modules stay as large when a model gets wider, or deeper.
 
-Small models of several widths, or depths, take a few steps. Of every module, the mean absolute value of its outputs is
+Small models of several widths, or depths, take a few steps. The mean absolute value of every module's outputs is
 measured. The slope of its logarithm on that of the width must be within ±0.25 after the last step (Yang et al. 2022,
 arXiv 2203.03466, appendix D.1).
 """
@@ -155,7 +155,7 @@ def _deeper(model: Model, layers: int, options: argparse.Namespace) -> Model:
 def _rank(
     rank_info: RankInfo, arguments: Sequence[str], options: argparse.Namespace, config: Config, runs: Sequence[Run]
 ) -> int:
-    """One rank. The first one tells the results."""
+    """Be one rank. The first one reports the results."""
     device = start(rank_info, config.run.device, config.train.timeout)
     mesh = build_mesh(config, device)
     if mesh is None:

@@ -1,4 +1,4 @@
-"""What a coordinate check has found: slopes, verdicts, tables and a picture."""
+"""Findings of a coordinate check: slopes, verdicts, tables and a picture."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -23,7 +23,7 @@ CONTROL = 0.5  # the slope that some module of the control must have
 
 @dataclass(frozen=True)
 class Line:
-    """What was measured of one parametrization along one axis."""
+    """Measurements of one parametrization along one axis."""
 
     axis: str  # width or depth
     parametrization: str
@@ -36,7 +36,7 @@ class Line:
         return [slope(self.points, means) for means in self.means[module]]
 
     def within(self, module: str) -> bool:
-        """Whether the slope after the last step is near 0."""
+        """Return whether the slope after the last step is near 0."""
         return abs(self.slopes(module)[-1]) <= TOLERANCE  # not so of NaN
 
     @property
@@ -47,12 +47,12 @@ class Line:
 
     @property
     def passed(self) -> bool:
-        """Whether all slopes are near 0, or if this is the control, whether one is not."""
+        """Flag: all slopes are near 0, or if this is the control, one is not."""
         return self.steepest >= CONTROL if self.control else all(map(self.within, MODULES))
 
     @property
     def verdict(self) -> str:
-        """One sentence."""
+        """Result of the check in words."""
         begin = f"{self.parametrization}, by {self.axis}:"
         if self.control:
             rule = f"the largest slope of this control is {self.steepest:.2f}; it must be at least {CONTROL}"
@@ -66,7 +66,7 @@ class Line:
         return told
 
     def as_json(self) -> dict[str, Any]:
-        """Numbers that are not finite are null."""
+        """The line for JSON; numbers that are not finite are null."""
         modules = {
             module: {
                 "means": [[_number(value) for value in means] for means in self.means[module]],
@@ -95,7 +95,7 @@ class Line:
 
 
 def slope(points: Sequence[int], means: Sequence[float]) -> float:
-    """Of the straight line through the logarithms, by least squares; NaN if a mean is 0 or not finite."""
+    """Slope of the straight line through the logarithms, by least squares; NaN if a mean is 0 or not finite."""
     if not all(0 < mean < math.inf for mean in means):
         return math.nan
     return float(np.polyfit(np.log(points), np.log(means), 1)[0])

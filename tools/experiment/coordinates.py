@@ -1,4 +1,4 @@
-"""How large the outputs of a model's modules are, in training, in whatever layout it is trained."""
+"""Sizes of the outputs of a model's modules in training, in whatever layout it is trained."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -94,13 +94,13 @@ def _output(add: Add, name: str, factor: float, module: Any, inputs: Any, output
 
 @torch.no_grad()
 def _logits(add: Add, head: Head, inputs: tuple[Tensor, Tensor | None, Tensor | None]) -> None:
-    """Training computes a loss without whole logits. So they are computed once more."""
+    """Add the logits' sizes. Training computes a loss without whole logits, so they are computed once more."""
     x, tied, _ = inputs
     add("logits", head.forward(x, tied, None))
 
 
 def _scores(add: Add, mesh: Mesh, scale: float, module: Any, inputs: Sequence[Any]) -> tuple[Any, ...]:
-    """Has attention tell the scores of all pairs of queries and keys, also those that are hidden from each other."""
+    """Make attention add the scores of all pairs of queries and keys, also those that are hidden from each other."""
     *others, attend = inputs
 
     def watched(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -2,8 +2,8 @@
 
 Runs a step on rank 0 by the code that trains, without data and without the other ranks, and adds up what its
 collectives send. A ring is assumed: of n ranks, each sends (n − 1)/n of all that is gathered or reduced, and twice that
-where every rank is to have the whole sum. What Muon exchanges is counted as it is sent. Owners differ in it, so that of
-the other ranks is told by the plan, which is first compared with the count of rank 0.
+where every rank is to have the whole sum. Muon's exchanges are counted as they are sent. They differ between owners, so
+the plan gives those of the other ranks, after its figure for rank 0 is compared with the count.
 """
 
 import argparse
@@ -61,7 +61,7 @@ class Sent(TorchDispatchMode):
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The exit code."""
+    """Runs the program. Returns the exit code."""
     parser = argparse.ArgumentParser(prog=COMMAND, description=__doc__)
     parser.add_argument("inputs", nargs="+", metavar="FILE or KEY=VALUE", help="a configuration without pp, tp and cp")
     parser.add_argument("--modes", nargs="+", choices=MODES, default=MODES[:3], help="of data parallelism")

@@ -42,7 +42,7 @@ def read_losses(run: Path) -> Losses:
 
 
 def distances(losses: Sequence[Losses]) -> dict[int, Losses]:
-    """For every run but the first: |loss / loss of the first run − 1| at the steps that both have."""
+    """Distance of every other run from the first: |loss / loss of the first run − 1| at the steps that both have."""
     first, *others = losses
     return {
         number: {step: abs(loss / first[step] - 1) for step, loss in run.items() if step in first}

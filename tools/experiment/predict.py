@@ -1,4 +1,4 @@
-"""What a budget buys, by the laws of a ladder: model, tokens, batch, rate, layout, and the loss to expect."""
+"""Predicts what a budget buys, by the laws of a ladder: model, tokens, batch, rate, layout, and the loss to expect."""
 
 import argparse
 import sys

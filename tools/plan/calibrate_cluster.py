@@ -83,7 +83,7 @@ def _show(terminal: Terminal, runs: Runs, cluster: Cluster, found: Fit) -> None:
 
 
 def _off(run: Run, predicted: float) -> float:
-    """How many times too long or too short a prediction is, less one."""
+    """Factor by which a prediction is too long or too short, less one."""
     return max(predicted / run.seconds, run.seconds / predicted) - 1
 
 

@@ -23,7 +23,7 @@ from megalite_tools.plan.measured_runs import Run
 
 FIGURES = ("gpu.measured", "gpu.bandwidth", "node.bandwidth", "network.bandwidth")
 STEP = 0.1  # of a logarithm, up and down, over which a dependence is measured
-DISTINCT = 0.1  # least dependence on a figure, beside those fitted already; times that err by 1 % tell it within 10 %
+DISTINCT = 0.1  # least dependence on a figure, beside those fitted already; times that err by 1 % give it within 10 %
 MOST = 4.0  # a factor beyond which, or beyond 1 over which, the runs are not this cluster's
 ROUNDS = 30
 FARTHEST = 0.5  # change of a logarithm in one round
@@ -32,7 +32,7 @@ SETTLED = 1e-6  # of a logarithm
 
 @dataclass(frozen=True)
 class Fit:
-    """factors: of the figures that were fitted. kept: why the others were not. cluster: with the factors."""
+    """Result of a fit. factors: of the fitted figures. kept: why the others were not. cluster: with the factors."""
 
     factors: Mapping[str, float]
     kept: Mapping[str, str]
@@ -67,7 +67,7 @@ class Runs:
         return numpy.log(self.predicted(self.cluster(factors)))
 
     def slopes(self, names: Sequence[str], values: Sequence[float] | numpy.ndarray) -> numpy.ndarray:
-        """How the logarithms of times depend on those of factors: [runs, figures]."""
+        """Derivatives of the logarithms of times by those of factors: [runs, figures]."""
         columns = []
         for at in range(len(names)):
             up, down = list(values), list(values)
@@ -132,7 +132,7 @@ def _least_squares(runs: Runs, names: Sequence[str], begin: Mapping[str, float])
 
 
 def _distinct(runs: Runs, values: Mapping[str, float]) -> tuple[list[str], dict[str, str]]:
-    """The figures that can be told, in the order of FIGURES; and why the others cannot."""
+    """The figures that can be fitted, in the order of FIGURES; and why the others cannot."""
     slopes = runs.slopes(FIGURES, [values[name] for name in FIGURES])
     left = dict(zip(FIGURES, slopes.T, strict=True))
     chosen: list[str] = []

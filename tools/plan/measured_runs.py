@@ -1,4 +1,4 @@
-"""The step time that a run folder tells, and the configuration it belongs to."""
+"""The step time that a run folder records, and the configuration it belongs to."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,7 +25,7 @@ class Run:
 
 
 def read_run(folder: Path) -> Run:
-    """The run in `folder`. Raises InputError for one that tells no step time of one configuration."""
+    """The run in `folder`. Raises InputError for one without a step time of one configuration."""
     if not is_folder(folder):
         raise InputError(f"{folder}: is no folder; give the folders of runs")
     lines, config = read_lines(folder / "metrics.jsonl"), _config(folder)

@@ -89,7 +89,7 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _fitted(terminal: Terminal, rows: Sequence[Row]) -> Constants:
-    """Constants for all rows together, told beside those in `megalite/cost/constants.py`."""
+    """Constants for all rows together, shown beside those in `megalite/cost/constants.py`."""
     found = fit(rows, FITTED)
     terminal.table(
         ("constant:", "now", "fitted"),
@@ -220,7 +220,7 @@ def _report(
 
 
 def _told(times: list[Compared], memory: list[Compared], verdicts: list[Judged]) -> dict[str, Any]:
-    """Errors and verdicts of some rows. `memory` is of all rows that have any; it is told by what they count too."""
+    """Errors and verdicts of some rows. `memory` is of all rows that have any; it is also split by what they count."""
     kinds = sorted({each.row.counts for each in memory})
     return {
         "time": _score(times),

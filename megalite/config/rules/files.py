@@ -38,13 +38,13 @@ def validate_files(config: Config) -> list[Problem]:
 
 
 def _installed(package: str) -> bool:
-    """Whether there is a package. A mere folder of its name, which Python would take for one, does not count."""
+    """Return whether a package is installed. A mere folder of its name, which Python would import, does not count."""
     found = find_spec(package)
     return found is not None and found.origin is not None
 
 
 def _missing(key: str, path: str, there: Callable[[str], bool], rule: str, fix: str) -> Iterator[Problem]:
-    """The problem with the path in a key, unless what it names is there."""
+    """Yield the problem with the path in a key, unless the file that it names is there."""
     try:
         if not there(path):
             yield Problem(key, rule, fix, path)

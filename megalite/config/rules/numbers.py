@@ -13,7 +13,7 @@ SEARCHED = 1 << 17  # divisors beyond this are not suggested
 def divisible(key: str, value: int, by_key: str, by: int, otherwise: str = "") -> Iterator[Problem]:
     """A problem unless `by` divides `value`; `otherwise` ends the fix.
 
-    Numbers outside of their own bounds are passed over: that problem is told already, and no number nearby would do.
+    Numbers outside of their own bounds are passed over: another rule reports them, and no number nearby would do.
     """
     if not 1 <= value <= most(key) or not 1 <= by <= most(by_key) or value % by == 0:
         return

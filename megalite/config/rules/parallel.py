@@ -37,7 +37,7 @@ def shards(parallel: Parallel, world_size: int | None) -> int:
 def virtual_stages(parallel: Parallel) -> int | None:
     """`parallel.pipeline.virtual_stages`, or the stages per rank that a schedule file places.
 
-    None for a named schedule without the key, and for a file that does not tell, which is refused when it is planned.
+    None for a named schedule without the key, and for a file without that number, which is refused when it is planned.
     """
     pipeline = parallel.pipeline
     if pipeline.virtual_stages is not None or pipeline.schedule in SCHEDULES:

@@ -1,7 +1,7 @@
-"""Whether implementations compute the same: their losses at every step, and the first gradients. Imports no torch.
+"""Checks that implementations compute the same losses at every step, and the same first gradients. Imports no torch.
 
-Rows of one group have the same weights, tokens and settings. The first that is megalite's is what the others are
-compared with; one that is too far from it disagrees, and no ratio is made of its times.
+Rows of one group have the same weights, tokens and settings. All others are compared with the
+first row that is megalite's. A row that is too far from it disagrees, and no ratio is made of its times.
 """
 
 import math
@@ -46,7 +46,7 @@ def _norms_apart(expected: Sequence[float] | None, got: Sequence[float] | None) 
 
 
 def apart(expected: Sequence[float], got: Sequence[float]) -> str:
-    """How two loss curves differ by more than roundings make them; "" if they do not."""
+    """First difference of two loss curves that is larger than roundings make, as text; "" if there is none."""
     for step, (ours, theirs) in enumerate(zip(expected, got, strict=False), 1):
         allowed = max(FIRST, CURVE * (expected[0] - ours))
         if not (math.isfinite(theirs) and abs(ours - theirs) <= allowed):

@@ -55,7 +55,7 @@ RANKS_OF_REHEARSAL = 2  # at most
 
 @dataclass(frozen=True)
 class Target:
-    """Where cases run: on GPUs, or tiny ones on a CPU to rehearse a plan."""
+    """Device that cases run on: GPUs, or a CPU with tiny cases, to rehearse a plan."""
 
     device: Device
     tiny: bool

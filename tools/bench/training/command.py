@@ -157,7 +157,7 @@ def _target(options: argparse.Namespace) -> Target:
 
 
 def commit() -> str:
-    """The commit of the code that runs, with `-dirty` where files differ from it; "unknown" where nothing tells."""
+    """The commit of the code that runs, with `-dirty` where files differ from it; "unknown" if it is not known."""
     if told := os.environ.get(COMMIT):
         return told
     with suppress(OSError, subprocess.SubprocessError):

@@ -50,7 +50,7 @@ class Start:
 
 @dataclass(frozen=True)
 class Step:
-    """One training step, as its record tells. Times are seconds."""
+    """One training step, from its record. Times are seconds."""
 
     number: int
     loss: float | None
@@ -80,7 +80,7 @@ class Save:
         return self.resumed + self.write
 
     def overlaps(self, step: Step) -> bool:
-        """Whether the checkpoint was being written during some of the step."""
+        """Return whether the checkpoint was being written during some of the step."""
         return step.began < self.complete and self.resumed < step.ended
 
     def report(self) -> dict[str, float]:
@@ -301,7 +301,7 @@ def _start(start: Start, steps: Sequence[Step]) -> dict[str, float]:
 
 
 def _speed(steps: Sequence[Step], tokens: int) -> dict[str, Any]:
-    """How fast the steps were. tokens: of one step."""
+    """Speed of the steps. tokens: of one step."""
     wall = _milliseconds([step.wall for step in steps])
     return {
         "steps": len(steps),

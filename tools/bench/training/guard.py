@@ -32,7 +32,7 @@ ROUNDS = 20
 
 @dataclass(frozen=True)
 class Limits:
-    """seconds: of the program. memory: bytes that its processes may hold in the host's memory together."""
+    """Limits of a program: seconds that it may take, and bytes that its processes may hold together in host memory."""
 
     seconds: float
     memory: float = float("inf")
@@ -40,7 +40,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Ended:
-    """How a program ended.
+    """End of a program.
 
     code: its exit code, or the negative number of the signal that killed it. broken: the limit that it broke, `time` or
     `memory`, or "". tail: the end of its output. peak: bytes of host memory at most, as far as was seen.

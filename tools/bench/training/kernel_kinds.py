@@ -43,7 +43,7 @@ class Kernel:
 
 
 def kind_of(name: str) -> str:
-    """The kind of a kernel; `other` if its name tells none."""
+    """The kind of a kernel; `other` if its name fits none."""
     return next((kind for kind, pattern in PATTERNS if pattern.search(name)), "other")
 
 

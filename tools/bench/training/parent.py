@@ -52,7 +52,7 @@ class Machine:
         return Machine(target, found or len(list(Path("/dev").glob("nvidia[0-9]*"))))
 
     def settle(self) -> str:
-        """Wait until earlier processes have given memory of GPUs back; what is told of it if they do not."""
+        """Wait until earlier processes have given memory of GPUs back. Returns a note if they have not, else ""."""
         end = time.monotonic() + SETTLING
         while self.gpus:
             try:
@@ -135,7 +135,7 @@ class Runner:
         return same and row["status"] != REFUSED
 
     def _refusal(self, case: Case) -> str:
-        """Why a case is not worth its time; "" if it is."""
+        """Reason why a case is not worth its time; "" if it is."""
         if self.machine.gpus is not None and case.ranks > self.machine.gpus:
             return f"needs {counted(case.ranks, 'GPU')}, and there are {self.machine.gpus}"
         if not case.implementation:

@@ -65,7 +65,7 @@ class PeerStep:
 
 
 def uses_autocast(config: Config, tuned: bool) -> bool:
-    """Whether the weights are cast by autocast, not by FSDP2."""
+    """Return whether the weights are cast by autocast, not by FSDP2."""
     return config.train.precision == "bf16" and not tuned and dist.get_world_size() == 1
 
 

@@ -1,6 +1,6 @@
 """The rates of one device that a training step is made of, measured in about a minute.
 
-They tell the speed that a training step can reach on this very device: datasheets do not know its power limit, and the
+They show the speed that a training step can reach on this very device: datasheets do not know its power limit, and the
 products, the attention and the loss are those of the libraries that are installed.
 """
 

@@ -67,7 +67,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, backend: SDPBackend | None = None) 
 
 
 def _forward(figures: Figures, forward: Callable[[], Tensor], flops: float) -> dict[str, float]:
-    """With gradients on, so that forward keeps what backward needs."""
+    """Time a forward with gradients on, so that it keeps what backward needs."""
     times = figures.clock.times(Call(lambda _: forward()))
     return timed(times, tflops=flops / times.median / 1e12)
 

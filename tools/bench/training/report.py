@@ -60,7 +60,7 @@ def page(rows: Mapping[str, Row], cases: Sequence[Case], head: Mapping[str, Any]
 
 
 def can_be_shown(row: Row) -> bool:
-    """Whether a row has the shape that tables need: a file may hold one of an earlier program, or anything."""
+    """Return whether a row has the shape that tables need: a file may hold a row of an earlier program, or anything."""
     try:
         page({row["id"]: {"written": 0.0, **row}}, [], {"best_gemm": 1.0})
         return isinstance(row.get("written", 0.0), int | float) and all(map(float, row.get("loss") or ())) in (
@@ -124,7 +124,7 @@ def _group(rows: Sequence[Row], gemm: float | None) -> str:
 
 
 def _fastest(rows: Iterable[Row]) -> str:
-    """For each model, the most tokens per second that each implementation has reached; "" if none has."""
+    """Table of the most tokens per second that each implementation has reached with each model; "" if none has."""
     best: dict[tuple[str, str], Row] = {}
     for row in filter(None, map(_typical, _repeats(rows))):
         key = (f"{row['model']}, {counted(row['ranks'], 'rank')}", row["implementation"])
@@ -194,7 +194,7 @@ def _ms(line: Mapping[str, Any]) -> float:
 
 
 def _ratio(line: Mapping[str, Any], best: Mapping[str, Any]) -> str:
-    """How many times the step of megalite's best a step takes; a tie where the ranges of both meet."""
+    """Ratio of a step's time to that of megalite's best, as text; a tie where the ranges of both meet."""
     if line is best:
         return "1"
     (low, high), (least, most) = line["range"], best["range"]

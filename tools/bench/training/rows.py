@@ -30,7 +30,7 @@ class Rows:
     folder: Path
 
     def read(self, accepts: Callable[[Row], bool] = lambda _: True) -> dict[str, Row]:
-        """All rows by id. What is none, has another name or is not accepted is left out."""
+        """All rows by id. A file without a row, with another row's name or with a row not accepted is left out."""
         found = {path.stem: readable(path) for path in sorted(self.folder.glob("*.json"))}
         return {name: row for name, row in found.items() if row and row.get("id") == name and accepts(row)}
 

@@ -1,4 +1,4 @@
-"""Power, clock and temperature of a GPU while something runs, as nvidia-smi tells them. Imports no torch."""
+"""Power, clock and temperature of a GPU while something runs, read from nvidia-smi. Imports no torch."""
 
 import statistics
 import subprocess

@@ -223,7 +223,7 @@ class _Compiled:
 
 
 def synchronisations(step: Callable[[], object], device: torch.device) -> int | None:
-    """How often the host waits for the GPU in a step; None on a CPU."""
+    """Count how often the host waits for the GPU in a step; None on a CPU."""
     if device.type != "cuda":
         step()
         return None

@@ -53,8 +53,8 @@ class Kept:
 # The defaults, and two masks of dropout: Korthikanti et al. 2022 (arXiv 2205.05198), section 4.1.
 MEGATRON_2021 = Kept(stream=10)
 # Gradients stay in 16 bits; logits are cast to float32 for the loss (megatron/model/gpt_model.py). Two
-# buckets of 5e8 elements: deepspeed/runtime/zero/config.py, reduce_bucket_size and allgather_bucket_size. That pipeline
-# ranks keep what they sent is told by how the published memory grows with micro-batches.
+# buckets of 5e8 elements: deepspeed/runtime/zero/config.py, reduce_bucket_size and allgather_bucket_size. The growth
+# of the published memory with micro-batches shows that pipeline ranks keep what they sent.
 MEGATRON_DEEPSPEED = replace(
     MEGATRON_2021, gradient=2, logit=14, whole=4, outputs=True, buffers=2 * 2 * 5e8, counts="device"
 )
@@ -82,14 +82,14 @@ TORCHTITAN = Kept(
 )
 # A compiled layer does not keep the result of its last product, which backward does not need.
 TORCHTITAN_COMPILED = replace(TORCHTITAN, gated=6, selective=Kept(stream=2, query=4, key=2, gated=2, plain=2))
-# Its code is not public. That the product of gate and up is made again is told by 8,192 GPUs of 80 GB, into which the
-# run fits without recomputing more (arXiv 2407.21783, section 3.3.2).
+# Its code is not public. It must make the product of gate and up again, since the run fits into 8,192 GPUs of 80 GB
+# without recomputing more (arXiv 2407.21783, section 3.3.2).
 LLAMA_3 = replace(MEGATRON_2025, gated=4)
 # From 2025 on, the loss is compiled too: logits and their gradient in bf16 (torchtitan/components/loss.py).
 TORCHTITAN_2025 = replace(TORCHTITAN_COMPILED, logit=4)
 # src/nanotron/models/llama.py: SiLU's result beside gate and up, attention's result once more in the order of the
 # stream, logits in bf16 and twice in float32. src/nanotron/optim/gradient_accumulator.py: float32 sums beside gradients
-# in bf16; DistributedDataParallel has its buckets. That inputs are kept gathered is told by the published memory.
+# in bf16; DistributedDataParallel has its buckets. The published memory shows that inputs are kept gathered.
 NANOTRON = Kept(stream=4, gathered=4, query=6, gated=8, logit=10, gradient=6, bucket=2)
 # The loss of flash_attn keeps logits in bf16, and so is their gradient: llmfoundry/models/mpt/modeling_mpt.py.
 LLM_FOUNDRY = Kept(logit=4)
@@ -98,8 +98,8 @@ LLM_FOUNDRY = Kept(logit=4)
 INTERNEVO = Kept(gated=8, gradient=2, logit=4, buffers=2 * 512 * 2**20)
 # One tensor has queries, keys and values; views of it keep it beside rotated queries and keys
 # (core/nn/attention/attention.py of github.com/Aleph-Alpha/scaling at 737f855). SiLU's result is kept (mlp.py), and
-# masks of dropout. Of logits: bf16, float32 (cross_entropy.py), their log-softmax, two gradients, one of them in bf16
-# too, and the bf16 ones of the micro-batch before, which one of two buffers has (pipeline_schedule/train.py).
+# masks of dropout. Logits count in bf16, in float32 (cross_entropy.py), as their log-softmax, as two gradients, one of
+# them in bf16 too, and as the bf16 ones of the micro-batch before in one of two buffers (pipeline_schedule/train.py).
 SCALING = Kept(stream=10, query=6, key=6, gated=8, gradient=2, logit=18, outputs=True)
 NORMED = 4  # of `stream`, bytes of the results of both norms
 EAGER_NORMS = 8  # bytes that norms keep more where each operation keeps its inputs: two in float32 and two in bf16

@@ -1,4 +1,4 @@
-"""How many layers every rank of a pipeline has. Imports no torch."""
+"""Counts of the layers that every rank of a pipeline has. Imports no torch."""
 
 from functools import lru_cache
 from itertools import pairwise

@@ -1,6 +1,6 @@
 """Bytes that a program holds on the fullest GPU of a step. Imports no torch.
 
-megalite's own memory is walked through action by action (`plan.memory`). Of other programs less is known, so this adds
+megalite's own memory is walked through action by action (`plan.memory`). Less is known of other programs, so this adds
 up what follows from their code: weights, gradients and optimizer states by how they are sharded; what layers keep for
 backward, times the micro-batches that a pipeline rank holds; and what lives for a moment only.
 """
@@ -112,7 +112,7 @@ def _rank(work: Work, program: Profile, rank: int, layers: int) -> Memory:
 def _held(work: Work, rank: int) -> float:
     """Micro-batches whose activations a rank has at most, for all of its layers: 1F1B, interleaved with several stages.
 
-    Of the first rank these are (v + 1) p - 1 of v stages: 1 + (p - 1) / (p v) times the p without (arXiv 2205.05198).
+    With v stages, the first rank has ((v + 1) p - 1) / v: 1 + (p - 1) / (p v) times the p of one (arXiv 2205.05198).
     """
     after = work.pp - rank - 1
     if work.virtual == 1:

@@ -144,7 +144,7 @@ PROFILES = {
     "megatron_2021": MEGATRON_2021,
     "megatron_2022": replace(MEGATRON_2021, name="Megatron-LM 2022", sequence_parallel=True, gathers_again=True),
     # It sends parts: deepspeed/runtime/pipe/engine.py, is_pipe_partitioned. The engine goes through a list of
-    # instructions for every micro-batch, which its host takes. Its runs tell fewer bytes of a logit than Megatron-LM's;
+    # instructions for every micro-batch, which its host takes. Its runs show fewer bytes of a logit than Megatron-LM's;
     # for most of them the vocabulary is not published.
     "megatron_deepspeed": replace(
         MEGATRON_2021,
@@ -178,8 +178,8 @@ PROFILES = {
         forward_ffn=4,
         backward_ffn=6,
         # Whole gradients are summed a bucket of DDP at a time: all_reduce_coalesced in
-        # src/nanotron/optim/gradient_accumulator.py, ddp_bucket_cap_mb. That reduce_scatter_coalesced takes each
-        # parameter by itself is told by published times.
+        # src/nanotron/optim/gradient_accumulator.py, ddp_bucket_cap_mb. The published times show that
+        # reduce_scatter_coalesced takes each parameter by itself.
         pieces=9,
         buckets=25 * 2**20,
         reduces_beside=True,
@@ -224,8 +224,8 @@ PROFILES = {
     # output layer joins all logits (lm_head.py), and the loss casts them (cross_entropy.py). Gradients are added up in
     # bf16 and all-reduced in float32 (optimizer/allreduce.py). Without sequence parallelism each of three
     # column-parallel products reduces its input's gradient. Lengths of documents are read back to the host for every
-    # layer's attention (attention.py, get_max_seq_length). That stages are balanced by their parameters is told by the
-    # published times.
+    # layer's attention (attention.py, get_max_seq_length). The published times show that stages are balanced
+    # by their parameters.
     "scaling": Profile(
         "Aleph Alpha Scaling",
         kept=keeps.SCALING,
@@ -246,7 +246,7 @@ PROFILES = {
     "llama_3": replace(MEGATRON_2025, name="Meta's of Llama 3", kept=keeps.LLAMA_3, reduces_beside=True),
     "nemo": NEMO,
     # Transformer Engine prefers cuDNN's attention on H100 (github.com/NVIDIA/NeMo/pull/9188). With the cuDNN of early
-    # 2024, which releases up to July have, it is as fast as FlashAttention 2, as the times of long sequences tell.
+    # 2024, which releases up to July have, it is as fast as FlashAttention 2, as the times of long sequences show.
     "nemo_2024": replace(NEMO, name="NeMo of 2024", attention="flash2", fp8=0.92, kept=keeps.NEMO_2024),
     "nemo_late_2024": replace(NEMO, name="NeMo of late 2024", fp8=0.92, kept=keeps.NEMO_2024),
     # Usual in PyTorch: FlashAttention 2, fused norms, little else, and a loss in float32.

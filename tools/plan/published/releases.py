@@ -47,7 +47,7 @@ VERSION = r"(?:20)?(2\d)[.-](0?[1-9]|1[0-2])(?:\.\d{1,3})?|(20\d\d)"
 ROWWISE = 0.47  # `Program.fp8` with a scale for every row: 1.10 times bf16 where one for a tensor reaches 1.25
 KERNELS: tuple[Attention, ...] = ("flash1", "flash2", "flash3", "cudnn", "unfused")
 CHOICES = (*KERNELS, "eager_softmax"), ("sequence_parallel", "no_sequence_parallel")  # a row has one of each at most
-COMPILED = ("torchtitan", "kempnerforge")  # if told so
+COMPILED = ("torchtitan", "kempnerforge")  # if an option says so
 
 
 def _with_overlap(program: Profile) -> Profile:

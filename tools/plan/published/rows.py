@@ -69,13 +69,13 @@ COLUMNS = [
     "notes",
 ]
 MAX_FILE_BYTES = 1 << 24  # bytes of a file
-GPT_VOCABULARY = 51_200  # as in Megatron's GPT models, where a row of a model without gates does not tell
+GPT_VOCABULARY = 51_200  # as in Megatron's GPT models, where a row of a model without gates has no number
 VECTOR = 128  # Megatron-LM, megatron/training/arguments.py: --make-vocab-size-divisible-by
-HEAD = 128  # elements of the width for each head, where a row does not tell how many there are
+HEAD = 128  # elements of the width for each head, where a row does not say how many there are
 EXPERTS = r"moe|experts|\d+x\d+b|-a\d+(?:\.\d+)?b\b"  # in the name of a model: 30B-A3B, 8x7B
 PRECISIONS = {"bf16": "bf16", "fp16": "bf16", "fp8": "fp8", "mxfp8": "fp8"}  # and what the planner takes them as
 FLOPS = ("model", "model causal", "hardware", "hardware causal")
-MICRO_BATCHES = (1, 2, 4, 8, 16, 32)  # that are tried, where a row does not tell
+MICRO_BATCHES = (1, 2, 4, 8, 16, 32)  # that are tried, where a row does not say
 JEAN_ZAY = "jean_zay_a100"
 # Its nodes have two boards of four GPUs, in each of which all are connected: README of bigscience-workshop/bigscience,
 # "Using NVLink 4 inter-gpu connects, 4 OmniPath links". A ring among four uses two of the three links of a GPU: a third
@@ -195,7 +195,7 @@ def _row(file: str, line: int, fields: Mapping[str, str]) -> Row:
 
 
 def _cluster(fields: Mapping[str, str]) -> Cluster:
-    """The cluster of a row's GPUs, with what the row tells of its network, links, power and memory."""
+    """The cluster of a row's GPUs, with what the row gives of its network, links, power and memory."""
     name = word(fields, "gpu", (*known_clusters(), JEAN_ZAY))
     cluster = _shipped("a100_80gb" if name == JEAN_ZAY else name)
     if (gpus := whole(fields, "node_gpus", cluster.gpus_per_node)) != cluster.gpus_per_node:

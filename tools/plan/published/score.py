@@ -1,4 +1,4 @@
-"""How far predictions are from published runs. Imports no torch."""
+"""Compares predictions with published runs. Imports no torch."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -17,7 +17,7 @@ from megalite_tools.plan.published.rows import Row, works_of
 from megalite_tools.plan.published.step import StepModel
 from megalite_tools.plan.published.work import Work
 
-TREND_RANGE = 8  # times as many GPUs of a source's largest run as of its smallest, from which on it tells a trend
+TREND_RANGE = 8  # times as many GPUs of a source's largest run as of its smallest, from which on it shows a trend
 TOP_LAYOUTS = 3  # of a group's layouts, as predicted, among which the best measured one should be
 
 
@@ -25,7 +25,7 @@ TOP_LAYOUTS = 3  # of a group's layouts, as predicted, among which the best meas
 class Compared:
     """A row's figure, predicted and measured. spread: half the width of the interval, relative to the prediction.
 
-    formula: of a time that `predict` tells, since a configuration expresses the row, what the formula for other
+    formula: of a time that `predict` gives, since a configuration expresses the row, what the formula for other
     programs says.
     """
 
@@ -37,7 +37,7 @@ class Compared:
 
     @property
     def error(self) -> float:
-        """Relative; above 0 where too much is predicted."""
+        """Relative error; above 0 where too much is predicted."""
         return self.predicted / self.measured - 1
 
     @property
@@ -74,7 +74,7 @@ class Score:
 
 @dataclass(frozen=True)
 class Ranking:
-    """How often the best measured layout of a group is among the TOP_LAYOUTS predicted ones.
+    """Counts of groups whose best measured layout is among the TOP_LAYOUTS predicted ones.
 
     groups: of at least two layouts of one model on as many GPUs. contested: groups of more than TOP_LAYOUTS, where it
     means something.
@@ -88,7 +88,7 @@ class Ranking:
 
 @dataclass(frozen=True)
 class Trend:
-    """How much longer measured times are than predicted ones on more GPUs, within sources.
+    """Excess of measured times over predicted ones on more GPUs, within sources.
 
     spread: relative standard deviation of GPUs' speeds with which waiting for the slowest would make it so. error: its
     standard error, with rows of a source taken to err together. sources: of at least TREND_RANGE times as many GPUs.
@@ -195,7 +195,7 @@ def by_source(found: Iterable[Told]) -> dict[str, list[Told]]:
 
 
 def trend(found: Iterable[Compared]) -> Trend | None:
-    """Fit how errors of step times grow with GPUs; sources count alike. None where fewer than two tell a trend."""
+    """Fit how errors of step times grow with GPUs; sources count alike. None where fewer than two have a trend."""
     deviations = []  # by source: of a row, how much slower its slowest GPU is, and how much longer it took, less means
     for group in by_source(found).values():
         gpus = [each.row.work.gpus for each in group]

@@ -1,4 +1,4 @@
-"""What a step of a published run has to do: the model's sizes, the layout, and the batch. Imports no torch."""
+"""Work of a step of a published run: the model's sizes, the layout, and the batch. Imports no torch."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -67,7 +67,7 @@ class Work:
 
     @cached_property
     def share(self) -> Share:
-        """What a rank has of a micro-batch."""
+        """Share of a micro-batch that a rank has."""
         window = self.window if self.window is not None and self.window < self.sequence else None
         heads = Heads(self.heads, self.kv_heads, self.head_size, self.head_size, self.head_size, Scores(window))
         feed_forward: Computed = TwoMatrices(self.width, self.ffn)

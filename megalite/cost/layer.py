@@ -152,8 +152,8 @@ class LayerModel:
             return products + there, 2 * products + back
         seen = attended_pairs(s, heads.scores.window) / s  # keys of a query, on average
         flops = 2 * share.tokens * seen * (heads.queries + heads.outputs) / share.tp
-        scores = heads.scores
-        plain = share.whole and scores.window_in(s) is None and scores.softcap is None
+        kind = heads.scores
+        plain = share.whole and kind.window_in(s) is None and kind.softcap is None
         kernel = program.whole if plain and program.whole else program.attention
         there, back = attention_shares(kernel, self.cluster.gpu.name, heads.width)
         forward = self.kernels.attention(flops, there, share.outside)

@@ -1,1 +1,1 @@
-"""Who hangs and why: the watchdog, what every rank does, and reports of failures."""
+"""Who hangs and why: the watchdog, and what every rank does."""

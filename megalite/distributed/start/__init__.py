@@ -1,1 +1,1 @@
-"""How ranks start: processes, signals, finding each other."""
+"""How ranks start and end: processes, signals, finding each other, reports of failures."""

@@ -12,8 +12,8 @@ from megalite.base.stop_signals import end_at_once
 def note_stop(code: int) -> None:
     """Tell a supervisor that this rank was asked to stop, as early as that was. Without one, nothing is imported."""
     if code == ExitCode.STOPPED and "MEGALITE_ATTEMPT" in os.environ:
-        names = ("health.failure_report", "start.ranks")
-        words, ranks = (import_module(f"megalite.distributed.{name}") for name in names)
+        names = ("failure_report", "ranks")
+        words, ranks = (import_module(f"megalite.distributed.start.{name}") for name in names)
         with suppress(ValueError):  # a launcher's variables contradict each other
             words.note_end(code, ranks.find_rank_info() or ranks.RankInfo(0, 1, 0))
 

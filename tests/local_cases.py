@@ -17,8 +17,8 @@ from megalite.base.errors import Unhealthy
 from megalite.checkpoint.local import replicate
 from megalite.checkpoint.local.folder import Place
 from megalite.checkpoint.local.tier import Tier
+from megalite.checkpoint.publish import Publisher
 from megalite.checkpoint.run.load import Restorer
-from megalite.checkpoint.run.publish import Publisher
 from megalite.checkpoint.run.save import Saver
 from megalite.checkpoint.store.host_group import HostGroup
 from megalite.checkpoint.store.save_events import FailedLocally, LocalOff, Outcome

@@ -12,7 +12,7 @@ from ..base.errors import UserError
 from ..base.outcome import DONE
 from ..base.texts import lasting, printable, table
 from ..base.texts import share as share_text
-from ..status.status_command import open_run
+from ..watch.run import open_run
 from ..watch.summary import Summary, summary
 from ..watch.text import WHERE
 from .formulas import HOURS_BETWEEN_FAILURES, Costs, approximation, between_failures, daly, share, young

@@ -15,7 +15,7 @@ from ..base.errors import UserError
 from ..base.files import SHOWN, write_whole
 from ..base.outcome import DONE
 from ..base.texts import printable
-from ..watch.run import Watched
+from ..watch.run import Watched, open_run
 from ..watch.summary import Summary, summary
 from ..watch.text import one_line, status_text
 from . import page
@@ -24,18 +24,6 @@ EVERY = 2.0  # seconds between two looks
 TELL = 30.0  # seconds between two lines of a pipe on which nothing happens
 CLEAR = "\x1b[H\x1b[J"
 INDENT = "    "  # before the rest of a line that is too long
-
-
-def open_run(path: str) -> Watched:
-    """Raises UserError for what is no run folder."""
-    run = Watched(Path(path))
-    folder = run.folder
-    if not any(found.exists() for found in (folder.events, folder.metrics, folder.attempts, folder.path / "starts")):
-        found = "has no events.jsonl and no metrics.jsonl" if folder.path.is_dir() else "is no folder"
-        raise UserError(
-            f"{printable(path)}: {found}; give the folder of a run, which is run.dir/run.name, such as runs/small"
-        )
-    return run
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -26,8 +26,8 @@ from ..base.processes import HEARD
 from ..base.run_folder import RunFolder
 from ..base.slurm import Slurm
 from ..preflight.thresholds import load_thresholds
-from ..submit.frozen_configuration import Frozen
 from .backend import Backend
+from .frozen_configuration import Frozen
 from .local_backend import LocalBackend
 from .policy import Limits, Wants
 from .slurm_backend import Options, SlurmBackend

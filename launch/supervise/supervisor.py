@@ -25,9 +25,9 @@ from ..base.slurm import Job, patiently
 from ..base.texts import counted, escaped
 from ..base.verdict import BROKEN, HANG, LOST, Ended, First, Seen, judge
 from ..status import page
-from ..submit.frozen_configuration import Frozen
 from . import policy
 from .backend import Backend, Running, Start
+from .frozen_configuration import Frozen
 from .policy import END, FAILED_TO_WRITE, REQUEUE, UNFIT, Limits, Move, Past, Patience, Wants
 
 LOOK = 0.1  # seconds between two looks whether the ranks have ended

@@ -19,7 +19,7 @@ from ..base.outcome import DONE, Failure, read_failures, read_outcome
 from ..base.run_folder import Attempt, RunFolder
 from ..base.texts import clock, lasting, printable
 from ..base.verdict import BAD, BROKEN, SICK, First
-from ..status.status_command import open_run
+from .run import open_run
 
 TAIL = 2**16  # bytes of the end of a log that are read
 LINES, WIDTH = 15, 200  # of a log: how many lines are shown, and how much of each

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Optional
 
+from ..base.errors import UserError
 from ..base.events import LONGEST, Event
 from ..base.files import read_bytes
 from ..base.line_files import Tail, number, parsed, whole
@@ -295,3 +296,15 @@ class Watched:
     def interruptions(self, end: float) -> tuple[int, float]:
         """Number of failed attempts, and hours that ranks have run in all. end: the end of an attempt that goes on."""
         return interruptions(self._attempts, end)
+
+
+def open_run(path: str) -> Watched:
+    """Open the run in a folder. Raises UserError for what is no run folder."""
+    run = Watched(Path(path))
+    folder = run.folder
+    if not any(found.exists() for found in (folder.events, folder.metrics, folder.attempts, folder.path / "starts")):
+        found = "has no events.jsonl and no metrics.jsonl" if folder.path.is_dir() else "is no folder"
+        raise UserError(
+            f"{printable(path)}: {found}; give the folder of a run, which is run.dir/run.name, such as runs/small"
+        )
+    return run

@@ -21,7 +21,7 @@ from megalite.config.schema import Config
 from megalite.config.validate import check, check_files
 from megalite.cost.order_costs import costing_of
 from megalite.data.check import Scans, check_data
-from megalite.distributed.health.failure_report import log, note_end, note_failure, note_outcome, tell
+from megalite.distributed.start.failure_report import log, note_end, note_failure, note_outcome, tell
 from megalite.distributed.start.host import host_memory, on_cpus
 from megalite.distributed.start.local import LAUNCHER, launch
 from megalite.distributed.start.ranks import HOW_TO_START, RankInfo, end_silently_with, find_rank_info, let_others_speak

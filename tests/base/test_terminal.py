@@ -12,7 +12,7 @@ from rich.text import Text
 from megalite.base.output import warn
 from megalite.base.terminal import escaping, gib_above, sections, table
 from megalite.commands.main import main
-from megalite.distributed.health.failure_report import tell
+from megalite.distributed.start.failure_report import tell
 from megalite.distributed.start.ranks import RankInfo
 from megalite_launch.base.errors import UserError
 

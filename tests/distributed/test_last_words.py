@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from megalite.distributed.health import failure_report
+from megalite.distributed.start import failure_report
 
 
 def test_a_report_is_written_before_the_rank_goes_on() -> None:

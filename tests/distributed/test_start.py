@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from megalite.base.errors import InputError
-from megalite.distributed.health.failure_report import OUTCOME, note_outcome, tell
+from megalite.distributed.start.failure_report import OUTCOME, note_outcome, tell
 from megalite.distributed.start.local import MEETING, launch, log_file
 from megalite.distributed.start.ranks import RankInfo
 from megalite.distributed.start.start import start

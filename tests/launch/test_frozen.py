@@ -8,7 +8,7 @@ import pytest
 from fake_slurm import World
 
 from megalite_launch.base.events import read_events
-from megalite_launch.submit.frozen_configuration import Frozen
+from megalite_launch.supervise.frozen_configuration import Frozen
 from megalite_launch.supervise.supervisor import Supervisor
 
 BEFORE = "model:\n  layers: 2\noptim:\n  lr: 0.001\n"

@@ -35,10 +35,10 @@ from megalite.commands.main import main as megalite
 from megalite.commands.train import WORKER
 from megalite.data.store import StoreWriter
 from megalite.data.tokenizer import load_tokenizer
-from megalite_tools.bench.machine import cpu_name
 from megalite_tools.checkpoint.generate import main as generate
 from megalite_tools.checkpoint.inspect_checkpoint import main as inspect
 from megalite_tools.data.train_tokenizer import train_model
+from megalite_tools.machine import cpu_name
 
 COMMAND = "corrupt"
 LIMIT = 60  # seconds of a command

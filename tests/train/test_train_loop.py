@@ -100,7 +100,7 @@ def test_a_checkpoint_that_cannot_be_written_is_reported_and_no_run_ends_well_wi
     def full(path: Path) -> Path:
         raise OSError(f"{path}: no room")
 
-    monkeypatch.setattr("megalite.checkpoint.run.publish.new_partial", full)
+    monkeypatch.setattr("megalite.checkpoint.publish.new_partial", full)
     with pytest.raises(Unhealthy, match="the last checkpoint could not be written"):
         run(tmp_path)
     ((step, details),) = notes.named("save_failed")

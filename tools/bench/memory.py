@@ -36,7 +36,7 @@ from megalite.plan.memory.walk import HOST
 from megalite.plan.model.size import model_parameters
 from megalite.train.build import build, build_mesh
 from megalite.train.recompute_costs import plan_for
-from megalite_tools.bench.machine import cpu_name
+from megalite_tools.machine import cpu_name
 
 COMMAND = "megalite-bench-memory"
 MODEL = (

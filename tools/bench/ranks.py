@@ -19,7 +19,7 @@ from megalite.distributed.start.local import launch
 from megalite.distributed.start.ranks import RankInfo, find_rank_info
 from megalite.distributed.start.signals import end_when_stopped
 from megalite.distributed.start.start import run_rank, start
-from megalite_tools.bench.machine import cpu_name
+from megalite_tools.machine import cpu_name
 
 CPU = torch.device("cpu")
 TIMEOUT = 600.0  # seconds

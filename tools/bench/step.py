@@ -44,8 +44,8 @@ from megalite.plan.memory.fit import fit_micro
 from megalite.train.build import Job, build
 from megalite.train.recompute_costs import plan_for
 from megalite.train.step import train_step
-from megalite_tools.bench.machine import cpu_name
 from megalite_tools.bench.peer import Step, build_peer, llama
+from megalite_tools.machine import cpu_name
 
 COMMAND = "megalite-bench-step"
 MODEL = "small_60m"

@@ -18,7 +18,7 @@ from megalite.base.terminal import memory
 from megalite.checkpoint.local.folder import COPIES, Life, Place
 from megalite.checkpoint.local.nodes import Nodes
 from megalite.checkpoint.local.replicate import Exchange
-from megalite.checkpoint.run.publish import Publisher
+from megalite.checkpoint.publish import Publisher
 from megalite.checkpoint.store.disk import total_bytes, write_durably
 from megalite.checkpoint.store.files import copy, write_bytes
 from megalite.checkpoint.store.host_group import ElsewhereError, HostGroup

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from megalite.base.errors import InputError, Unhealthy
 from megalite.checkpoint.local.tier import Tier, Written
-from megalite.checkpoint.run.publish import Publisher
+from megalite.checkpoint.publish import Publisher
 from megalite.checkpoint.store.disk import File
 from megalite.checkpoint.store.files import METADATA, Writer
 from megalite.checkpoint.store.finite import PoisonedError, refuse_poisoned

@@ -1,1 +1,1 @@
-"""Diagnosis of hangs: the watchdog, what every rank does, and reports of failures."""
+"""Diagnosis of hangs: the watchdog, and what every rank does."""

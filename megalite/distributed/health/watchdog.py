@@ -19,14 +19,14 @@ import torch.distributed as dist
 
 from megalite.base.exit_codes import ExitCode
 from megalite.distributed.health.activity import HIDDEN, Activity, Awaiting, locations, stacks
-from megalite.distributed.health.failure_report import briefly, note_failure, tell
 from megalite.distributed.health.flight_recorder import keep, record, recorded
 from megalite.distributed.health.neighbour import Neighbour, all_ended
 from megalite.distributed.health.rollcall import RollCall, Status, Verdict
+from megalite.distributed.start.failure_report import briefly, note_failure, tell
 from megalite.distributed.start.local import MEETING
 from megalite.distributed.start.meeting import Meeting, kept, reason
 from megalite.distributed.start.ranks import HELD_BACK, RankInfo, let_others_speak
-from megalite.distributed.start.start import is_lost_peer, noting_failures
+from megalite.distributed.start.start import explain, is_lost_peer
 
 END = object()
 LOOKS = 1600  # at the store, of all ranks, in a second
@@ -52,7 +52,7 @@ def watched(
     record()
     watchdog = Watchdog(meeting, rank_info, activity, timeout, flights)
     try:
-        with noting_failures(rank_info, activity):
+        with _noting_failures(rank_info, activity):
             yield
             activity("waiting for the other ranks to end")
             dist.barrier()
@@ -62,6 +62,16 @@ def watched(
         raise
     finally:
         watchdog.stop()
+
+
+@contextmanager
+def _noting_failures(rank_info: RankInfo, activity: Activity) -> Iterator[None]:
+    """Note at once, for the supervisor, what fails meanwhile, and in which step."""
+    try:
+        yield
+    except (Exception, KeyboardInterrupt) as error:
+        note_failure(*explain(error), rank_info, activity.step)
+        raise
 
 
 def between_looks(timeout: float, ranks: int) -> float:

@@ -1,1 +1,1 @@
-"""Start of ranks: processes, signals, finding each other."""
+"""Start and end of ranks: processes, signals, finding each other, reports of failures."""

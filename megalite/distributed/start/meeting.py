@@ -17,7 +17,7 @@ import torch.distributed as dist
 from megalite import __version__
 from megalite.base.errors import InputError
 from megalite.base.output import warn
-from megalite.distributed.health.failure_report import note_meeting
+from megalite.distributed.start.failure_report import note_meeting
 from megalite.distributed.start.local import MEETING
 from megalite.distributed.start.ranks import RankInfo
 from megalite_launch.base.run_folder import ATTEMPT

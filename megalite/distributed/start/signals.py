@@ -7,7 +7,7 @@ import sys
 
 from megalite.base.exit_codes import ExitCode
 from megalite.base.stop_signals import STOP, listen
-from megalite.distributed.health.failure_report import log, tell
+from megalite.distributed.start.failure_report import log, tell
 from megalite.distributed.start.local import LAUNCHER, MEETING
 from megalite.distributed.start.ranks import RankInfo
 

@@ -3,8 +3,7 @@
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Literal
 
@@ -14,8 +13,7 @@ import torch.distributed as dist
 from megalite.base.errors import InputError, Unhealthy, counted
 from megalite.base.exit_codes import ExitCode
 from megalite.base.output import Lost
-from megalite.distributed.health.activity import Activity
-from megalite.distributed.health.failure_report import log, note_end, note_failure, tell
+from megalite.distributed.start.failure_report import log, note_end, note_failure, tell
 from megalite.distributed.start.local import MEETING
 from megalite.distributed.start.meeting import LostPeer, Meeting, meet
 from megalite.distributed.start.ranks import RankInfo, let_others_speak
@@ -106,7 +104,7 @@ def run_rank(main: Callable[[], int], rank_info: RankInfo) -> int:
         if dist.is_initialized():
             dist.barrier()  # the first rank to end with a code but DONE ends the job: let all say their last words
     except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 - every failure is reported, then ends the process
-        code, text = _explain(error)
+        code, text = explain(error)
         _report(code, text, rank_info)
         sys.stdout.flush()
         sys.stderr.flush()
@@ -120,17 +118,7 @@ def run_rank(main: Callable[[], int], rank_info: RankInfo) -> int:
     return code
 
 
-@contextmanager
-def noting_failures(rank_info: RankInfo, activity: Activity) -> Iterator[None]:
-    """Note at once, for the supervisor, what fails meanwhile, and in which step."""
-    try:
-        yield
-    except (Exception, KeyboardInterrupt) as error:
-        note_failure(*_explain(error), rank_info, activity.step)
-        raise
-
-
-def _explain(error: BaseException) -> tuple[int, str]:
+def explain(error: BaseException) -> tuple[int, str]:
     """The exit code and the message that an error calls for."""
     if isinstance(error, InputError):
         return ExitCode.BAD_INPUT, f"error: {error}"

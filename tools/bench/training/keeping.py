@@ -12,11 +12,11 @@ from typing import Any
 from megalite.base.errors import InputError
 from megalite.base.files import is_file, read_object, write_object, write_whole
 from megalite_launch.preflight.smi import SmiError, ask, table
-from megalite_tools.bench.machine import cpu_name
 from megalite_tools.bench.training import junit
 from megalite_tools.bench.training.cases import Case
 from megalite_tools.bench.training.report import page
 from megalite_tools.bench.training.rows import Row
+from megalite_tools.machine import cpu_name
 
 LARGEST = 16 << 20  # bytes of a file
 MOST = 4  # times as many bytes may a file have before it is packed

@@ -11,8 +11,8 @@ from made_up_run import MadeUp, made_up
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "advice"))
 
+from browser import BROWSER, seen
 from page_cases import Page
-from test_page_browser import BROWSER, seen
 
 from megalite_launch.page.charts import POINTS, curve_chart, thinned
 from megalite_launch.status import page

@@ -16,7 +16,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from megalite.base.errors import InputError
-from megalite.base.stop_signals import STOP, listen, restore
+from megalite.base.stop_signals import STOP_SIGNALS, listen, restore
 
 DATA, RUN = Path("data/quickstart"), Path("runs/quickstart")  # as in configs/run/quickstart.yaml
 LADDER = Path("data/ladder")  # as in configs/experiment/ladder_5x4.yaml
@@ -106,7 +106,7 @@ def call(program: Program) -> int:
             if number != signal.SIGINT:  # a terminal sends that to both
                 child.send_signal(number)
 
-        handlers = listen(hand_on, STOP)
+        handlers = listen(hand_on, STOP_SIGNALS)
         try:
             ended = child.wait()
         finally:

@@ -27,7 +27,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from megalite.base.errors import InputError, unwritable
-from megalite.base.json_shape import TEXT, WHOLE, misfits
+from megalite.base.json_shape import TEXT, WHOLE_NUMBER, misfits
 from megalite.distributed.health.activity import HIDDEN
 from megalite_launch.base.files import opened
 
@@ -39,7 +39,9 @@ FREE = ".free"
 NAME = re.compile(rf"([1-9][0-9]*)({re.escape(FREE)})?")
 TOLD = 4  # looks after which people are told what is waited for
 LARGEST = 4096  # bytes read of an owner's file
-OWNER = dict.fromkeys(("host", "machine", "job", "attempt", "since"), TEXT) | dict.fromkeys(("pid", "began"), WHOLE)
+OWNER = dict.fromkeys(("host", "machine", "job", "attempt", "since"), TEXT) | dict.fromkeys(
+    ("pid", "began"), WHOLE_NUMBER
+)
 
 log = logging.getLogger("megalite")
 

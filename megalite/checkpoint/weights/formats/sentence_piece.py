@@ -10,8 +10,8 @@ from megalite.base.errors import InputError
 from megalite.data.sentence_piece import CONTROL, NORMAL, UNIGRAM, UNKNOWN, USER_DEFINED, PieceModel, read_model
 from megalite.data.tokenizer import BLANK, tokenizers
 
-NEVER = -1e6  # a score so low that no text is encoded as the piece
-ALWAYS = -0.1  # the score that SentencePiece gives to a piece which is whole wherever it stands
+EXCLUSION_SCORE = -1e6  # a score so low that no text is encoded as the piece
+USER_DEFINED_SCORE = -0.1  # the score that SentencePiece gives to a piece which is whole wherever it stands
 
 
 @lru_cache(maxsize=1)  # one is written, and then tried
@@ -104,7 +104,7 @@ def _bpe(model: PieceModel) -> Any:
 def _unigram(model: PieceModel) -> Any:
     unknown = next((token for token, (_, _, kind) in enumerate(model.pieces) if kind == UNKNOWN), None)
     scored = [
-        (name, score if kind == NORMAL else ALWAYS if kind == USER_DEFINED else NEVER)
+        (name, score if kind == NORMAL else USER_DEFINED_SCORE if kind == USER_DEFINED else EXCLUSION_SCORE)
         for name, score, kind in model.pieces
     ]
     return tokenizers.models.Unigram(scored, unk_id=unknown, byte_fallback=model.to_bytes)

@@ -28,7 +28,7 @@ from pathlib import Path
 
 from megalite.base.errors import InputError, unwritable
 from megalite.base.json_shape import TEXT, WHOLE_NUMBER, misfits
-from megalite.distributed.health.activity import HIDDEN
+from megalite.distributed.health.activity import HIDDEN_PREFIX
 from megalite_launch.base.files import opened
 
 BEAT = 2.0  # seconds between two signs of life
@@ -172,7 +172,7 @@ class Lock:
                 except OSError as error:
                     log.warning("%s: no sign of life: %s", self.path, error)
 
-        thread = threading.Thread(target=beat, name=f"{HIDDEN} of the run folder", daemon=True)
+        thread = threading.Thread(target=beat, name=f"{HIDDEN_PREFIX} of the run folder", daemon=True)
         thread.start()
         try:
             yield

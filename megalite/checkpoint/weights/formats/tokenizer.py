@@ -11,7 +11,7 @@ from megalite.checkpoint.weights.formats.opened import Weights
 from megalite.checkpoint.weights.formats.sentence_piece import tokenizer_json
 from megalite.data.odd_texts import ODD_TEXTS
 from megalite.data.tokenizer import (
-    MOST_BESIDE,
+    MAX_COMPANION_BYTES,
     HuggingFaceTokenizer,
     SentencePieceTokenizer,
     Tokenizer,
@@ -104,7 +104,7 @@ def companions_of(found: Weights) -> tuple[dict[str, bytes], dict[str, Path]]:
 def ends_in(folder: Path) -> tuple[int, ...]:
     """The ids that end a text, as a Hugging Face folder tells; the first is that of documents. Raises InputError."""
     found = (
-        read_object(folder / GENERATION_CONFIG, MOST_BESIDE).get("eos_token_id")
+        read_object(folder / GENERATION_CONFIG, MAX_COMPANION_BYTES).get("eos_token_id")
         if is_file(folder / GENERATION_CONFIG)
         else None
     )

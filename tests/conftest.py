@@ -21,7 +21,7 @@ from hypothesis import settings
 from ranks import Ranks
 from wheel_install import install
 
-from megalite.base.stop_signals import STOP, restore
+from megalite.base.stop_signals import STOP_SIGNALS, restore
 from megalite.config.layout import Layout
 from megalite.distributed.mesh import Mesh
 
@@ -62,7 +62,7 @@ settings.load_profile("megalite")
 @pytest.fixture(autouse=True)
 def own_signal_handlers() -> Iterator[None]:
     """Give every test the handlers that the one before had: commands that run in this process set their own."""
-    before = {number: signal.getsignal(number) for number in STOP}
+    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     yield
     restore(before)
 

@@ -9,8 +9,12 @@ from typing import Any
 
 from megalite_launch.base.texts import escaped
 
-LONGEST, MOST, MESSAGE = 400, 100, 4000  # characters of a value, problems, and characters of all that are shown
-ABSENT: Any = object()  # marks a problem that has no value to show
+MAX_VALUE_LENGTH, MAX_PROBLEMS, MAX_MESSAGE_LENGTH = (
+    400,
+    100,
+    4000,
+)  # characters of a value, problems, and characters of all that are shown
+NO_VALUE: Any = object()  # marks a problem that has no value to show
 
 
 @dataclass(frozen=True)
@@ -20,18 +24,24 @@ class Problem:
     key: str  # dotted, as in YAML
     rule: str  # what must hold
     fix: str = ""  # what to do about it, unless the rule says it already
-    value: Any = ABSENT
+    value: Any = NO_VALUE
 
     def __str__(self) -> str:
         shown = (
-            "" if self.value is ABSENT else f" = {_shortened(json.dumps(self.value, ensure_ascii=False, default=str))}"
+            ""
+            if self.value is NO_VALUE
+            else f" = {_shortened(json.dumps(self.value, ensure_ascii=False, default=str))}"
         )
         return f"{_shortened(self.key)}{shown}: {self.rule}" + (f"; {self.fix}" if self.fix else "")
 
 
 def _shortened(text: str) -> str:
-    """Shorten to at most LONGEST printable characters."""
-    return printable(text if len(text) <= LONGEST else f"{text[: LONGEST // 2]} ... {text[-LONGEST // 2 :]}")
+    """Shorten to at most MAX_VALUE_LENGTH printable characters."""
+    return printable(
+        text
+        if len(text) <= MAX_VALUE_LENGTH
+        else f"{text[: MAX_VALUE_LENGTH // 2]} ... {text[-MAX_VALUE_LENGTH // 2 :]}"
+    )
 
 
 def printable(text: str, kept: str = "") -> str:
@@ -49,8 +59,8 @@ class InputError(ValueError):
     def __init__(self, what: str | Sequence[Problem]) -> None:
         self.problems = () if isinstance(what, str) else tuple(what)
         text = what if isinstance(what, str) else _listed(self.problems)
-        cut = f" ... ({len(text) - MESSAGE:,} characters more)" if len(text) > 2 * MESSAGE else ""
-        super().__init__(printable(text[:MESSAGE] + cut if cut else text, kept="\n"))
+        cut = f" ... ({len(text) - MAX_MESSAGE_LENGTH:,} characters more)" if len(text) > 2 * MAX_MESSAGE_LENGTH else ""
+        super().__init__(printable(text[:MAX_MESSAGE_LENGTH] + cut if cut else text, kept="\n"))
 
 
 class Unhealthy(RuntimeError):
@@ -66,8 +76,10 @@ def unwritable(path: object, rule: str, error: OSError, fix: str) -> Exception:
 
 def _listed(problems: Sequence[Problem]) -> str:
     count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
-    lines = [str(problem) for problem in problems[:MOST]]
-    shown = [line for line, end in zip(lines, accumulate(map(len, lines)), strict=True) if end <= MESSAGE] or lines[:1]
+    lines = [str(problem) for problem in problems[:MAX_PROBLEMS]]
+    shown = [
+        line for line, end in zip(lines, accumulate(map(len, lines)), strict=True) if end <= MAX_MESSAGE_LENGTH
+    ] or lines[:1]
     more = [f"and {len(problems) - len(shown)} more"] if len(problems) > len(shown) else []
     return "\n  ".join([f"{count} in the configuration", *shown, *more])
 

@@ -41,7 +41,7 @@ def digits(count: int) -> Kind:
     return Kind(f"{count} digits from 0 to f", lambda value: isinstance(value, str) and bool(pattern.fullmatch(value)))
 
 
-WHOLE = Kind("a whole number", lambda value: type(value) is int)
+WHOLE_NUMBER = Kind("a whole number", lambda value: type(value) is int)
 TEXT = Kind("text", lambda value: isinstance(value, str))
 SECTION = Kind("a section", lambda value: isinstance(value, dict))
 

@@ -18,7 +18,7 @@ from megalite_launch.base.files import appended
 from megalite_launch.base.texts import escaped
 
 PATIENCE = 5.0  # seconds that a run waits for a reader who does not read
-UNBOUNDED = 10_000  # columns: a file or a pipe has no right edge to wrap at
+UNBOUNDED_WIDTH = 10_000  # columns: a file or a pipe has no right edge to wrap at
 
 log = logging.getLogger("megalite")
 

@@ -10,10 +10,10 @@ from types import FrameType
 from megalite.base.exit_codes import ExitCode
 
 Handler = Callable[[int, FrameType | None], object] | int | None
-STOP = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP, signal.SIGUSR2)
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP, signal.SIGUSR2)
 
 
-def listen(handler: Handler, numbers: Iterable[int] = STOP) -> dict[int, Handler]:
+def listen(handler: Handler, numbers: Iterable[int] = STOP_SIGNALS) -> dict[int, Handler]:
     """Handle signals, but for those that were ignored (as nohup does). Returns the handlers that they had before."""
     heard = [number for number in numbers if signal.getsignal(number) != signal.SIG_IGN]
     return {number: signal.signal(number, handler) for number in heard}
@@ -22,7 +22,7 @@ def listen(handler: Handler, numbers: Iterable[int] = STOP) -> dict[int, Handler
 def end_at_once(
     interrupted: int = ExitCode.INTERRUPTED, last: Callable[[int], None] = lambda _: None
 ) -> dict[int, Handler]:
-    """Let the signals of `STOP` end this process with one line, at any moment. Returns the handlers before.
+    """Let the signals of `STOP_SIGNALS` end this process with one line, at any moment. Returns the handlers before.
 
     last: called with the exit code, at last.
 
@@ -39,17 +39,17 @@ def end_at_once(
         os._exit(code)
 
     before = listen(end)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP)  # a batch script holds them up until there are handlers
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # a batch script holds them up until there are handlers
     return before
 
 
 @contextmanager
 def blocked() -> Iterator[None]:
-    """Block the signals of `STOP` in this thread meanwhile; processes and threads that it starts inherit that.
+    """Block the signals of `STOP_SIGNALS` in this thread meanwhile; processes and threads that it starts inherit that.
 
     Another thread of this process may take a signal still, and the main thread then runs its handler.
     """
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         yield
     finally:
@@ -58,7 +58,7 @@ def blocked() -> Iterator[None]:
 
 @contextmanager
 def held_up() -> Iterator[None]:
-    """Hold the signals of `STOP` up meanwhile, whichever thread takes them; as `blocked` otherwise.
+    """Hold the signals of `STOP_SIGNALS` up meanwhile, whichever thread takes them; as `blocked` otherwise.
 
     They arrive at the end. In another thread than the main one there is nothing to hold up: no handler runs in it.
     """

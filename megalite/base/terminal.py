@@ -8,7 +8,7 @@ from rich.console import Console, ConsoleOptions, ConsoleRenderable, RenderableT
 from rich.table import Table
 from rich.text import Text
 
-from megalite.base.output import UNBOUNDED
+from megalite.base.output import UNBOUNDED_WIDTH
 from megalite_launch.base.texts import BINARY, escaped, scaled
 
 UNITS = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))  # of memory in tables
@@ -38,7 +38,7 @@ def escaping(on: Console) -> Console:
 
 def console() -> Console:
     """Console on stdout. It prints texts without markup, and escapes what could disturb a terminal."""
-    return escaping(Console(markup=False, highlight=False, width=None if sys.stdout.isatty() else UNBOUNDED))
+    return escaping(Console(markup=False, highlight=False, width=None if sys.stdout.isatty() else UNBOUNDED_WIDTH))
 
 
 def table(*columns: str, text: tuple[str, ...] = ()) -> Table:

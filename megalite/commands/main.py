@@ -10,9 +10,9 @@ from megalite import __version__
 from megalite.base.entry import exit_code
 from megalite.base.exit_codes import ExitCode, table
 from megalite.base.late_import import import_for_good
-from megalite.commands.plan.amounts import USUAL, amount, gibibytes, gpu_counts, positive
+from megalite.commands.plan.amounts import DEFAULT_CLUSTER, amount, gibibytes, gpu_counts, positive
 from megalite.config.load import files_and_overrides
-from megalite.config.rules.ranges import RANKS
+from megalite.config.rules.ranges import MAX_RANKS
 
 COMMANDS = {  # module and summary
     "train": ("megalite.commands.train", "train a model, or continue its training"),
@@ -29,7 +29,7 @@ INPUTS = {  # of commands that take no CONFIG: how their usage calls them, and h
     "list": ("NAME", "print this file in place of the list, to read, copy or change it"),
     "quickstart": ("KEY=VALUE", "a key that is changed in both trainings"),
 }
-STEPS = 1000  # that verify compares: later, rounding has grown to differences of its own
+MAX_VERIFY_STEPS = 1000  # that verify compares: later, rounding has grown to differences of its own
 CODES = {
     ExitCode.DONE: "done",
     ExitCode.FAILED: "verify, plan --dry-run: a difference above the tolerance",
@@ -149,7 +149,7 @@ def _plan_options(plan: argparse.ArgumentParser) -> None:
     add = plan.add_argument
     compared = "number of GPUs; several, or those from A to B by halves of doublings, are compared"
     add("--gpus", type=gpu_counts, metavar="N|N,N|A-B", help=compared)
-    add("--cluster", metavar="NAME|FILE", help=f"the GPUs and their network (default: {USUAL})")
+    add("--cluster", metavar="NAME|FILE", help=f"the GPUs and their network (default: {DEFAULT_CLUSTER})")
     add("--max-memory", type=gibibytes, metavar="GIB", help="what tensors may take of a GPU (default: nine tenths)")
     add("--tokens", type=amount, metavar="T", help="of the whole run, as in 300B or 15T: adds days, cost and energy")
     add("--days", type=positive, metavar="D", help="with --tokens and a range of GPUs: the longest run")
@@ -176,14 +176,14 @@ def _near(word: str, known: Iterable[str]) -> str:
     return f"; did you mean {found[0]}?" if found else f" (choose from {', '.join(listed)})"
 
 
-def _count(text: str, most: int = RANKS) -> int:
+def _count(text: str, most: int = MAX_RANKS) -> int:
     if not text.isascii() or not text.isdigit() or len(text) > len(str(most)) or not 1 <= int(text) <= most:
         raise argparse.ArgumentTypeError(f"{text!r:.40} must be a whole number from 1 to {most:,}")
     return int(text)
 
 
 def _steps(text: str) -> int:
-    return _count(text, STEPS)
+    return _count(text, MAX_VERIFY_STEPS)
 
 
 def _tolerance(text: str) -> float:

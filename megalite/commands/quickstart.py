@@ -16,16 +16,16 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from megalite.base.errors import InputError
-from megalite.base.stop_signals import STOP, listen, restore
+from megalite.base.stop_signals import STOP_SIGNALS, listen, restore
 
 DATA, RUN = Path("data/quickstart"), Path("runs/quickstart")  # as in configs/run/quickstart.yaml
 LADDER = Path("data/ladder")  # as in configs/experiment/ladder_5x4.yaml
 VOCABULARY, LADDER_VOCABULARY = 2048, 512
-LEFT_OUT = {"site-packages", "dist-packages", "test", "tests"}  # folders
-SMALLEST = 1024  # bytes of a file; those of fewer have little to learn from
-EIGHT = ("parallel.pp=2", "parallel.tp=2", "batch.micro=4")
+SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests"}  # folders
+MIN_FILE_BYTES = 1024  # bytes of a file; those of fewer have little to learn from
+EIGHT_PROCESSES = ("parallel.pp=2", "parallel.tp=2", "batch.micro=4")
 PROMPT = ("--prompt", "def read_file(path):\n    ", "--tokens", "100", "--temperature", "0.5", "--top-k", "20")
-TRAIN = ("megalite.__main__", "main", "train", "quickstart")  # module, function and arguments of a program
+TRAIN_COMMAND = ("megalite.__main__", "main", "train", "quickstart")  # module, function and arguments of a program
 
 Program = tuple[str, ...]
 
@@ -68,10 +68,10 @@ def train_and_write(steps: int, overrides: Sequence[str]) -> list[tuple[str, Pro
     draw = "Draw the loss curve, with a mark where the layout changed"
     can_draw = find_spec("matplotlib") is not None
     return [
-        ("Train on two processes, each with a copy of the model", (*TRAIN, *overrides, bulk)),
+        ("Train on two processes, each with a copy of the model", (*TRAIN_COMMAND, *overrides, bulk)),
         (
             "Go on with eight: two pipeline stages, two data-parallel ranks, tensor parallelism of two",
-            (*TRAIN, *overrides, f"train.steps={steps}", *EIGHT),
+            (*TRAIN_COMMAND, *overrides, f"train.steps={steps}", *EIGHT_PROCESSES),
         ),
         (
             draw if can_draw else f"{draw}: left out, since matplotlib is not installed (pip install 'megalite[plot]')",
@@ -85,9 +85,9 @@ def python_sources() -> list[str]:
     """Paths of the standard library's Python files, without tests and installed packages, in the order of bytes."""
     found: list[str] = []
     for folder, inner, names in os.walk(sysconfig.get_path("stdlib")):
-        inner[:] = [name for name in inner if name not in LEFT_OUT]
+        inner[:] = [name for name in inner if name not in SKIPPED_FOLDERS]
         paths = [os.path.join(folder, name) for name in names if name.endswith(".py")]
-        found += [path for path in paths if os.lstat(path).st_size > SMALLEST]
+        found += [path for path in paths if os.lstat(path).st_size > MIN_FILE_BYTES]
     return sorted(found, key=os.fsencode)
 
 
@@ -106,7 +106,7 @@ def call(program: Program) -> int:
             if number != signal.SIGINT:  # a terminal sends that to both
                 child.send_signal(number)
 
-        handlers = listen(hand_on, STOP)
+        handlers = listen(hand_on, STOP_SIGNALS)
         try:
             ended = child.wait()
         finally:

@@ -15,7 +15,7 @@ from megalite.scaling.stored import read_fit
 from megalite.scaling.table import read_results
 
 FOLDER, PAGE = "report", "index.html"
-MOST_BYTES = 1 << 20
+MAX_BYTES = 1 << 20
 
 
 def report(folder: Path) -> None:
@@ -32,7 +32,7 @@ def report(folder: Path) -> None:
     out = folder / FOLDER
     check_output(out / PAGE)
     found = Found(folder, settings, read_fit(folder, settings), results)
-    configuration = read_text(folder / "experiment.yaml", MOST_BYTES)
+    configuration = read_text(folder / "experiment.yaml", MAX_BYTES)
     try:
         sections, notes = pictures(found)
         shown = [(heading, [drawn(picture) for picture in some]) for heading, some in sections]

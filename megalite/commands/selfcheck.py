@@ -31,7 +31,7 @@ from megalite.plan.traffic.transfers import Traffic, Transfer
 from megalite_launch.base.texts import BINARY, scaled
 
 TOLERANCE = 0.01  # of memory in all, on the device and on the host
-SHOWN = 8  # the most transfers that differ which are listed
+LISTED_TRANSFERS = 8  # the most transfers that differ which are listed
 
 
 @dataclass(frozen=True)
@@ -162,11 +162,11 @@ def _differences(checked: Checked) -> Table:
     shown = table("transfer", "bytes", "type", "predicted", "counted", text=("transfer", "type"))
     predicted, counted = checked.predicted, checked.transfers
     differing = [each for each in predicted | counted if predicted[each] != counted[each]]
-    for each in differing[:SHOWN]:
+    for each in differing[:LISTED_TRANSFERS]:
         times = f"{predicted[each]:,}", f"{counted[each]:,}"
         shown.add_row(f"{each.axis}: {each.kind}", f"{each.bytes:,}", each.dtype, *times)
-    if len(differing) > SHOWN:
-        shown.add_row(f"and {len(differing) - SHOWN} more", "", "", "", "")
+    if len(differing) > LISTED_TRANSFERS:
+        shown.add_row(f"and {len(differing) - LISTED_TRANSFERS} more", "", "", "", "")
     return shown
 
 

@@ -24,7 +24,7 @@ from megalite.data.check import Scans, check_data
 from megalite.distributed.start.failure_report import log, note_end, note_failure, note_outcome, tell
 from megalite.distributed.start.host import host_memory, on_cpus
 from megalite.distributed.start.local import LAUNCHER, launch
-from megalite.distributed.start.ranks import HOW_TO_START, RankInfo, end_silently_with, find_rank_info, let_others_speak
+from megalite.distributed.start.ranks import START_HINT, RankInfo, end_silently_with, find_rank_info, let_others_speak
 from megalite.distributed.start.signals import die_with_launcher, end_when_stopped
 from megalite.plan.memory.fit import check_memory, planned
 from megalite.train.folder.lock import Lock
@@ -89,7 +89,7 @@ def _ranks(asked: int | None, found: RankInfo | None) -> int | None:
         return asked
     if asked not in (None, found.world_size):
         told = f"WORLD_SIZE, or srun, says that this is one of {found.world_size} ranks"
-        raise InputError(f"--world-size {asked}: {told}; {HOW_TO_START}")
+        raise InputError(f"--world-size {asked}: {told}; {START_HINT}")
     return found.world_size
 
 

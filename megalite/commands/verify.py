@@ -46,14 +46,14 @@ from megalite.train.recompute_costs import plan_for
 from megalite.train.step import gradients, update
 
 CPU = torch.device("cpu")
-COMPILING = 60.0  # seconds; a little more than one core takes to compile for a rank
+COMPILE_SECONDS = 60.0  # seconds; a little more than one core takes to compile for a rank
 END_OF_DOCUMENT = 0  # in the shrunken copy
 NOISE = 1e-4  # of the largest gradient or weight: far smaller values may be rounding errors of 0, as with one position
 ROUNDING = (
     1e-12  # of the largest gradient in a step: a sum of exactly 0 is below it, as of a bias that shifts all scores
 )
-UNCHANGED = 1e-13  # of a loss: what differs less, rounding errors of its sum explain
-NAMED = 8  # weights without a gradient
+LOSS_NOISE = 1e-13  # of a loss: what differs less, rounding errors of its sum explain
+LISTED_WEIGHTS = 8  # weights without a gradient
 
 
 @dataclass(frozen=True)
@@ -148,7 +148,7 @@ def refuse_dead(reference: Trace, config: Config) -> None:
     """Raises InputError if a layout that computes nothing would agree with `reference`, which learns nothing."""
     first, largest = reference.losses[0], max(map(_largest_value, reference.gradients))
     constant = len(reference.losses) > 1 and all(
-        abs(loss - first) <= UNCHANGED * abs(first) for loss in reference.losses
+        abs(loss - first) <= LOSS_NOISE * abs(first) for loss in reference.losses
     )
     if largest != 0 and not constant:
         return
@@ -272,9 +272,9 @@ def show(config: Config, differences: Sequence[Difference], on: Console) -> None
     sections(on, [(f"{config.parallel.layout} against one process, float64", rows)])
     for row in differences:
         if names := row.without_gradient:
-            rest = [f"and {len(names) - NAMED} more"] if len(names) > NAMED else []
+            rest = [f"and {len(names) - LISTED_WEIGHTS} more"] if len(names) > LISTED_WEIGHTS else []
             without = f"{counted(len(names), 'weight')} without a gradient, which must be 0 in the layout too"
-            on.print(f"{without}: {', '.join([*names[:NAMED], *rest])}.")
+            on.print(f"{without}: {', '.join([*names[:LISTED_WEIGHTS], *rest])}.")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -309,7 +309,7 @@ def main(arguments: Sequence[str]) -> int:
 def _rank(rank_info: RankInfo, args: argparse.Namespace) -> int:
     asked = check(load(*files_and_overrides(args.inputs)))
     config = shrink(asked)
-    patience = config.train.timeout + config.train.compile * COMPILING * rank_info.world_size
+    patience = config.train.timeout + config.train.compile * COMPILE_SECONDS * rank_info.world_size
     if config.train.deterministic:
         be_deterministic()
     start(rank_info, "cpu", patience)

@@ -13,7 +13,7 @@ from megalite.plan.resolved import estimated_costs
 from megalite.plan.split import split_of
 from megalite.schedule.generate import AUTO
 
-LARGEST_RATE = 0.01  # the learning rate; larger steps amplify rounding errors beyond the tolerances
+MAX_RATE = 0.01  # the learning rate; larger steps amplify rounding errors beyond the tolerances
 
 
 def shrink(config: Config) -> Config:
@@ -50,7 +50,7 @@ def shrink(config: Config) -> Config:
         parallel=replace(parallel, pipeline=replace(parallel.pipeline, split=split)),
         batch=Batch(micro, full, None, rampup, curriculum),
         train=replace(config.train, precision="fp64"),
-        optim=replace(config.optim, lr=min(config.optim.lr, LARGEST_RATE)),
+        optim=replace(config.optim, lr=min(config.optim.lr, MAX_RATE)),
         kernels=replace(kernels, **other),
     )
     if config.train.recompute == "budget":

@@ -13,9 +13,9 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 from megalite.base.errors import Problem, listing
 from megalite.config.schema import Config
 
-UNRESOLVED = object()  # in place of a value whose references cannot be filled in
-HINTS = 50  # unknown keys that near names are looked for
-OF_A_NODE = re.compile(r"data\.((train|valid)\[\d+\]\.path|tokenizer)")  # where it may keep its own copy
+UNRESOLVED_VALUE = object()  # in place of a value whose references cannot be filled in
+MAX_HINTS = 50  # unknown keys that near names are looked for
+NODE_KEYS = re.compile(r"data\.((train|valid)\[\d+\]\.path|tokenizer)")  # where it may keep its own copy
 KINDS = {
     int: "a whole number",
     float: "a finite number",
@@ -65,7 +65,7 @@ def inside(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
 
 def same_everywhere(config: Config) -> dict[str, Any]:
     """The keys that all ranks must have in common: all but paths of which each node may have a copy of its own."""
-    return {key: value for key, value in leaves(to_plain(config)) if not OF_A_NODE.fullmatch(key)}
+    return {key: value for key, value in leaves(to_plain(config)) if not NODE_KEYS.fullmatch(key)}
 
 
 def yaml_name(field_name: str) -> str:
@@ -111,7 +111,9 @@ def _section(value: Any, cls: Any, key: str, problems: list[Problem], root: Any)
         return value
     prefix = f"{key}." if key else ""
     problems += [
-        Problem(f"{prefix}{name}", "unknown key", hint(f"{prefix}{name}", root) if len(problems) + at < HINTS else "")
+        Problem(
+            f"{prefix}{name}", "unknown key", hint(f"{prefix}{name}", root) if len(problems) + at < MAX_HINTS else ""
+        )
         for at, name in enumerate(name for name in value if name not in names)
     ]
     return cls(
@@ -125,7 +127,7 @@ def _section(value: Any, cls: Any, key: str, problems: list[Problem], root: Any)
 
 def _value(value: Any, hint: Any, key: str, problems: list[Problem], root: Any) -> Any:
     allowed = options(hint)
-    if (value is None and NoneType in allowed) or value is UNRESOLVED:
+    if (value is None and NoneType in allowed) or value is UNRESOLVED_VALUE:
         return value
     if value == "???":
         problems.append(Problem(key, "has no value yet", f"set it in a file or with {key}=VALUE"))

@@ -13,7 +13,7 @@ from megalite.config.convert import from_plain, keys, kind, sections, to_plain
 from megalite.config.presets import CONFIGS, ENDINGS, preset_or_file, presets
 from megalite.config.references import KEY, fill_in
 from megalite.config.schema import Config, Kernels, Model
-from megalite.config.yaml import DEEPEST, parse, read_mapping
+from megalite.config.yaml import MAX_DEPTH, parse, read_mapping
 
 Read = dict[str, dict[str, Any]]  # files that have been read, with what they include, by their real paths
 
@@ -123,8 +123,8 @@ def _read(path: Path, includers: tuple[Path, ...], known: Read) -> dict[str, Any
     chain, real = (*includers, path), realpath(path)
     if real in map(realpath, includers):
         raise InputError(f"{' includes '.join(map(str, chain))}: files must not include each other in a circle")
-    if len(chain) > DEEPEST:
-        raise InputError(f"{path}: is included through {len(includers)} files; at most {DEEPEST} are allowed")
+    if len(chain) > MAX_DEPTH:
+        raise InputError(f"{path}: is included through {len(includers)} files; at most {MAX_DEPTH} are allowed")
     if real in known:
         return known[real]
     try:
@@ -182,7 +182,7 @@ def _overridden(plain: dict[str, Any], override: str) -> dict[str, Any]:
     """`plain` with one override applied. Raises InputError with the problem if it cannot be applied."""
     key, _, text = override.partition("=")
     steps = re.findall(r"\w+", key)
-    if not is_override(override) or len(steps) > DEEPEST:
+    if not is_override(override) or len(steps) > MAX_DEPTH:
         raise InputError([Problem(override, "is not an override", "write key=value, such as model.layers=8")])
     try:
         value = parse(text)

@@ -11,28 +11,28 @@ from dataclasses import dataclass
 from typing import Any
 
 from megalite.base.errors import Problem
-from megalite.config.convert import UNRESOLVED, inside
+from megalite.config.convert import UNRESOLVED_VALUE, inside
 
 KEY = r"[A-Za-z_]\w*(?:\.\w+|\[\d+\])*"  # model.layers, data.train[0].path
 START = re.compile(r"(\\*)\$\{")  # after an odd number of backslashes it is plain text
 REFERENCE = re.compile(rf"\$\{{(?:oc\.env:(?P<name>\w+)(?P<default>,[^,${{}}\\]*)?|(?P<key>{KEY}))\}}")
-LONGEST = 1 << 20  # characters of all values, once references are filled in
-EACH = 50  # characters that every value counts as, beside those that it has
-STEPS = 32  # from the top to a value, into sections and along references
-SHOWN = 4  # keys of a chain in a message
+MAX_CHARACTERS = 1 << 20  # characters of all values, once references are filled in
+CHARACTERS_PER_VALUE = 50  # characters that every value counts as, beside those that it has
+MAX_STEPS = 32  # from the top to a value, into sections and along references
+LISTED_KEYS = 4  # keys of a chain in a message
 
 
 def fill_in(plain: dict[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
     """A configuration, as nested dictionaries and lists, with its references filled in.
 
-    Returned with it are the problems of references; a value that has such a reference is UNRESOLVED.
+    Returned with it are the problems of references; a value that has such a reference is UNRESOLVED_VALUE.
     """
     filling = _Filling(plain)
     filled = filling.at("", plain)
-    if filled.size > LONGEST and not filling.problems:
-        rule = f"has more than {LONGEST:,} characters once references are filled in"
+    if filled.size > MAX_CHARACTERS and not filling.problems:
+        rule = f"has more than {MAX_CHARACTERS:,} characters once references are filled in"
         filling.problems.append(Problem("the configuration", rule))
-    return (plain if filling.problems and filled.size > LONGEST else filled.value), filling.problems
+    return (plain if filling.problems and filled.size > MAX_CHARACTERS else filled.value), filling.problems
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class _Filling:
     def at(self, key: str, value: Any) -> _Filled:
         """The value of a key."""
         found = self.done.get(key)
-        if len(self.open) + (found.height if found else 0) > STEPS:
+        if len(self.open) + (found.height if found else 0) > MAX_STEPS:
             return self._too_far(key)
         if found is None:
             self.open.append(key)
@@ -64,21 +64,24 @@ class _Filling:
 
     def _other(self, key: str, value: Any) -> _Filled:
         if not isinstance(value, dict | list):
-            return _Filled(value, EACH)
+            return _Filled(value, CHARACTERS_PER_VALUE)
         parts = [self.at(name, inner) for name, inner in inside(value, key)]
         inner = [part.value for part in parts]
         filled = dict(zip(value, inner, strict=True)) if isinstance(value, dict) else inner
         height = max((part.height + 1 for part in parts), default=0)
-        return _Filled(filled, EACH + sum(part.size for part in parts), height)
+        return _Filled(filled, CHARACTERS_PER_VALUE + sum(part.size for part in parts), height)
 
     def _text(self, key: str, text: str) -> _Filled:
         if (match := REFERENCE.fullmatch(text)) is not None:
             whole = self._referred(key, text, match)  # of whatever type
             return _Filled(whole.value, whole.size, whole.height + 1)
         parts = list(self._parts(key, text))
-        size, height = EACH + sum(part.size for part in parts), max((part.height for part in parts), default=0)
-        if size > LONGEST or any(part.value is UNRESOLVED for part in parts):
-            return _Filled(UNRESOLVED, size, height)
+        size, height = (
+            CHARACTERS_PER_VALUE + sum(part.size for part in parts),
+            max((part.height for part in parts), default=0),
+        )
+        if size > MAX_CHARACTERS or any(part.value is UNRESOLVED_VALUE for part in parts):
+            return _Filled(UNRESOLVED_VALUE, size, height)
         return _Filled("".join(str(part.value) for part in parts), size, height)
 
     def _parts(self, key: str, text: str) -> Iterator[_Filled]:
@@ -133,17 +136,17 @@ class _Filling:
         elif found is None:
             fix = f"set it, or give a default: ${{oc.env:{name},DEFAULT}}"
             return self._wrong(key, text, f"refers to the environment variable {name}, which is not set", fix)
-        return _Filled(found, EACH + len(found or ""))
+        return _Filled(found, CHARACTERS_PER_VALUE + len(found or ""))
 
     def _wrong(self, key: str, text: str, rule: str, fix: str) -> _Filled:
         self.problems.append(Problem(key, rule, fix, text))
-        return _Filled(UNRESOLVED, 0)
+        return _Filled(UNRESOLVED_VALUE, 0)
 
     def _too_far(self, key: str) -> _Filled:
         if not self.too_far:  # one chain has many that lead too far
-            shown = " refers to ".join([*self.chain, key][:SHOWN])
-            rule = f"leads to a value in more than {STEPS} steps, into sections and along references"
+            shown = " refers to ".join([*self.chain, key][:LISTED_KEYS])
+            rule = f"leads to a value in more than {MAX_STEPS} steps, into sections and along references"
             fix = f"refer to the value itself; {shown} and so on" if self.chain else "use less nesting"
             self.problems.append(Problem(self.chain[0] if self.chain else key, rule, fix))
         self.too_far = True
-        return _Filled(UNRESOLVED, 0)
+        return _Filled(UNRESOLVED_VALUE, 0)

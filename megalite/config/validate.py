@@ -17,7 +17,7 @@ from megalite.config.rules.train import train_rules
 from megalite.config.schema import Config
 
 # Keys of rules that depend on what a layout recomputes and offloads.
-OF_LAYOUTS = ("train.recompute", "train.offload_activations", "optim.offload", "kernels.")
+LAYOUT_KEYS = ("train.recompute", "train.offload_activations", "optim.offload", "kernels.")
 
 
 def check(config: Config, world_size: int | None = None) -> Config:
@@ -59,7 +59,7 @@ def check_without_layout(config: Config, pinned: Collection[str] = ()) -> None:
 
     pinned: keys of the layout whose values every layout has.
     """
-    of_layouts = tuple(key for key in OF_LAYOUTS if key not in pinned)
+    of_layouts = tuple(key for key in LAYOUT_KEYS if key not in pinned)
     others = [*train_rules(config), *optim_rules(config)]
     problems = [
         *run_rules(config.run),

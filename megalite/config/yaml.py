@@ -13,7 +13,7 @@ import yaml
 
 from megalite.base.errors import InputError
 
-MOST_BYTES, MOST_NODES, DEEPEST = 1 << 20, 20_000, 32
+MAX_BYTES, MAX_NODES, MAX_DEPTH = 1 << 20, 20_000, 32
 NULL, BOOL, INT, FLOAT, STR, MERGE = (
     f"tag:yaml.org,2002:{name}" for name in ["null", "bool", "int", "float", "str", "merge"]
 )
@@ -24,7 +24,7 @@ DECIMAL = re.compile(
 )
 
 
-def read_mapping(path: Path, most_bytes: int = MOST_BYTES) -> dict[str, Any]:
+def read_mapping(path: Path, most_bytes: int = MAX_BYTES) -> dict[str, Any]:
     """The mapping in the file `path`, of at most `most_bytes`. Raises InputError with the name of the file."""
     try:
         text = read_text(path, most_bytes)
@@ -43,7 +43,7 @@ def read_mapping(path: Path, most_bytes: int = MOST_BYTES) -> dict[str, Any]:
     return content
 
 
-def read_text(path: Path, most_bytes: int = MOST_BYTES) -> str:
+def read_text(path: Path, most_bytes: int = MAX_BYTES) -> str:
     """The text of a file that is not endless. Raises OSError, and ValueError with what is wrong with the text."""
     if not stat.S_ISREG(path.stat().st_mode) and not path.is_dir():  # every rank reads it, so it can be no pipe
         raise ValueError("is no regular file")
@@ -84,15 +84,15 @@ class Loader(yaml.SafeLoader):
     def compose_node(self, parent: Any, index: Any) -> Any:
         event, before = self.peek_event(), self.nodes
         self.depth += 1
-        if self.depth > DEEPEST:
-            raise self.wrong(f"is nested more than {DEEPEST} deep", event.start_mark)
+        if self.depth > MAX_DEPTH:
+            raise self.wrong(f"is nested more than {MAX_DEPTH} deep", event.start_mark)
         alias = isinstance(event, yaml.AliasEvent)
         node = super().compose_node(parent, index)
         if alias and id(node) not in self.sizes:
             raise self.wrong("refers to what it is inside of", event.start_mark)
         self.nodes += self.sizes[id(node)] if alias else 1
-        if self.nodes > MOST_NODES:
-            raise self.wrong(f"has more than {MOST_NODES:,} values", event.start_mark)
+        if self.nodes > MAX_NODES:
+            raise self.wrong(f"has more than {MAX_NODES:,} values", event.start_mark)
         self.sizes.setdefault(id(node), self.nodes - before)
         self.depth -= 1
         return node

@@ -18,9 +18,9 @@ from megalite.data.store import Scan, TokenStore, store_files
 from megalite.data.tokenizer import Tokenizer, tokenizer_hash
 from megalite.data.trial import open_tokenizer_file
 
-LOOKED_AT = 64  # documents of a described store whose last token is read
-SILENT = 10.0  # seconds between two words on a scan
-MOST_REMEMBERED = 16 << 20  # bytes
+SAMPLED_DOCUMENTS = 64  # documents of a described store whose last token is read
+NOTICE_INTERVAL = 10.0  # seconds between two words on a scan
+MAX_RECORD_BYTES = 16 << 20  # bytes
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Scans:
         self.path = path
         self.changed = False
         try:
-            self.stores: dict[str, Any] = dict(read_object(path, MOST_REMEMBERED)["stores"])
+            self.stores: dict[str, Any] = dict(read_object(path, MAX_RECORD_BYTES)["stores"])
         except (InputError, KeyError, TypeError, ValueError):
             self.stores = {}
 
@@ -110,7 +110,7 @@ def checked_description(store: TokenStore) -> Description | None:
         fix = f"copy all three again, or, if {inspect} --verify finds nothing wrong, use --describe"
         raise InputError(f"{path}: {rule}; {fix}")
     if found.end_of_document is not None and store.documents:
-        for index in np.unique(np.linspace(0, store.documents - 1, LOOKED_AT, dtype=np.int64)):
+        for index in np.unique(np.linspace(0, store.documents - 1, SAMPLED_DOCUMENTS, dtype=np.int64)):
             document = store.document(int(index))
             if len(document) and document[-1] != found.end_of_document:
                 rule = f"says that documents end with token {found.end_of_document}"
@@ -192,7 +192,7 @@ class _Telling:
         self.tick()
         self.done += tokens
         now = time.monotonic()
-        if now - self.told >= SILENT:
+        if now - self.told >= NOTICE_INTERVAL:
             self.told = now
             left = (now - self.began) * (self.store.tokens - self.done) / self.done
             share = f"{self.done / self.store.tokens:.0%} done, {left:,.0f} s left"

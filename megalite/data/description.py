@@ -14,12 +14,13 @@ from megalite.base.json_shape import Kind, OrNull, digits, misfits, whole
 
 FORMAT = "megalite token store"
 VERSION = 1
-MOST = 4 << 20  # bytes of such a file
-MOST_SOURCES = 100  # that are listed one by one
-MOST_TEXT = 4096  # characters of a name or path
+MAX_DESCRIPTION_BYTES = 4 << 20  # bytes of such a file
+MAX_SOURCES = 100  # that are listed one by one
+MAX_TEXT_LENGTH = 4096  # characters of a name or path
 COUNT, SHA256 = whole(0, 62), digits(64)
 NAME = Kind(
-    f"a text of 1 to {MOST_TEXT:,} characters", lambda value: isinstance(value, str) and 0 < len(value) <= MOST_TEXT
+    f"a text of 1 to {MAX_TEXT_LENGTH:,} characters",
+    lambda value: isinstance(value, str) and 0 < len(value) <= MAX_TEXT_LENGTH,
 )
 FIELDS = {  # beside `format` and `version`
     "megalite": NAME,
@@ -61,7 +62,7 @@ class Description:
     largest_id: int  # −1: there is no token
     end_of_document: int | None = None  # the id that every document ends with, if that is known
     tokenizer: TokenizerFile | None = None
-    sources: tuple[SourceFile, ...] = ()  # the first MOST_SOURCES
+    sources: tuple[SourceFile, ...] = ()  # the first MAX_SOURCES
     source_files: int = 0  # in all
 
     def render(self) -> str:
@@ -75,7 +76,7 @@ class Description:
         path = description_file(prefix)
         if not exists(path, follow=False):
             return None
-        found = read_object(path, MOST)
+        found = read_object(path, MAX_DESCRIPTION_BYTES)
         if found.pop("format", None) != FORMAT:
             raise InputError(f"{path}: is not what megalite writes beside a store; move it away, or name another store")
         version = found.pop("version", None)
@@ -109,6 +110,6 @@ def _contradiction(path: Path, found: dict[str, Any]) -> str | None:
         return f"{path}: largest_id is {largest} of {tokens} tokens"
     if end is not None and tokens and end > largest:
         return f"{path}: end_of_document is {end}, above largest_id, {largest}"
-    if len(found["sources"]) > MOST_SOURCES:
-        return f"{path}: lists {len(found['sources'])} sources, of which {MOST_SOURCES} are allowed"
+    if len(found["sources"]) > MAX_SOURCES:
+        return f"{path}: lists {len(found['sources'])} sources, of which {MAX_SOURCES} are allowed"
     return None

@@ -8,7 +8,7 @@ from typing import BinaryIO
 
 from megalite.base.errors import InputError
 
-UNSUPPORTED = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)  # a file system without locks
+LOCKLESS_ERRORS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)  # a file system without locks
 
 
 def claim(path: Path, what: str) -> BinaryIO:
@@ -28,7 +28,7 @@ def claim(path: Path, what: str) -> BinaryIO:
                 f"{what}: is being written by another process; wait for it, or choose another name"
             ) from None
         except OSError as error:
-            if error.errno not in UNSUPPORTED:
+            if error.errno not in LOCKLESS_ERRORS:
                 file.close()
                 raise
         if _still_there(descriptor, path):

@@ -16,7 +16,7 @@ from megalite.data.samples import Samples
 from megalite.parallel.sequence import Documents
 from megalite.plan.batches import GlobalBatch
 
-AHEAD = 2  # batches
+PREFETCHED_BATCHES = 2  # batches
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class Loader:
         submitted = ((batch, reader.submit(self.read, batch)) for batch in wanted)
         ahead: deque[tuple[GlobalBatch, Future[Micros]]] = deque()
         try:
-            ahead.extend(islice(submitted, AHEAD))
+            ahead.extend(islice(submitted, PREFETCHED_BATCHES))
             while ahead:
                 batch, reading = ahead.popleft()
                 micros = reading.result()

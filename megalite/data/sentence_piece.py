@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # kinds of pieces
-UNIGRAM = 1  # a kind of model
+NORMAL_PIECE, UNKNOWN_PIECE, CONTROL_PIECE, USER_DEFINED_PIECE, UNUSED_PIECE, BYTE_PIECE = range(
+    1, 7
+)  # kinds of pieces
+UNIGRAM_MODEL = 1  # a kind of model
 STEPS = 64  # scores are multiples of 1 / STEPS
 
 
@@ -32,10 +34,10 @@ def read_model(content: bytes) -> PieceModel:
     pieces = []
     for piece in map(_values, whole[1]):
         (score,) = struct.unpack("<f", _last(piece, 2, bytes(4)))
-        pieces.append((_last(piece, 1, b"").decode(), score, _last(piece, 3, NORMAL)))
+        pieces.append((_last(piece, 1, b"").decode(), score, _last(piece, 3, NORMAL_PIECE)))
     return PieceModel(
         pieces,
-        kind=_last(trainer, 3, UNIGRAM),
+        kind=_last(trainer, 3, UNIGRAM_MODEL),
         to_bytes=bool(_last(trainer, 35, 0)),
         unknown=_last(trainer, 44, " \u2047 ".encode()).decode(),
         charsmap=_last(normalizer, 2, b""),

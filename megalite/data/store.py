@@ -23,13 +23,13 @@ from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from megalite.base.errors import InputError, counted
 from megalite.base.files import exists, is_file
-from megalite.data.description import MOST_SOURCES, Description, SourceFile, TokenizerFile, description_file
+from megalite.data.description import MAX_SOURCES, Description, SourceFile, TokenizerFile, description_file
 from megalite.data.exclusive_file import claim
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
 HEADER = struct.Struct("<9sQBQQ")
-MOST_TOKENS = 1 << 31  # of a vocabulary: Megatron's largest type of a token is int32
+MAX_VOCABULARY = 1 << 31  # of a vocabulary: Megatron's largest type of a token is int32
 DTYPES = {code: np.dtype(name) for code, name in {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}.items()}
 
 _CHUNK = 1 << 22  # entries verified at a time
@@ -154,7 +154,7 @@ class TokenStore:
                 raise self._broken(self._idx, found, "boundaries that ascend")
 
     def _verify_ids(self, vocab_size: int | None, advanced: Callable[[int], None]) -> Scan:
-        limit = vocab_size if vocab_size is not None else MOST_TOKENS
+        limit = vocab_size if vocab_size is not None else MAX_VOCABULARY
         largest = -1
         last_of_documents: set[int] = set()
         for at in range(0, self.tokens, _CHUNK):
@@ -341,7 +341,7 @@ class StoreWriter:
             self.largest_id,
             self._end_of_document,
             self._tokenizer,
-            self._sources[:MOST_SOURCES],
+            self._sources[:MAX_SOURCES],
             len(self._sources),
         )
 

@@ -12,7 +12,7 @@ import sentencepiece
 
 from megalite.base.errors import InputError, listing
 from megalite.base.files import exists, is_file, read_object
-from megalite.data.store import MOST_TOKENS
+from megalite.data.store import MAX_VOCABULARY
 
 try:
     import tokenizers
@@ -29,11 +29,11 @@ EOD_NAMES = (
     "<｜end▁of▁sentence｜>",
     "<|im_end|>",
 )
-BESIDE = ("tokenizer_config.json", "special_tokens_map.json")  # files of transformers that may name that token
-MOST_BESIDE = 16 << 20  # bytes of such a file
+COMPANION_FILES = ("tokenizer_config.json", "special_tokens_map.json")  # files of transformers that may name that token
+MAX_COMPANION_BYTES = 16 << 20  # bytes of such a file
 BLANK = "\u2581"  # stands for a blank in the pieces of SentencePiece
-MOST_BYTES = 1 << 30  # of a tokenizer's file
-NO_TEXT = "the tokenizer cannot encode some text; use one that has a token for every character or byte"
+MAX_BYTES = 1 << 30  # of a tokenizer's file
+ENCODING_PROBLEM = "the tokenizer cannot encode some text; use one that has a token for every character or byte"
 
 
 class Tokenizer(ABC):
@@ -70,11 +70,11 @@ class Tokenizer(ABC):
             return self._piece(token)
 
     def encode(self, text: str) -> list[int]:
-        with _told(f"{self.path}: {NO_TEXT}"):
+        with _told(f"{self.path}: {ENCODING_PROBLEM}"):
             return self._encode(text)
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        with _told(f"{self.path}: {NO_TEXT}"):
+        with _told(f"{self.path}: {ENCODING_PROBLEM}"):
             return self._encode_batch(list(texts))
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -129,7 +129,7 @@ class SentencePieceTokenizer(Tokenizer):
     def begin(self) -> tuple[int, ...]:
         """The bos piece, where a tokenizer_config.json beside the model asks for it, as that of Llama 2 does."""
         file = self.path.with_name("tokenizer_config.json")
-        beside = read_object(file, MOST_BESIDE) if exists(file) else {}
+        beside = read_object(file, MAX_COMPANION_BYTES) if exists(file) else {}
         bos: int = self._model.bos_id()
         return (bos,) if beside.get("add_bos_token") is True and bos >= 0 else ()
 
@@ -151,7 +151,7 @@ class SentencePieceTokenizer(Tokenizer):
 
 
 class HuggingFaceTokenizer(Tokenizer):
-    """A `tokenizer.json`. Documents end with the token that `eod` names, or else a file of BESIDE.
+    """A `tokenizer.json`. Documents end with the token that `eod` names, or else a file of COMPANION_FILES.
 
     Where none of them names one, it is the special token whose name is in EOD_NAMES. An added token that is not special
     is never chosen by itself, as the file says that text is encoded as it; if it is named, it becomes special here.
@@ -180,7 +180,7 @@ class HuggingFaceTokenizer(Tokenizer):
 
     @property
     def begin(self) -> tuple[int, ...]:
-        with _told(f"{self.path}: {NO_TEXT}"):
+        with _told(f"{self.path}: {ENCODING_PROBLEM}"):
             plain, special = (self._model.encode("a", add_special_tokens=added).ids for added in (False, True))
         extra = len(special) - len(plain)
         return tuple(special[:extra]) if special[extra:] == plain else ()
@@ -192,9 +192,9 @@ class HuggingFaceTokenizer(Tokenizer):
         return json.dumps(json.loads(self._model.to_str()) | {"post_processor": None}, ensure_ascii=False).encode()
 
     def _named_beside(self) -> str | None:
-        """The end-of-document token that a file of BESIDE names."""
-        for file in map(self.path.with_name, BESIDE):
-            token = read_object(file, MOST_BESIDE).get("eos_token") if exists(file) else None
+        """The end-of-document token that a file of COMPANION_FILES names."""
+        for file in map(self.path.with_name, COMPANION_FILES):
+            token = read_object(file, MAX_COMPANION_BYTES).get("eos_token") if exists(file) else None
             token = token.get("content") if isinstance(token, dict) else token
             if isinstance(token, str):
                 return token
@@ -257,8 +257,8 @@ def load_tokenizer(path: str | Path, eod: str | None = None) -> Tokenizer:
         case _:
             rule = "expected a SentencePiece .model or a tokenizer.json"
             raise InputError(f"{path}: unknown kind of tokenizer; {rule}")
-    if tokenizer.vocab_size > MOST_TOKENS:
-        rule = f"has the token id {tokenizer.vocab_size - 1:,}; ids must be below {MOST_TOKENS:,}"
+    if tokenizer.vocab_size > MAX_VOCABULARY:
+        rule = f"has the token id {tokenizer.vocab_size - 1:,}; ids must be below {MAX_VOCABULARY:,}"
         raise InputError(f"{path}: {rule}")
     return tokenizer
 
@@ -275,11 +275,11 @@ def _content(path: Path) -> bytes:
     try:
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
-            content = file.read(size) if size <= MOST_BYTES else b""  # memory is taken for all that is asked for
+            content = file.read(size) if size <= MAX_BYTES else b""  # memory is taken for all that is asked for
     except OSError as error:
         raise InputError(f"{path}: cannot read the tokenizer: {error.strerror}") from error
-    if size > MOST_BYTES:
-        raise InputError(f"{path}: is larger than {MOST_BYTES:,} bytes, more than a tokenizer ever has")
+    if size > MAX_BYTES:
+        raise InputError(f"{path}: is larger than {MAX_BYTES:,} bytes, more than a tokenizer ever has")
     return content
 
 

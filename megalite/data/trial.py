@@ -20,10 +20,10 @@ from megalite.data.tokenizer import Tokenizer, load_tokenizer, tokenizer_hash
 MEMORY, MEMORY_PER_BYTE = 1 << 30, 20  # bytes, and so many more for each byte of the file
 SECONDS, BYTES_PER_SECOND = 10, 1 << 19  # processor time, and one second more for so many bytes of the file
 PATIENCE = 5  # times those seconds on a busy machine
-RUN = 10_000  # characters that are the same
-TEXTS = (*ODD_TEXTS, "".join(ODD_TEXTS), *(character * RUN + "!" for character in " a=.0\n"))
+RUN_LENGTH = 10_000  # characters that are the same
+TEXTS = (*ODD_TEXTS, "".join(ODD_TEXTS), *(character * RUN_LENGTH + "!" for character in " a=.0\n"))
 # One thread, since each takes addresses for more.
-ALONE = {"TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+SINGLE_THREAD = {"TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 
 _tried: set[tuple[str, str]] = set()  # suffixes and hashes of files that have passed
 
@@ -45,7 +45,7 @@ def _try(path: Path) -> None:
     try:
         done = subprocess.run(
             command,
-            env=os.environ | ALONE,
+            env=os.environ | SINGLE_THREAD,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,  # where an abort is told at length

@@ -21,7 +21,7 @@ import megalite_launch
 from megalite.base.errors import InputError
 from megalite.base.exit_codes import ExitCode
 from megalite.base.files import read_object
-from megalite.base.stop_signals import STOP, listen
+from megalite.base.stop_signals import STOP_SIGNALS, listen
 from megalite.experiment.folder import ENDED, LARGEST, ExperimentFolder, Status, read_status, write_status
 from megalite.experiment.states import KILLED, ended, reached
 from megalite.train.folder.lock import Lock
@@ -275,7 +275,7 @@ def read_tasks(folder: ExperimentFolder, launch: str) -> list[list[str]]:
 @contextmanager
 def _heard(runner: Runner) -> Iterator[None]:
     before = listen(runner.hear)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP)  # who starts this holds them up until there are handlers
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # who starts this holds them up until there are handlers
     try:
         yield
     finally:

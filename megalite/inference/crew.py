@@ -13,7 +13,7 @@ from megalite.inference.generate import Request, generate
 from megalite.inference.score import Score, score
 
 BATCH = 16  # texts written at a time
-TAIL = 8  # tokens decoded to find the end of a text, beside one for each of its characters
+TAIL_TOKENS = 8  # tokens decoded to find the end of a text, beside one for each of its characters
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class Crew:
 
     def _written(self, work: Writing, requests: Sequence[Request]) -> list[list[int]]:
         size = self.tokenizer.vocab_size
-        tail = TAIL + max(map(len, work.until), default=0)
+        tail = TAIL_TOKENS + max(map(len, work.until), default=0)
 
         def over(tokens: list[int]) -> bool:
             text = self.tokenizer.decode(tokens[-tail:])

@@ -8,8 +8,8 @@ import torch
 import xxhash
 from torch import Tensor
 
-NOT_FINITE = -1  # in place of a token, where logits are not finite
-GREEDY = 0.0  # the temperature at which nothing is random
+NO_TOKEN = -1  # in place of a token, where logits are not finite
+GREEDY_TEMPERATURE = 0.0  # the temperature at which nothing is random
 
 
 @dataclass(frozen=True)
@@ -22,14 +22,14 @@ class Draw:
     seed: int = 0
 
     def __call__(self, logits: Tensor, of: Iterable[tuple[int, ...]]) -> Tensor:
-        """One index into every row of `logits` `[n, v]`: `[n]`, NOT_FINITE for rows that are not finite.
+        """One index into every row of `logits` `[n, v]`: `[n]`, NO_TOKEN for rows that are not finite.
 
         of: numbers that tell every row's draw from all others. With the seed, they alone decide what is random in it,
         so it does not matter which rows are drawn together.
         """
-        drawn = logits.argmax(-1) if self.temperature == GREEDY else self._random(logits, of)
+        drawn = logits.argmax(-1) if self.temperature == GREEDY_TEMPERATURE else self._random(logits, of)
         finite = logits.sum(-1, dtype=torch.float64).isfinite()
-        return drawn.masked_fill_(~finite, NOT_FINITE)
+        return drawn.masked_fill_(~finite, NO_TOKEN)
 
     def _random(self, logits: Tensor, of: Iterable[tuple[int, ...]]) -> Tensor:
         chosen, indices = logits, None

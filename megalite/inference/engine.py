@@ -23,8 +23,8 @@ from megalite.model.decoder import Decoder
 from megalite.model.positions import Angles, TokenPositions, angles, least_alike, tables
 from megalite.plan.split import layers_of, split_of
 
-LOGITS = 1 << 26  # of a rank at a time, where those of all tokens are wanted
-MOST_ANGLES = 4096  # positions whose angles are made at once; a model may name far more than its texts ever have
+MAX_LOGITS = 1 << 26  # of a rank at a time, where those of all tokens are wanted
+ANGLE_POSITIONS = 4096  # positions whose angles are made at once; a model may name far more than its texts ever have
 
 
 def check_layout(model: Model, layout: Layout) -> None:
@@ -48,7 +48,7 @@ class Engine:
         self.decoder.to(dtype).to_empty(device=mesh.device).requires_grad_(False)
         self.kinds = {kind.attention.heads.scores for kind in layer_kinds(model)}
         self.rotations = rotations(model)
-        self._reach, self._tables = MOST_ANGLES, self._up_to(MOST_ANGLES)
+        self._reach, self._tables = ANGLE_POSITIONS, self._up_to(ANGLE_POSITIONS)
 
     def cache(self, slots: int, capacity: int) -> Cache:
         """An empty cache. Raises InputError if there is no memory for it."""
@@ -104,7 +104,7 @@ class Engine:
             x = self._activations(tokens, positions)
             rows, targets = scored_rows(stems)
             count += len(rows)
-            step = max(1, LOGITS * self.mesh.layout.tp // self.model.vocab_size)
+            step = max(1, MAX_LOGITS * self.mesh.layout.tp // self.model.vocab_size)
             for start in range(0, len(rows), step) if x is not None else ():
                 assert x is not None
                 logits = self._logits(x, rows[start : start + step])

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from megalite.base.errors import InputError
 from megalite.inference.cache import Cache
-from megalite.inference.draw import NOT_FINITE, Draw
+from megalite.inference.draw import NO_TOKEN, Draw
 from megalite.inference.engine import Engine
 
-PASS = 8192  # tokens of prompts in one pass, or a single prompt that has more
+PASS_TOKENS = 8192  # tokens of prompts in one pass, or a single prompt that has more
 
 Finish = Literal["stop", "length"]
 
@@ -134,7 +134,7 @@ def _next_pass(waiting: list[Request], free: int) -> list[Request]:
     """Takes so many of those that wait, from the end, that their prompts make one pass."""
     taken = [waiting.pop()]
     tokens = len(taken[0].tokens)
-    while waiting and len(taken) < free and (tokens := tokens + len(waiting[-1].tokens)) <= PASS:
+    while waiting and len(taken) < free and (tokens := tokens + len(waiting[-1].tokens)) <= PASS_TOKENS:
         taken.append(waiting.pop())
     return taken
 
@@ -168,6 +168,6 @@ def _draw(engine: Engine, logits: Tensor | None, draw: Draw, texts: Sequence[_Te
         return draw(whole[:, :vocabulary], keys)
 
     tokens: list[int] = engine.agree(len(texts), make, logits, torch.int64).tolist()
-    if NOT_FINITE in tokens:
+    if NO_TOKEN in tokens:
         raise InputError("the model's logits are not finite: its weights are too large to write text with")
     return tokens

@@ -15,10 +15,10 @@ from megalite.inference.crew import Crew, Writing
 from megalite.inference.draw import Draw
 from megalite.inference.flat import Stem
 from megalite.inference.generate import Request
-from megalite.inference.score import PASS
+from megalite.inference.score import PASS_TOKENS
 
-MOST_NEW = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")  # names of the same
-NEW = 256  # tokens, where a task names none of them
+LENGTH_OPTIONS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")  # names of the same
+DEFAULT_NEW_TOKENS = 256  # tokens, where a task names none of them
 Pair = tuple[tuple[str, str] | None, list[int], list[int]]  # texts, and tokens of a context and its continuation
 
 
@@ -147,7 +147,7 @@ class Harnessed(TemplateLM):  # type: ignore[misc, unused-ignore]
                 raise InputError(f"--tasks: {rule}")
             key = tuple(context[-room:])
             at = latest.get(key)
-            if at is None or lengths[at] + len(continuation) > PASS:
+            if at is None or lengths[at] + len(continuation) > PASS_TOKENS:
                 at = latest[key] = len(stems)
                 stems.append((list(key), []))
                 lengths.append(len(key))
@@ -193,7 +193,7 @@ def _how(options: dict[str, Any]) -> tuple[Draw, tuple[str, ...], int]:
     """Parse options into the settings of the draw, the texts that end a continuation, and its tokens at most."""
     until = options.get("until") or []
     until = [until] if isinstance(until, str) else until
-    most = next((int(options[name]) for name in MOST_NEW if options.get(name) is not None), NEW)
+    most = next((int(options[name]) for name in LENGTH_OPTIONS if options.get(name) is not None), DEFAULT_NEW_TOKENS)
     random = options.get("do_sample", (options.get("temperature") or 0) > 0)
     temperature = float(1.0 if options.get("temperature") is None else options["temperature"])
     if not random or temperature == 0:

@@ -17,11 +17,11 @@ from megalite.data.store import TokenStore
 from megalite.data.tokenizer import Tokenizer, tokenizer_hash
 from megalite.inference.engine import Engine
 from megalite.inference.flat import Stem
-from megalite.inference.score import PASS, score
+from megalite.inference.score import PASS_TOKENS, score
 
-AT_A_TIME = 64 * PASS  # tokens whose scores are asked for at a time
+CHUNK_TOKENS = 64 * PASS_TOKENS  # tokens whose scores are asked for at a time
 SHARES = (0.05, 0.25, 0.5, 0.75, 0.95)  # of documents, whose losses are told
-WORST = 5  # documents that are named
+WORST_DOCUMENTS = 5  # documents that are named
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ Document = tuple[int, list[Stem]]  # its number, and its windows
 def _parts(
     engine: Engine, store: TokenStore, documents: Sequence[int] | NDArray[np.int64], end: int | None
 ) -> Iterator[list[Document]]:
-    """Documents with something to score, so many that they make up AT_A_TIME tokens."""
+    """Documents with something to score, so many that they make up CHUNK_TOKENS tokens."""
     part: list[Document] = []
     tokens = 0
     for number in map(int, documents):
@@ -102,7 +102,7 @@ def _parts(
         if windows:
             part.append((number, windows))
             tokens += sum(window.length for window in windows)
-        if tokens >= AT_A_TIME:
+        if tokens >= CHUNK_TOKENS:
             yield part
             part, tokens = [], 0
     if part:
@@ -153,5 +153,5 @@ def _summed(found: NDArray[np.float64], with_bytes: bool) -> Perplexity:
         perplexity=math.exp(min(loss, 700)),
         bits_per_byte=float(losses.sum() / math.log(2) / size) if with_bytes and size else None,
         document_loss={f"p{share:.0%}".rstrip("%"): float(np.quantile(means, share)) for share in SHARES},
-        worst_documents=[int(number) for number in numbers[np.argsort(-means, kind="stable")[:WORST]]],
+        worst_documents=[int(number) for number in numbers[np.argsort(-means, kind="stable")[:WORST_DOCUMENTS]]],
     )

@@ -12,9 +12,9 @@ from megalite.base.json_bounds import parse
 from megalite.data.tokenizer import Tokenizer
 from megalite.inference.generate import Request
 
-LONGEST = 1 << 24  # bytes of a prompt, at most
-MOST = 1 << 20  # prompts in a file, at most
-CHARACTERS = 64  # of a prompt's end that are kept, per token that the model sees: no token is longer
+MAX_PROMPT_BYTES = 1 << 24  # bytes of a prompt, at most
+MAX_PROMPTS = 1 << 20  # prompts in a file, at most
+CHARACTERS_PER_TOKEN = 64  # of a prompt's end that are kept, per token that the model sees: no token is longer
 STDIN = "standard input"
 
 
@@ -37,8 +37,8 @@ def read_prompt(file: str) -> Prompt:
     where = STDIN if file == "-" else f"--prompt-file {file}"
     with _opened(file, where, "--prompt") as stream:
         raw = _read(stream, where)
-    if len(raw) > LONGEST:
-        raise InputError(f"{where}: is longer than {LONGEST:,} bytes, more than any model reads; give its end")
+    if len(raw) > MAX_PROMPT_BYTES:
+        raise InputError(f"{where}: is longer than {MAX_PROMPT_BYTES:,} bytes, more than any model reads; give its end")
     return Prompt(where, _decoded(raw, where))
 
 
@@ -93,7 +93,7 @@ def _tokens(prompt: Prompt, tokenizer: Tokenizer, end: int | None, length: int, 
         if (largest := max(prompt.tokens)) >= tokenizer.vocab_size:
             raise InputError(f"{prompt.where}: token {largest} is outside the tokenizer's {tokenizer.vocab_size:,}")
         return list(prompt.tokens)
-    tokens = [*begin, *tokenizer.encode(prompt.text[-length * CHARACTERS :])]
+    tokens = [*begin, *tokenizer.encode(prompt.text[-length * CHARACTERS_PER_TOKEN :])]
     if tokens:
         return tokens
     if end is None:
@@ -116,7 +116,7 @@ def _opened(file: str, where: str, instead: str) -> "nullcontext[IO[bytes]] | IO
 
 def _read(stream: IO[bytes], where: str) -> bytes:
     try:
-        return stream.read(LONGEST + 1)
+        return stream.read(MAX_PROMPT_BYTES + 1)
     except OSError as error:
         raise InputError(f"{where}: cannot be read: {error.strerror}") from None
 
@@ -125,13 +125,13 @@ def _lines(stream: IO[bytes], where: str) -> Iterator[tuple[str, bytes]]:
     """Every line that is not blank, with its place."""
     number = 0
     try:
-        while line := stream.readline(LONGEST + 1):
+        while line := stream.readline(MAX_PROMPT_BYTES + 1):
             number += 1
             place = f"{where}: line {number}"
-            if len(line) > LONGEST:
-                raise InputError(f"{place}: is longer than {LONGEST:,} bytes, more than any model reads")
-            if number > MOST:
-                raise InputError(f"{where}: has more than {MOST:,} lines; divide it")
+            if len(line) > MAX_PROMPT_BYTES:
+                raise InputError(f"{place}: is longer than {MAX_PROMPT_BYTES:,} bytes, more than any model reads")
+            if number > MAX_PROMPTS:
+                raise InputError(f"{where}: has more than {MAX_PROMPTS:,} lines; divide it")
             if line.strip():
                 yield place, line
     except OSError as error:

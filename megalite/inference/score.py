@@ -9,7 +9,7 @@ from megalite.base.errors import InputError
 from megalite.inference.engine import Engine
 from megalite.inference.flat import Stem
 
-PASS = 8192  # tokens of one pass, or a single text that has more
+PASS_TOKENS = 8192  # tokens of one pass, or a single text that has more
 
 
 class Score(NamedTuple):
@@ -37,7 +37,7 @@ def _passes(stems: Sequence[Stem]) -> Iterator[list[Stem]]:
     taken: list[Stem] = []
     tokens = 0
     for stem in stems:
-        if taken and tokens + stem.length > PASS:
+        if taken and tokens + stem.length > PASS_TOKENS:
             yield taken
             taken, tokens = [], 0
         taken.append(stem)

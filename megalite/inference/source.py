@@ -11,9 +11,9 @@ from megalite.base.files import is_folder
 from megalite.checkpoint.run.load import Restorer
 from megalite.checkpoint.store.disk import DamagedError
 from megalite.checkpoint.store.host_group import HostGroup
-from megalite.checkpoint.store.manifest import NAME, complete, step_of
+from megalite.checkpoint.store.manifest import STEP_NAME, complete, step_of
 from megalite.checkpoint.store.state import State
-from megalite.checkpoint.weights.formats.tokenizer import GENERATION, ends_in
+from megalite.checkpoint.weights.formats.tokenizer import GENERATION_CONFIG, ends_in
 from megalite.checkpoint.weights.sources import open_weights, resolved
 from megalite.config.schema import Config, Model
 from megalite.data.tokenizer import Tokenizer
@@ -48,7 +48,7 @@ def sources(text: str) -> list[Open]:
     run = complete(path / "checkpoints") if kind == "megalite" else []
     if run:
         return [partial(_open, f"megalite:{checkpoint}", path, step_of(checkpoint)) for checkpoint in run]
-    if kind == "megalite" and NAME.fullmatch(path.absolute().name):
+    if kind == "megalite" and STEP_NAME.fullmatch(path.absolute().name):
         return [partial(_open, f"megalite:{path}", path.resolve().parent.parent, step_of(path))]
     return [partial(_open, f"{kind}:{path}", None, 0)]
 
@@ -88,7 +88,7 @@ def _open(source: str, run: Path | None, step: int) -> Opened:
     """The weights `source`. Raises DamagedError before memory is taken for them."""
     found = open_weights(source)
     tokenizer = found.tokenizer or next((file for file in found.companions if file.name in TOKENIZERS), None)
-    settings = next((file.parent for file in found.companions if file.name == GENERATION), None)
+    settings = next((file.parent for file in found.companions if file.name == GENERATION_CONFIG), None)
     ends = ends_in(settings) if settings is not None else ()
     # A tokenizer that a checkpoint names is not opened: anybody may have written its path.
     trained = f", as {found.tokenizer_name!r:.200}" if found.tokenizer_name else ""

@@ -19,7 +19,7 @@ from typing import Any
 import yaml
 
 from megalite.base.errors import InputError, counted
-from megalite.config.rules.parallel import SCHEDULE_BYTES
+from megalite.config.rules.parallel import MAX_SCHEDULE_BYTES
 from megalite.config.yaml import read_mapping
 from megalite.schedule.actions import COMPUTE, MOST_ACTIONS, Action, Kind, Table, Times
 from megalite.schedule.check import malformed, uncomputed
@@ -39,7 +39,7 @@ SHOWN = 8  # problems told of one file
 
 def read(path: Path) -> Table:
     """The schedule in the file `path`. Raises InputError, with the name of the file and all that is wrong in it."""
-    content = read_mapping(path, SCHEDULE_BYTES)
+    content = read_mapping(path, MAX_SCHEDULE_BYTES)
     try:
         return complete(content)
     except InputError as error:

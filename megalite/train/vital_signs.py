@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megalite.base.stop_signals import STOP
+from megalite.base.stop_signals import STOP_SIGNALS
 from megalite.distributed.mesh import Mesh
 
 
@@ -81,7 +81,7 @@ def ask_all(mesh: Mesh, asked: Collection[int]) -> Asked:
 
     asked: signals that this rank has received.
     """
-    values = torch.zeros(len(STOP), dtype=torch.float64, device=mesh.device)
+    values = torch.zeros(len(STOP_SIGNALS), dtype=torch.float64, device=mesh.device)
     _mark(values, asked)
     dist.all_reduce(values, group=mesh.world)
     return Asked(*_to_host(values))
@@ -98,7 +98,7 @@ def take_signs(mesh: Mesh, names: list[str], norms: Tensor, loss: Tensor | None,
 
     loss: this rank's part of the mean loss; None if another rank counts it. asked: signals that this rank has received.
     """
-    values = torch.zeros(2 + len(STOP), dtype=torch.float64, device=mesh.device)
+    values = torch.zeros(2 + len(STOP_SIGNALS), dtype=torch.float64, device=mesh.device)
     values[0] += norms.square().sum()
     if loss is not None:
         values[1] += loss
@@ -108,13 +108,13 @@ def take_signs(mesh: Mesh, names: list[str], norms: Tensor, loss: Tensor | None,
 
 
 def _mark(values: Tensor, asked: Collection[int]) -> None:
-    for position, number in enumerate(STOP):
+    for position, number in enumerate(STOP_SIGNALS):
         if number in asked:
             values[position].fill_(1)  # a kernel with a constant; a copy from the host would wait
 
 
 def _names(ranks_asked: Iterable[float]) -> tuple[str, ...]:
-    return tuple(number.name for number, ranks in zip(STOP, ranks_asked, strict=True) if ranks)
+    return tuple(number.name for number, ranks in zip(STOP_SIGNALS, ranks_asked, strict=True) if ranks)
 
 
 def _to_host(values: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:

@@ -10,7 +10,7 @@ from threading import Thread
 
 import pytest
 
-from megalite.base.stop_signals import STOP, held_up, listen, restore
+from megalite.base.stop_signals import STOP_SIGNALS, held_up, listen, restore
 
 BEGIN = """
 import importlib, os, sys, time
@@ -40,7 +40,10 @@ def ignored() -> Iterator[signal.Signals]:
 @pytest.mark.parametrize(
     ("package", "name", "arguments", "number", "code"),
     [
-        *(("megalite.__main__", "main", ["show"], number, 130 if number == signal.SIGINT else 3) for number in STOP),
+        *(
+            ("megalite.__main__", "main", ["show"], number, 130 if number == signal.SIGINT else 3)
+            for number in STOP_SIGNALS
+        ),
         ("megalite.__main__", "main", ["train"], signal.SIGINT, 3),
         ("megalite_tools.commands", "prepare_data", [], signal.SIGINT, 130),
         ("megalite_tools.commands", "prepare_data", [], signal.SIGHUP, 3),
@@ -69,30 +72,32 @@ main()
 def test_what_was_ignored_stays_ignored_and_the_rest_is_put_back(ignored: signal.Signals) -> None:
     heard: list[int] = []
     before = listen(lambda number, _: heard.append(number))
-    assert before.keys() == set(STOP) - {ignored}
-    for number in STOP:
+    assert before.keys() == set(STOP_SIGNALS) - {ignored}
+    for number in STOP_SIGNALS:
         os.kill(os.getpid(), number)
     restore(before)
-    assert set(heard) == set(STOP) - {ignored}
+    assert set(heard) == set(STOP_SIGNALS) - {ignored}
     assert {number: signal.getsignal(number) for number in before} == before
 
 
 def test_signals_that_are_held_up_come_at_the_end_whichever_thread_takes_them() -> None:
     def take() -> None:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
         signal.raise_signal(signal.SIGTERM)
 
     heard: list[int] = []
     before = listen(lambda number, _: heard.append(number))
-    ours = [signal.getsignal(number) for number in STOP], signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    ours = [signal.getsignal(number) for number in STOP_SIGNALS], signal.pthread_sigmask(signal.SIG_BLOCK, ())
     with held_up():
         thread = Thread(target=take)
         thread.start()
         thread.join()
         signal.raise_signal(signal.SIGUSR1)
-        assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) >= set(STOP)  # as processes that are started inherit it
+        assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) >= set(
+            STOP_SIGNALS
+        )  # as processes that are started inherit it
         assert heard == []
-    assert ([signal.getsignal(number) for number in STOP], signal.pthread_sigmask(signal.SIG_BLOCK, ())) == ours
+    assert ([signal.getsignal(number) for number in STOP_SIGNALS], signal.pthread_sigmask(signal.SIG_BLOCK, ())) == ours
     restore(before)
     assert sorted(heard) == sorted([signal.SIGTERM, signal.SIGUSR1])
 
@@ -100,7 +105,7 @@ def test_signals_that_are_held_up_come_at_the_end_whichever_thread_takes_them() 
 def test_another_thread_may_hold_signals_up_too() -> None:
     def hold() -> bool:
         with held_up():
-            return signal.pthread_sigmask(signal.SIG_BLOCK, ()) >= set(STOP)
+            return signal.pthread_sigmask(signal.SIG_BLOCK, ()) >= set(STOP_SIGNALS)
 
     with ThreadPoolExecutor(1) as pool:
         assert pool.submit(hold).result()

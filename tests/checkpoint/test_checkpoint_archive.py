@@ -13,7 +13,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megalite.checkpoint.store.archive import LARGEST, Archive
+from megalite.checkpoint.store.archive import MAX_READ_BYTES, Archive
 
 TENSOR = torch.arange(5.0)
 DIRECTORY, END, END64, LOCATOR = b"PK\1\2", b"PK\5\6", b"PK\6\6", b"PK\6\7"
@@ -117,7 +117,7 @@ def test_little_is_read_of_a_large_file(file: io.BufferedRandom) -> None:
         Archive(file.fileno(), 0, 1 << 42)
     with pytest.raises(ValueError, match="ends before the"):
         Archive(file.fileno(), 1, 1 << 42)
-    assert LARGEST == 1 << 20
+    assert MAX_READ_BYTES == 1 << 20
 
 
 @settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

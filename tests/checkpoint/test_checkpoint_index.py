@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megalite.checkpoint.store.disk import DamagedError, File, measure
-from megalite.checkpoint.store.index import HEADER, Chunk, Index, Stored, merged
+from megalite.checkpoint.store.index import MAX_HEADER_BYTES, Chunk, Index, Stored, merged
 from megalite.checkpoint.store.manifest import INDEX, Manifest
 from megalite.checkpoint.weights.read import Reader
 
@@ -186,7 +186,9 @@ WRONG = {
     "a header without end": lambda: b"\xff" * 8 + VALID.encode()[8:],
     "a deep header": lambda: struct.pack("<Q", 200_000) + b"[" * 200_000,
     "a header of lists": lambda: struct.pack("<Q", 12 << 20) + b"[" + b"[]," * (4 << 20),
-    "a header that is too long": lambda: struct.pack("<Q", HEADER + 8) + b"{}" + b" " * (HEADER + 6),
+    "a header that is too long": lambda: (
+        struct.pack("<Q", MAX_HEADER_BYTES + 8) + b"{}" + b" " * (MAX_HEADER_BYTES + 6)
+    ),
     "a name of two lines": change_header(tensors={"w\n": {"dtype": "bool", "shape": [0], "chunks": 0}}),
     "a number of 5000 digits": lambda: struct.pack("<Q", 5000) + b"9" * 5000,
 }

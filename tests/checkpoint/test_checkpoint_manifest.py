@@ -14,7 +14,7 @@ from tampering import DATA, MANIFESTS, tamper
 
 from megalite.base.errors import InputError
 from megalite.checkpoint.store.disk import DamagedError, File, check_hashes, measure, opened, read_whole
-from megalite.checkpoint.store.manifest import INDEX, LIMIT, MANIFEST, Manifest, check_sizes, complete
+from megalite.checkpoint.store.manifest import INDEX, MANIFEST, MAX_MANIFEST_BYTES, Manifest, check_sizes, complete
 from megalite.config.convert import to_plain
 from megalite.config.schema import Config
 
@@ -74,8 +74,10 @@ def test_what_is_no_manifest_at_all_is_damage(text: str, path: Path) -> None:
 
 
 def test_a_manifest_is_not_read_beyond_its_limit(path: Path) -> None:
-    os.truncate(path / MANIFEST, LIMIT + 1)
-    with pytest.raises(DamagedError, match=f"has {LIMIT + 1} bytes; at most {LIMIT} are read"):
+    os.truncate(path / MANIFEST, MAX_MANIFEST_BYTES + 1)
+    with pytest.raises(
+        DamagedError, match=f"has {MAX_MANIFEST_BYTES + 1} bytes; at most {MAX_MANIFEST_BYTES} are read"
+    ):
         Manifest.read(path)
 
 

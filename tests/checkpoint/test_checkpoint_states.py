@@ -162,7 +162,7 @@ def test_a_run_in_float64_stays_one_or_becomes_another(tmp_path: Path) -> None:
 
 
 def test_states_that_are_no_weights_are_damage(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sources, "COMPLETE", ({"exp_avg"},))
+    monkeypatch.setattr(sources, "COMPLETE_STATES", ({"exp_avg"},))
     with pytest.raises(DamagedError, match=r"index\.bin has not all states of embed\.weight"):
         open_weights(f"megalite:{saved}", states=True)
 

@@ -29,7 +29,7 @@ def calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Calls:
 
 
 def configured(call: quickstart.Program, ranks: int) -> Config:
-    assert call[:4] == quickstart.TRAIN
+    assert call[:4] == quickstart.TRAIN_COMMAND
     return check(load([call[3]], call[4:]), ranks)
 
 

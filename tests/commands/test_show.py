@@ -309,7 +309,7 @@ def test_sections_are_apart(show: Show) -> None:
 
 
 def test_tables_fit_80_columns(show: Show, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(terminal, "UNBOUNDED", 80)
+    monkeypatch.setattr(terminal, "UNBOUNDED_WIDTH", 80)
     output = show(LLAMA3_8B, "--memory", "parallel.pp=2") + show(LLAMA3_8B, "parallel.pp=2")
     assert max(map(len, output.splitlines())) <= 80
     assert "…" not in output

@@ -5,7 +5,7 @@ from omegaconf import OmegaConf
 
 from megalite.base.errors import InputError
 from megalite.config.load import load
-from megalite.config.references import STEPS, fill_in
+from megalite.config.references import MAX_STEPS, fill_in
 
 VALUES = {"width": 3, "none": None, "yes": True, "share": 0.1, "split": [1, 2], "model": {"width": "${width}"}}
 
@@ -39,7 +39,7 @@ def test_values_are_filled_in_as_omegaconf_does(text: str, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("forwards", [True, False])
-@pytest.mark.parametrize("links", [STEPS - 3, 1500])
+@pytest.mark.parametrize("links", [MAX_STEPS - 3, 1500])
 def test_a_chain_leads_only_so_far(links: int, forwards: bool) -> None:
     """The top, data, train and an item are steps as well."""
     ends = range(1, links + 1) if forwards else range(links)
@@ -48,7 +48,7 @@ def test_a_chain_leads_only_so_far(links: int, forwards: bool) -> None:
     _, problems = fill_in({"data": {"train": [{"path": path} for path in paths]}})
     (told,) = map(str, problems)
     assert "leads to a value in more than 32 steps" in told
-    assert told.startswith(f"data.train[{0 if forwards else STEPS - 3}].path: ")
+    assert told.startswith(f"data.train[{0 if forwards else MAX_STEPS - 3}].path: ")
     assert "].path refers to data.train[" in told
     assert len(told) < 300
 

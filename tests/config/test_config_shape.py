@@ -2,7 +2,7 @@
 
 import pytest
 
-from megalite.base.json_shape import TEXT, WHOLE, Each, OrNull, digits, misfits, whole
+from megalite.base.json_shape import TEXT, WHOLE_NUMBER, Each, OrNull, digits, misfits, whole
 
 SHAPE = {
     "count": whole(0, 4),
@@ -10,7 +10,7 @@ SHAPE = {
     "end": OrNull(whole(1, 4)),
     "names": Each(TEXT),
     "sources": [{"path": TEXT}],
-    "process": WHOLE,
+    "process": WHOLE_NUMBER,
 }
 GOOD = {"count": 3, "hash": "0f", "end": None, "names": {"a": "b"}, "sources": [{"path": "p"}], "process": -1}
 

@@ -180,7 +180,7 @@ def test_a_long_scan_says_how_far_it_is(
     tmp_path: Path, check: Check, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("megalite.data.store._CHUNK", 2)
-    monkeypatch.setattr("megalite.data.check.SILENT", 0.0)
+    monkeypatch.setattr("megalite.data.check.NOTICE_INTERVAL", 0.0)
     check(bare(tmp_path / "bare", [[5, 6, 2], [2]]))
     assert "once for its largest token id" in (told := capsys.readouterr().err)
     assert ["50% done" in line for line in told.splitlines()] == [True, False]

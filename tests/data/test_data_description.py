@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from test_data_store import packed, put
 
 from megalite.base.errors import InputError
-from megalite.data.description import MOST, Description, SourceFile, TokenizerFile
+from megalite.data.description import MAX_DESCRIPTION_BYTES, Description, SourceFile, TokenizerFile
 from megalite.data.store import HEADER, MAGIC, StoreWriter, TokenStore
 
 TOKENIZER = TokenizerFile("tokenizer.model", "0" * 64)
@@ -93,7 +93,13 @@ def test_a_description_is_checked_like_hostile_input(
 
 def test_a_file_that_is_no_description_is_refused(prefix: Path) -> None:
     path = prefix.with_suffix(".json")
-    for content in (b"", b"\xff", b"[" * 100_000, b'{"tokens": ' + b"1" * 5000 + b"}", b" " * (MOST + 1)):
+    for content in (
+        b"",
+        b"\xff",
+        b"[" * 100_000,
+        b'{"tokens": ' + b"1" * 5000 + b"}",
+        b" " * (MAX_DESCRIPTION_BYTES + 1),
+    ):
         path.write_bytes(content)
         with pytest.raises(InputError, match=r"store\.json"):
             Description.read(prefix)

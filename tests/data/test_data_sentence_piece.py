@@ -1,7 +1,15 @@
 import sentencepiece
 from tokenizer_cases import LINES, piece_model
 
-from megalite.data.sentence_piece import BYTE, CONTROL, STEPS, UNKNOWN, USER_DEFINED, read_model, with_short_scores
+from megalite.data.sentence_piece import (
+    BYTE_PIECE,
+    CONTROL_PIECE,
+    STEPS,
+    UNKNOWN_PIECE,
+    USER_DEFINED_PIECE,
+    read_model,
+    with_short_scores,
+)
 from megalite_tools.data.train_tokenizer import train_model
 
 
@@ -18,7 +26,7 @@ def test_a_model_is_read_as_sentencepiece_reads_it() -> None:
     for token, (name, score, kind) in enumerate(ours.pieces):
         assert (name, score) == (theirs.id_to_piece(token), theirs.get_score(token))
         told = theirs.is_unknown(token), theirs.is_control(token), theirs.is_byte(token), name == "abc"
-        assert told == (kind == UNKNOWN, kind == CONTROL, kind == BYTE, kind == USER_DEFINED)
+        assert told == (kind == UNKNOWN_PIECE, kind == CONTROL_PIECE, kind == BYTE_PIECE, kind == USER_DEFINED_PIECE)
     assert (ours.kind, ours.to_bytes, ours.prefix, ours.one_blank) == (1, True, True, False)
     assert len(ours.charsmap) > 100_000
     other = read_model(

@@ -17,7 +17,7 @@ def test_a_report_is_written_before_the_rank_goes_on() -> None:
 @pytest.mark.parametrize("fault", ["refuses", "hangs", "does not begin", "no more threads"])
 def test_whatever_happens_to_the_report_the_rank_goes_on(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(failure_report, "PATIENCE", 0.05)
-    monkeypatch.setattr(failure_report, "BEGINNING", 0.05)
+    monkeypatch.setattr(failure_report, "THREAD_START_SECONDS", 0.05)
     written = []
 
     def write() -> None:

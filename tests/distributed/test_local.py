@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from megalite.base.errors import InputError
-from megalite.base.stop_signals import STOP
+from megalite.base.stop_signals import STOP_SIGNALS
 from megalite.distributed.start import local
 from megalite.distributed.start.local import launch, log_file
 
@@ -87,9 +87,12 @@ def test_logs_of_an_earlier_run_are_kept(program: Program, shared: str, tmp_path
 
 
 def test_the_launcher_s_signal_handlers_are_restored(program: Program, tmp_path: Path) -> None:
-    before = [signal.getsignal(number) for number in STOP], signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    before = [signal.getsignal(number) for number in STOP_SIGNALS], signal.pthread_sigmask(signal.SIG_BLOCK, ())
     assert launch(program("sys.exit(rank)"), [str(tmp_path)], 2, tmp_path / "logs") == 1
-    assert ([signal.getsignal(number) for number in STOP], signal.pthread_sigmask(signal.SIG_BLOCK, ())) == before
+    assert (
+        [signal.getsignal(number) for number in STOP_SIGNALS],
+        signal.pthread_sigmask(signal.SIG_BLOCK, ()),
+    ) == before
 
 
 def test_a_rank_that_fails_ends_the_job(
@@ -181,7 +184,7 @@ def test_a_rank_killed_by_a_signal_is_named(
     assert capfd.readouterr().err == f"megalite: rank 1 was killed by {name}{hint}; see {log}\n"
 
 
-@pytest.mark.parametrize("number", STOP)
+@pytest.mark.parametrize("number", STOP_SIGNALS)
 def test_a_signal_to_the_launcher_reaches_the_ranks(
     number: signal.Signals, program: Program, shared: str, tmp_path: Path
 ) -> None:

@@ -91,7 +91,7 @@ def test_ranks_of_other_versions_are_refused(
 def test_people_are_told_what_a_rank_waits_for(
     told: str, port: int, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(meeting, "QUIET", 0.1)
+    monkeypatch.setattr(meeting, "QUIET_SECONDS", 0.1)
     if told.startswith("Name"):  # a real look-up may take long
         monkeypatch.setattr(socket, "getaddrinfo", Mock(side_effect=socket.gaierror(socket.EAI_NONAME, told)))
     with pytest.raises(LostPeer) as caught:
@@ -105,7 +105,7 @@ def test_people_are_told_what_a_rank_waits_for(
 def test_the_absent_are_named_while_and_after_the_others_wait(
     port: int, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(meeting, "QUIET", 0.1)
+    monkeypatch.setattr(meeting, "QUIET_SECONDS", 0.1)
     ended = outcomes(*(partial(meet, RankInfo(rank, 4, rank), 0.7) for rank in (0, 2)))
     assert sorted(str(error) for error in ended)[0].startswith("rank 1, 3 did not come within 0.7 s")
     assert capfd.readouterr().err.count("waits: rank 1, 3 did not come within 0.1 s; it gives up after 0.7 s") == 1

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from megalite.distributed.health import neighbour, watchdog
 from megalite.distributed.health.activity import Activity
-from megalite.distributed.health.neighbour import REFUSALS, SILENCES, Neighbour, all_ended
+from megalite.distributed.health.neighbour import MAX_REFUSALS, MAX_SILENCES, Neighbour, all_ended
 from megalite.distributed.health.watchdog import Watchdog
 from megalite.distributed.start.local import MEETING
 from megalite.distributed.start.meeting import Meeting
@@ -24,7 +24,7 @@ REAL = socket.create_connection
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(MEETING, raising=False)
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    monkeypatch.setattr(neighbour, "EVERY", 0.0)
+    monkeypatch.setattr(neighbour, "LOOK_INTERVAL", 0.0)
 
 
 @pytest.fixture
@@ -38,22 +38,22 @@ def two() -> list[Neighbour]:
 
 def test_a_process_that_has_ended_is_lost(two: list[Neighbour]) -> None:
     two[1]._listener.close()
-    told = [two[0].lost() for _ in range(REFUSALS)]
-    assert told == [*[""] * (REFUSALS - 1), "the process of rank 1 has ended"]
+    told = [two[0].lost() for _ in range(MAX_REFUSALS)]
+    assert told == [*[""] * (MAX_REFUSALS - 1), "the process of rank 1 has ended"]
     two[0].forgive()
     assert [two[0].lost() for _ in range(9)] == [""] * 9, "it has to be seen again"
 
 
 def test_a_closed_connection_is_looked_into_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(neighbour, "EVERY", 1000.0)
-    monkeypatch.setattr(neighbour, "SOON", 0.0)
+    monkeypatch.setattr(neighbour, "LOOK_INTERVAL", 1000.0)
+    monkeypatch.setattr(neighbour, "RETRY_INTERVAL", 0.0)
     store = dist.HashStore()
     ranks = [Neighbour(store, RankInfo(rank, 2, rank)) for rank in range(2)]
     assert [rank.lost() for rank in (*ranks, *ranks)] == [""] * 4
     for line in (ranks[1]._listener, *ranks[1]._heard):  # as the kernel does when a process ends
         line.close()
-    told = [ranks[0].lost() for _ in range(REFUSALS)]
-    assert told == [*[""] * (REFUSALS - 1), "the process of rank 1 has ended"]
+    told = [ranks[0].lost() for _ in range(MAX_REFUSALS)]
+    assert told == [*[""] * (MAX_REFUSALS - 1), "the process of rank 1 has ended"]
 
 
 def test_ranks_have_ended_when_none_of_them_listens(two: list[Neighbour]) -> None:
@@ -73,14 +73,14 @@ def test_a_process_that_does_nothing_is_there(two: list[Neighbour]) -> None:
 
 def test_a_host_that_does_not_answer_is_lost(two: list[Neighbour], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket, "create_connection", Mock(side_effect=TimeoutError))
-    told = [two[0].lost() for _ in range(SILENCES)]
-    assert told == [*[""] * (SILENCES - 1), "the host of rank 1 has not answered for 0 s"]
+    told = [two[0].lost() for _ in range(MAX_SILENCES)]
+    assert told == [*[""] * (MAX_SILENCES - 1), "the host of rank 1 has not answered for 0 s"]
 
 
 def test_an_answer_in_between_begins_the_count_anew(two: list[Neighbour], monkeypatch: pytest.MonkeyPatch) -> None:
     for _ in range(3):
         monkeypatch.setattr(socket, "create_connection", Mock(side_effect=TimeoutError))
-        assert {two[0].lost() for _ in range(SILENCES - 1)} == {""}
+        assert {two[0].lost() for _ in range(MAX_SILENCES - 1)} == {""}
         monkeypatch.setattr(socket, "create_connection", REAL)
         assert two[0].lost() == ""
 
@@ -113,7 +113,7 @@ def test_the_watchdog_calls_the_roll_for_a_lost_neighbour(answers: bool, monkeyp
         told.set()
         raise SystemExit
 
-    monkeypatch.setattr(watchdog, "HELD_BACK", 0.1)  # until all ranks know the verdict
+    monkeypatch.setattr(watchdog, "EXIT_DELAY", 0.1)  # until all ranks know the verdict
     monkeypatch.setattr(watchdog, "between_looks", lambda timeout, ranks: 0.05)
     monkeypatch.setattr(Watchdog, "_end", end)
     keeper = dist.TCPStore("127.0.0.1", 0, 2, True, wait_for_workers=False)

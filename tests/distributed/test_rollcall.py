@@ -4,7 +4,7 @@ import time
 import pytest
 import torch.distributed as dist
 
-from megalite.distributed.health.rollcall import ROWS, RollCall, Status, table
+from megalite.distributed.health.rollcall import MAX_ROWS, RollCall, Status, table
 
 
 def status(rank: int, what: str = "reading a batch", ago: float = 9.0, host: str = "node", idle: float = 9.0) -> Status:
@@ -42,7 +42,7 @@ def test_lost_ranks_come_first_by_host() -> None:
 def test_a_large_job_has_a_short_table() -> None:
     answers = [status(rank, f"F(stage {rank // 512})" if rank % 512 else f"doing {rank}") for rank in range(16384)]
     lines = table(answers, {}).splitlines()
-    assert len(lines) == ROWS + 1
+    assert len(lines) == MAX_ROWS + 1
     assert lines[-1] == "  and 48 more such lines; every rank's log has its own"
     assert all(len(line) < 200 for line in lines)
     scattered = table([status(rank) for rank in range(0, 16384, 2)], {})

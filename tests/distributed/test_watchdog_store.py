@@ -31,8 +31,8 @@ def test_a_store_is_lost_when_it_is_silent_for_long(
         return False
 
     monkeypatch.setattr(watchdog, "SILENCE", silence)
-    monkeypatch.setattr(watchdog, "LAUNCHER_FIRST", 0.0)
-    monkeypatch.setattr(watchdog, "DEPUTY_FIRST", 0.0)
+    monkeypatch.setattr(watchdog, "LAUNCHER_LEAD", 0.0)
+    monkeypatch.setattr(watchdog, "DEPUTY_LEAD", 0.0)
     monkeypatch.setattr(watchdog, "between_looks", lambda timeout, ranks: 0.05)
     monkeypatch.setattr(Watchdog, "_end", end)
     monkeypatch.setattr(RollCall, "called", called)

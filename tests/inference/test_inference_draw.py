@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megalite.inference.draw import NOT_FINITE, Draw, nucleus
+from megalite.inference.draw import NO_TOKEN, Draw, nucleus
 
 CHANCES = [0.1, 0.4, 0.2, 0.3]
 DRAWS = 4000
@@ -59,7 +59,7 @@ def test_rows_that_are_not_finite_are_told(bad: float, draw: Draw) -> None:
     logits = torch.zeros(3, 4)
     logits[1, 2] = bad
     drawn = draw(logits, [(0,), (1,), (2,)]).tolist()
-    assert drawn[1] == NOT_FINITE
+    assert drawn[1] == NO_TOKEN
     assert min(drawn[0], drawn[2]) >= 0
 
 

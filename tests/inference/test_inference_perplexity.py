@@ -57,7 +57,7 @@ def test_losses_are_those_of_documents(
     at_a_time: int, documents: list[list[int]], alone: Mesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Documents of one window and of several are scored a few at a time, or all at once."""
-    monkeypatch.setattr("megalite.inference.perplexity.AT_A_TIME", at_a_time)
+    monkeypatch.setattr("megalite.inference.perplexity.CHUNK_TOKENS", at_a_time)
     engine = inference_cases.engine_of(alone)
     found = measured(engine, written(tmp_path / "store", documents), None)
     each = [losses(engine, [END, *document]) for document in documents]

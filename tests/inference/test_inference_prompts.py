@@ -7,7 +7,7 @@ import pytest
 from inference_cases import Letters
 
 from megalite.base.errors import InputError
-from megalite.inference.prompts import LONGEST, Prompt, read_prompts, requests
+from megalite.inference.prompts import MAX_PROMPT_BYTES, Prompt, read_prompts, requests
 
 LETTERS = Letters(Path("letters"))
 LETTERS.vocab_size = 128
@@ -50,7 +50,7 @@ def test_lines_of_text_are_prompts(tmp_path: Path) -> None:
         (b'{"tokens": "ab"}', "tokens must be whole numbers"),
         (b"[" * 100_000, "but no JSON"),
         (b'{"tokens": [' + b"1," * (1 << 20) + b"1]}", "but no JSON"),
-        (b'{"prompt": "' + b"a" * LONGEST + b'"}', "line 1: is longer than"),
+        (b'{"prompt": "' + b"a" * MAX_PROMPT_BYTES + b'"}', "line 1: is longer than"),
     ],
     ids=range(17),
 )

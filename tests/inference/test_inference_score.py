@@ -40,8 +40,8 @@ def test_what_begins_alike_is_scored_as_if_alone(case: str, alone: Mesh, monkeyp
     engine = Engine(model, alone, torch.float64)
     copy_weights(engine.decoder, oracle_of(family, model))
     stems = inference_cases.stems(model.vocab_size)
-    monkeypatch.setattr("megalite.inference.score.PASS", 50)
-    monkeypatch.setattr("megalite.inference.engine.LOGITS", 7 * model.vocab_size)
+    monkeypatch.setattr("megalite.inference.score.PASS_TOKENS", 50)
+    monkeypatch.setattr("megalite.inference.engine.MAX_LOGITS", 7 * model.vocab_size)
     for stem, scores in zip(stems, score(engine, stems), strict=True):
         for found, (likelihood, greedy) in zip(scores, expected(engine, stem), strict=True):
             assert found.log_likelihood == pytest.approx(likelihood, abs=1e-11)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from schedule_cases import free_table, randoms, tables
 
 from megalite.base.errors import InputError
-from megalite.config.rules.parallel import SCHEDULE_BYTES
+from megalite.config.rules.parallel import MAX_SCHEDULE_BYTES
 from megalite.config.yaml import parse
 from megalite.schedule.actions import Table
 from megalite.schedule.check import check
@@ -154,7 +154,7 @@ def test_an_unreadable_file(content: bytes | None, tmp_path: Path) -> None:
         ("&a [*a]", "refers to what it is inside of"),
         ("a\nname: b", "found duplicate key name"),
         (str(9) * 5000, "a whole number of 5,000 digits"),
-        ("a\n# " + "x" * SCHEDULE_BYTES, "has more than 16,777,216 bytes"),
+        ("a\n# " + "x" * MAX_SCHEDULE_BYTES, "has more than 16,777,216 bytes"),
     ],
     ids=["deep", "bomb", "circle", "twice", "digits", "long"],
 )

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megalite.base.stop_signals import STOP
+from megalite.base.stop_signals import STOP_SIGNALS
 from megalite.data.store import StoreWriter
 
 CONFIG = """
@@ -116,7 +116,7 @@ def ranks(mark: str, launcher: subprocess.Popen[str]) -> list[int]:
 
 
 @linux
-@pytest.mark.parametrize("number", STOP)
+@pytest.mark.parametrize("number", STOP_SIGNALS)
 def test_a_signal_before_the_first_step_ends_the_job_with_3(
     number: signal.Signals, begin: Begin, mark: str, tmp_path: Path
 ) -> None:

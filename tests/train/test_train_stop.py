@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megalite.base.stop_signals import STOP
+from megalite.base.stop_signals import STOP_SIGNALS
 from megalite.data.store import StoreWriter
 
 CONFIG = """
@@ -49,7 +49,7 @@ def started(work: Path, name: str, *arguments: str) -> subprocess.Popen[str]:
     return job
 
 
-@pytest.mark.parametrize("number", STOP)
+@pytest.mark.parametrize("number", STOP_SIGNALS)
 def test_a_signal_saves_and_the_same_command_continues(number: signal.Signals, work: Path) -> None:
     job = started(work, number.name, "parallel.dp_shard=2")
     job.send_signal(number)

@@ -13,16 +13,16 @@ from megalite.base.files import exists, is_folder
 from megalite.checkpoint.run.tensors import Checkpoint
 from megalite.checkpoint.store.disk import DamagedError, check_hashes, check_size
 from megalite.checkpoint.store.files import METADATA
-from megalite.checkpoint.store.manifest import MANIFEST, NAME, Manifest, check_sizes, complete
-from megalite.checkpoint.store.retain import DAMAGED, DELETED, PARTIAL, check_folder
+from megalite.checkpoint.store.manifest import MANIFEST, STEP_NAME, Manifest, check_sizes, complete
+from megalite.checkpoint.store.retain import DAMAGED_SUFFIX, DELETED_SUFFIX, PARTIAL_SUFFIX, check_folder
 from megalite.config.layout import Layout
 
 STATES = {  # by the end of a folder's name: state, reason
-    PARTIAL: ("partial", "being written, or left by an interrupted save"),
-    DELETED: ("being deleted", "the next save goes on with it"),
-    DAMAGED: ("set aside", ""),
+    PARTIAL_SUFFIX: ("partial", "being written, or left by an interrupted save"),
+    DELETED_SUFFIX: ("being deleted", "the next save goes on with it"),
+    DAMAGED_SUFFIX: ("set aside", ""),
 }
-FOLDER = re.compile(rf"{NAME.pattern}(?:({'|'.join(map(re.escape, STATES))})(?:\.\d+)?)?")
+FOLDER = re.compile(rf"{STEP_NAME.pattern}(?:({'|'.join(map(re.escape, STATES))})(?:\.\d+)?)?")
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ def saved_at(manifest: Manifest) -> str:
 
 
 def _is_checkpoint(path: Path) -> bool:
-    named = NAME.match(os.path.basename(os.path.realpath(path))) is not None
+    named = STEP_NAME.match(os.path.basename(os.path.realpath(path))) is not None
     return is_folder(path) and (named or exists(path / MANIFEST))
 
 

@@ -22,7 +22,7 @@ from megalite.checkpoint.store.disk import total_bytes
 from megalite.checkpoint.weights.convert import convert
 from megalite.checkpoint.weights.formats import huggingface
 from megalite.checkpoint.weights.formats.tokenizer import doubts
-from megalite.checkpoint.weights.sources import WITH_STATES, open_weights
+from megalite.checkpoint.weights.sources import STATEFUL_KINDS, open_weights
 from megalite.checkpoint.weights.targets import PLANS, Wanted, plan_of
 from megalite.config.load import load
 from megalite.config.sources import KINDS, split_kind
@@ -96,7 +96,7 @@ def _run(options: argparse.Namespace) -> int:
         + (f"{scaled(now, 'B')} of them now, " if now < size else "")
         + f"{seconds:.1f} s, {scaled(now / max(seconds, 1e-9), 'B')}/s"
     )
-    if found.trained and not options.optimizer and kind in WITH_STATES:
+    if found.trained and not options.optimizer and kind in STATEFUL_KINDS:
         terminal.line("left out: the optimizer's states and the run's progress; --optimizer takes them along")
     poisoned = [name for each in written.values() for name in each.poisoned]
     if poisoned:

@@ -12,18 +12,18 @@ from megalite.base.errors import InputError
 from megalite.base.files import exists, write_whole
 from megalite.checkpoint.store.disk import DamagedError, File, check_hashes, damage_of, measure, read_whole, synchronize
 from megalite.checkpoint.store.files import METADATA
-from megalite.checkpoint.store.index import LIMIT, Index
+from megalite.checkpoint.store.index import MAX_INDEX_BYTES, Index
 from megalite.checkpoint.store.manifest import (
+    FORMAT_WITHOUT_INDEX,
     INDEX,
     MANIFEST,
-    NAME,
-    WITHOUT_INDEX,
+    MAX_MANIFEST_BYTES,
+    STEP_NAME,
     Manifest,
     OldFormatError,
     config_problems,
     step_of,
 )
-from megalite.checkpoint.store.manifest import LIMIT as MANIFEST_LIMIT
 from megalite.checkpoint.weights.formats.dcp_index import dcp_index
 from megalite.checkpoint.weights.missing_tensors import differences_from
 from megalite.checkpoint.weights.read import Reader
@@ -66,7 +66,7 @@ def _index(path: Path, config: Config | None) -> tuple[str | None, list[str]]:
     try:
         manifest = Manifest.read(path)
     except OldFormatError:
-        manifest = Manifest.read(path, WITHOUT_INDEX)
+        manifest = Manifest.read(path, FORMAT_WITHOUT_INDEX)
         _refuse_config(path, config, manifest)
         check_hashes(path, manifest.files)
         found, left_out = _indexed(path)
@@ -87,7 +87,7 @@ def _take_in(path: Path, config: Config | None) -> list[str]:
     found, left_out = _indexed(path)
     _refuse_other_model(path, found, config)
     manifest = Manifest(
-        step=step_of(path) if NAME.fullmatch(path.absolute().name) else 0,
+        step=step_of(path) if STEP_NAME.fullmatch(path.absolute().name) else 0,
         tokens=None,
         saved=_time_of(path / METADATA).isoformat(timespec="seconds"),
         ranks=None,
@@ -105,7 +105,7 @@ def _indexed(path: Path) -> tuple[Index, list[str]]:
     """Call `dcp_index`. Raises InputError if `path` has another program's INDEX file, which somebody may need."""
     if exists(path / INDEX, follow=False):
         try:
-            Index.decode(read_whole(path, INDEX, LIMIT))  # an interrupted attempt of ours may have left one
+            Index.decode(read_whole(path, INDEX, MAX_INDEX_BYTES))  # an interrupted attempt of ours may have left one
         except ValueError:
             raise InputError(f"{path}: has another program's {INDEX}, which is not overwritten; move it away") from None
     return dcp_index(path)
@@ -125,8 +125,8 @@ def _write(path: Path, index: Index, manifest: Manifest) -> None:
     """Write an index, and the manifest that names it, after a check that both can be read again."""
     content, sizes = index.encode(), {name: file.bytes for name, file in manifest.files.items()}
     with damage_of(path, METADATA):
-        if len(content) > LIMIT:
-            raise ValueError(f"makes an index of {len(content)} bytes; at most {LIMIT} are read")
+        if len(content) > MAX_INDEX_BYTES:
+            raise ValueError(f"makes an index of {len(content)} bytes; at most {MAX_INDEX_BYTES} are read")
         Index.decode(content).check(sizes, index.tensors)
     file = File(len(content), xxhash.xxh3_128_hexdigest(content))
     _write_manifest(path, replace(manifest, files={**manifest.files, INDEX: file}), content)
@@ -138,8 +138,8 @@ def _write_manifest(path: Path, manifest: Manifest, index: bytes | None = None) 
         Manifest.parse(path, text.encode())
     except DamagedError as error:
         raise InputError(f"{path}: cannot have a manifest: {error.what}") from None
-    if len(text) > MANIFEST_LIMIT:
-        raise InputError(f"{path}: its manifest would have {len(text)} bytes; at most {MANIFEST_LIMIT} are read")
+    if len(text) > MAX_MANIFEST_BYTES:
+        raise InputError(f"{path}: its manifest would have {len(text)} bytes; at most {MAX_MANIFEST_BYTES} are read")
     if index is not None:
         write_whole(path / INDEX, index)
     write_whole(path / MANIFEST, text)

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from megalite.base.errors import InputError
 from megalite.base.exit_codes import ExitCode
-from megalite.base.stop_signals import STOP, held_up, listen
+from megalite.base.stop_signals import STOP_SIGNALS, held_up, listen
 from megalite.data.store import token_dtype
 from megalite.data.tokenizer import Tokenizer, load_tokenizer
 from megalite_tools.data.pieces import pieces
@@ -99,8 +99,10 @@ def _tokenizer(encoding: Encoding) -> Tokenizer:
 
 def _start_worker() -> None:
     Thread(target=_die_with_parent, daemon=True).start()
-    listen(signal.SIG_IGN, set(STOP) - {signal.SIGTERM})  # the parent handles signals that the terminal sends to all
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP)
+    listen(
+        signal.SIG_IGN, set(STOP_SIGNALS) - {signal.SIGTERM}
+    )  # the parent handles signals that the terminal sends to all
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the work is spread over processes already
 
 

@@ -18,7 +18,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from megalite.base.entry import exit_code
 from megalite.base.errors import InputError, counted, printable
 from megalite.base.files import exists
-from megalite.base.stop_signals import STOP, Handler, listen, restore
+from megalite.base.stop_signals import STOP_SIGNALS, Handler, listen, restore
 from megalite.data.exclusive_file import claim
 from megalite.data.sentence_piece import with_short_scores
 from megalite_tools.data.documents import Skipped, add_reading_options, find_files, read_texts, reading_of
@@ -120,7 +120,7 @@ def _train(options: argparse.Namespace) -> None:
         def learn() -> None:
             progress.reset(task, total=None, description="learning")
             # SentencePiece lets no handler run, so the system must end this process. The next run takes over the file.
-            previous.update(listen(signal.SIG_DFL, set(STOP) - {signal.SIGINT}))
+            previous.update(listen(signal.SIG_DFL, set(STOP_SIGNALS) - {signal.SIGINT}))
 
         previous: dict[int, Handler] = {}
         model = train_model(_then(chain([first], texts), learn), options.vocab_size, options.type, options.lines)

@@ -10,7 +10,7 @@ from megalite.base.entry import exit_code
 from megalite.base.errors import InputError, printable
 from megalite.base.files import check_output, exists, write_new
 from megalite.base.terminal import console, sections, table
-from megalite.commands.plan.amounts import USUAL, amount, gpu_counts
+from megalite.commands.plan.amounts import DEFAULT_CLUSTER, amount, gpu_counts
 from megalite.commands.plan.tables import layout_text
 from megalite.config.load import dump
 from megalite.config.rules.parallel import SCHEDULE_FILES
@@ -40,7 +40,7 @@ def _parser() -> argparse.ArgumentParser:
     budget.add_argument("--flops", type=_flops, metavar="C", help="budget as 6·N·D, as in 1e21")
     budget.add_argument("--gpu-hours", type=amount, metavar="H", help="budget on the cluster, as in 20k")
     parser.add_argument("--rates", type=Path, metavar="EXP", help="folder of a fitted sweep: laws of rate and batch")
-    parser.add_argument("--cluster", metavar="NAME", help=f"cluster, as of megalite plan (default: {USUAL})")
+    parser.add_argument("--cluster", metavar="NAME", help=f"cluster, as of megalite plan (default: {DEFAULT_CLUSTER})")
     parser.add_argument("--gpus", type=gpu_counts, metavar="N", help="number of GPUs, for which a layout is planned")
     parser.add_argument("--write", type=Path, metavar="FILE", help="write the run's configuration to this YAML file")
     return parser
@@ -65,7 +65,9 @@ def _main(options: argparse.Namespace) -> None:
         raise InputError("--gpu-hours: needs --gpus, and --cluster if it is another one than the usual")
     if options.write is not None:
         _check_file(options.write)
-    machine = None if options.gpus is None else Machine(load_cluster(options.cluster or USUAL), options.gpus[0])
+    machine = (
+        None if options.gpus is None else Machine(load_cluster(options.cluster or DEFAULT_CLUSTER), options.gpus[0])
+    )
     stored = _stored(options.experiment)
     rates = None if options.rates is None else _stored(options.rates)
     results = read_results(options.experiment / "results.csv")

@@ -20,14 +20,14 @@ import xxhash
 from megalite.base.errors import InputError
 from megalite.base.files import exists, is_folder, read_object, write_object
 from megalite.checkpoint.store.disk import DamagedError, File, check_size, read_whole, synchronize
-from megalite.checkpoint.store.manifest import LIMIT, MANIFEST, Manifest, complete, step_of
+from megalite.checkpoint.store.manifest import MANIFEST, MAX_MANIFEST_BYTES, Manifest, complete, step_of
 
 IDENTITY = "local.json"  # in the run's folder of checkpoints: the identity, and the present life
-IDENTITY_LIMIT = 1000  # bytes
-RUN = re.compile("[0-9a-f]{32}")
-KEPT = 2  # complete checkpoints; the older one goes when the next begins
-COPIES = KEPT + 1  # at most: while one is copied to the shared folder, and a new one is written
-MEMORY = ("tmpfs", "ramfs")  # file systems that are in memory
+MAX_IDENTITY_BYTES = 1000  # bytes
+RUN_IDENTITY = re.compile("[0-9a-f]{32}")
+KEPT_CHECKPOINTS = 2  # complete checkpoints; the older one goes when the next begins
+MAX_CHECKPOINTS = KEPT_CHECKPOINTS + 1  # at most: while one is copied to the shared folder, and a new one is written
+MEMORY_FILE_SYSTEMS = ("tmpfs", "ramfs")  # file systems that are in memory
 
 
 @dataclass(frozen=True)
@@ -41,11 +41,11 @@ class Life:
     def of(folder: Path) -> "Life | None":
         """The life of the run whose checkpoints are in `folder`; None if it never had local ones."""
         try:
-            found = read_object(folder / IDENTITY, IDENTITY_LIMIT) if exists(folder / IDENTITY) else {}
+            found = read_object(folder / IDENTITY, MAX_IDENTITY_BYTES) if exists(folder / IDENTITY) else {}
         except InputError:  # damaged: nothing on the nodes can be told to be of this run
             return None
         run, number = found.get("run"), found.get("life")
-        if not (isinstance(run, str) and RUN.fullmatch(run) and type(number) is int and 0 < number < 1 << 62):
+        if not (isinstance(run, str) and RUN_IDENTITY.fullmatch(run) and type(number) is int and 0 < number < 1 << 62):
             return None
         return Life(run, number)
 
@@ -108,7 +108,7 @@ class Place:
         """Make the folder `partial`, and room for it: of older checkpoints, the newest and that of `pinned` stay."""
         _own(self.run)
         _own(self.folder)
-        kept = complete(self.folder)[1 - KEPT :] + ([] if pinned is None else [self.path_of(pinned)])
+        kept = complete(self.folder)[1 - KEPT_CHECKPOINTS :] + ([] if pinned is None else [self.path_of(pinned)])
         for path in self.folder.glob("step-*"):
             if path not in kept:
                 _delete(path)
@@ -136,7 +136,7 @@ class Place:
             return
         for path in complete(self.folder):
             try:
-                text = read_whole(path, MANIFEST, LIMIT)
+                text = read_whole(path, MANIFEST, MAX_MANIFEST_BYTES)
                 manifest = Manifest.parse(path, text)
             except InputError:  # damage, or another format
                 continue
@@ -160,7 +160,7 @@ class Place:
             at = at.replace("\\040", " ")
             if (real == at or real.startswith(at.rstrip("/") + "/")) and len(at) >= len(best):
                 best, kind = at, found
-        return kind in MEMORY
+        return kind in MEMORY_FILE_SYSTEMS
 
 
 def digest_of(text: bytes) -> str:

@@ -15,7 +15,7 @@ from megalite.checkpoint.local.tier import Tier
 from megalite.checkpoint.store.disk import DamagedError, File, read_whole
 from megalite.checkpoint.store.files import copy
 from megalite.checkpoint.store.host_group import ElsewhereError
-from megalite.checkpoint.store.manifest import LIMIT, MANIFEST, Manifest, complete, step_of
+from megalite.checkpoint.store.manifest import MANIFEST, MAX_MANIFEST_BYTES, Manifest, complete, step_of
 
 Say = Callable[[str], None]
 
@@ -169,7 +169,7 @@ def _manifest(place: Place, candidate: Candidate) -> Manifest | None:
     """The manifest of a checkpoint on this node; None if it is no longer what it was."""
     path = place.path_of(candidate.step)
     try:
-        text = read_whole(path, MANIFEST, LIMIT)
+        text = read_whole(path, MANIFEST, MAX_MANIFEST_BYTES)
         return Manifest.parse(path, text) if digest_of(text) == candidate.digest else None
     except InputError:
         return None

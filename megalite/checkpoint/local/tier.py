@@ -15,7 +15,7 @@ from time import monotonic
 
 from megalite.base.errors import InputError
 from megalite.base.terminal import memory
-from megalite.checkpoint.local.folder import COPIES, Life, Place
+from megalite.checkpoint.local.folder import MAX_CHECKPOINTS, Life, Place
 from megalite.checkpoint.local.nodes import Nodes
 from megalite.checkpoint.local.replicate import Exchange
 from megalite.checkpoint.publish import Publisher
@@ -139,8 +139,8 @@ class Tier:
         ranks = self.nodes.ranks[node]
         own = sum(sizes[rank] for rank in ranks)
         others = sum(sizes[rank] for rank in self.nodes.ranks[self.nodes.before(node)]) if self.replicas else 0
-        needed = COPIES * (own + others)
-        what = f"{memory(needed)}, for {COPIES} times {memory(own)} of its own ranks"
+        needed = MAX_CHECKPOINTS * (own + others)
+        what = f"{memory(needed)}, for {MAX_CHECKPOINTS} times {memory(own)} of its own ranks"
         what += f" and {memory(others)} of the node before it" if others else ""
         if (room := place.room()) < needed:
             raise InputError(f"needs {what}, and has {memory(room)} of room")

@@ -11,7 +11,7 @@ from megalite.config.convert import to_plain
 from megalite.config.schema import Config, Model
 from megalite.data.order import integer_weights
 
-FREE = {"model.sequence_length", "model.init_std"}  # no tensor's shape or meaning depends on them
+FREE_KEYS = {"model.sequence_length", "model.init_std"}  # no tensor's shape or meaning depends on them
 
 
 def refuse_other_model(path: Path, there: Model, here: Config) -> None:
@@ -22,7 +22,7 @@ def refuse_other_model(path: Path, there: Model, here: Config) -> None:
     problems = [
         Problem(key, f"the checkpoint {path} has {json.dumps(had)}", "use that, or begin a run with new weights", value)
         for key, had, value in _differences(old, new, "model")
-        if key not in FREE
+        if key not in FREE_KEYS
     ]
     if problems:
         raise InputError(problems)

@@ -42,7 +42,7 @@ from megalite.parallel.host_memory import HostMemory
 from megalite.parallel.parameter import box
 
 VERSIONS = ("megalite", "torch")
-MEND = "when that is mended, the same command continues from the newest"
+CONTINUATION_HINT = "when that is mended, the same command continues from the newest"
 
 
 @dataclass
@@ -188,7 +188,7 @@ class Saver:
         self._refuse_poisoned()
         if len(self._failed) > self.config.checkpoint.max_failures:
             failures, error = len(self._failed), self._failed[-1].error
-            raise Unhealthy(f"{failures} checkpoints in a row could not be written: {error}; {MEND}")
+            raise Unhealthy(f"{failures} checkpoints in a row could not be written: {error}; {CONTINUATION_HINT}")
         tensors = self.state.tensors()
         on_gpu = {name: tensor for name, tensor in tensors.items() if tensor.is_cuda}
         if self.state.device.type == "cuda":
@@ -222,7 +222,7 @@ class Saver:
         self.settle()
         self._copy_rest()
         if self._failed:
-            raise Unhealthy(f"the last checkpoint could not be written: {self._failed[-1].error}; {MEND}")
+            raise Unhealthy(f"the last checkpoint could not be written: {self._failed[-1].error}; {CONTINUATION_HINT}")
         if self._tier is not None:
             self._tier.forget()
 

@@ -5,10 +5,12 @@ import os
 import struct
 import zipfile
 
-LARGEST = 1 << 20  # bytes asked for at a time, unless told otherwise; the directory of an archive of one tensor has 463
+MAX_READ_BYTES = (
+    1 << 20
+)  # bytes asked for at a time, unless told otherwise; the directory of an archive of one tensor has 463
 RECORD = struct.Struct("<4s22xHH")  # a record's header: its mark, and the lengths of its name and of what else follows
 MARK = b"PK\3\4"
-ENCRYPTED = 1  # a bit of a record's flags
+ENCRYPTION_FLAG = 1  # a bit of a record's flags
 REFUSALS = (zipfile.BadZipFile, NotImplementedError, OverflowError, OSError, UnicodeDecodeError, struct.error)
 
 
@@ -18,7 +20,7 @@ class Archive:
     largest: bytes of a record that is read, and of the directory of records, at most.
     """
 
-    def __init__(self, descriptor: int, start: int, length: int, largest: int = LARGEST) -> None:
+    def __init__(self, descriptor: int, start: int, length: int, largest: int = MAX_READ_BYTES) -> None:
         self._descriptor, self._start, self._end, self._largest = descriptor, start, start + length, largest
         if self._end > os.fstat(descriptor).st_size:
             raise ValueError(f"ends before the {length} bytes from {start} that should hold a tensor")
@@ -48,7 +50,7 @@ class Archive:
             record is None
             or record.compress_type != zipfile.ZIP_STORED
             or record.compress_size != record.file_size
-            or record.flag_bits & ENCRYPTED
+            or record.flag_bits & ENCRYPTION_FLAG
         ):
             raise ValueError(f"has no record {name} as it was in memory")
         header = self._start + record.header_offset

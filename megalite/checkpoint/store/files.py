@@ -21,8 +21,8 @@ from megalite.checkpoint.store.disk import BLOCK, DamagedError, File, opened
 from megalite.checkpoint.store.index import Chunk, Index
 from megalite.checkpoint.store.manifest import INDEX
 
-BUFFER = 1 << 18  # bytes gathered before they are written
-FLUSHED = 1 << 26  # bytes after which what is written starts on its way to the disk
+BUFFER_BYTES = 1 << 18  # bytes gathered before they are written
+FLUSH_BYTES = 1 << 26  # bytes after which what is written starts on its way to the disk
 
 
 METADATA = ".metadata"  # DCP's own index
@@ -47,7 +47,7 @@ class HashedFile(io.RawIOBase):
         try:
             self._file.write(view)
             self._bytes += len(view)
-            if self._bytes - self._flushed >= FLUSHED and (self._flushing is None or self._flushing.done()):
+            if self._bytes - self._flushed >= FLUSH_BYTES and (self._flushing is None or self._flushing.done()):
                 self._wait()
                 self._flushed = self._bytes
                 self._flushing = self._beside.submit(os.fdatasync, self._file.fileno())
@@ -93,7 +93,7 @@ class HashingFileSystem(FileSystem):
     def create_stream(self, path: str | os.PathLike, mode: str) -> Iterator[io.IOBase]:
         hashed: HashedFile | None = None
         try:
-            with Path(path).open(mode, buffering=BUFFER) as file:
+            with Path(path).open(mode, buffering=BUFFER_BYTES) as file:
                 hashed = HashedFile(cast(BinaryIO, file), self._beside, self._advanced)
                 yield hashed
                 self.written[Path(path).name] = hashed.finish()

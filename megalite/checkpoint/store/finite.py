@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-SHOWN = 3  # names in a message
-SQUARES = "optimizer.exp_avg_sq."  # begins the name of what AdamW takes the root of
+LISTED_NAMES = 3  # names in a message
+SQUARES_PREFIX = "optimizer.exp_avg_sq."  # begins the name of what AdamW takes the root of
 
 
 class PoisonedError(ValueError):
@@ -41,7 +41,7 @@ def refuse_poisoned(tensors: Mapping[str, Tensor]) -> None:
 
 def refuse_negative_squares(tensors: Mapping[str, Tensor]) -> None:
     """Raises PoisonedError with the second moments that are negative here, of which the next step would make NaN."""
-    squares = {name: _part(tensor) for name, tensor in tensors.items() if name.startswith(SQUARES)}
+    squares = {name: _part(tensor) for name, tensor in tensors.items() if name.startswith(SQUARES_PREFIX)}
     _refuse("negative squares in", [name for name, part in squares.items() if (part < 0).any()])
 
 
@@ -51,5 +51,5 @@ def _part(tensor: Tensor) -> Tensor:
 
 def _refuse(what: str, names: list[str]) -> None:
     if names:
-        more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-        raise PoisonedError(f"{what} {', '.join(names[:SHOWN])}{more}")
+        more = f" and {len(names) - LISTED_NAMES} more" if len(names) > LISTED_NAMES else ""
+        raise PoisonedError(f"{what} {', '.join(names[:LISTED_NAMES])}{more}")

@@ -12,7 +12,9 @@ import torch.distributed as dist
 from megalite.base.errors import InputError
 
 T = TypeVar("T")
-WRITING = timedelta(days=1)  # a rank may wait for another's slow disk; the watchdog ends what does not move at all
+WRITE_TIMEOUT = timedelta(
+    days=1
+)  # a rank may wait for another's slow disk; the watchdog ends what does not move at all
 
 
 class ElsewhereError(RuntimeError):
@@ -23,7 +25,7 @@ class HostGroup:
     """All ranks of the job. It is made on all of them at once, and its methods are collective."""
 
     def __init__(self, purpose: str = "checkpoints") -> None:
-        self.group = dist.new_group(timeout=WRITING, backend="gloo", group_desc=purpose)
+        self.group = dist.new_group(timeout=WRITE_TIMEOUT, backend="gloo", group_desc=purpose)
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
 
     @property

@@ -21,11 +21,11 @@ from numpy.typing import NDArray
 from megalite.base.json_bounds import parse
 from megalite.checkpoint.store.manifest import is_plain
 
-LIMIT = 1 << 28  # bytes; the index of Llama 3.1 405B on 16,384 ranks has 168 MB
-HEADER = 1 << 24  # bytes of its header, of which that one has 0.8 MB
-DIMENSIONS = 4  # of a tensor, at most
-ELEMENTS = 1 << 56  # of a tensor, at most
-NAME_LENGTH = 1000  # of a tensor, at most
+MAX_INDEX_BYTES = 1 << 28  # bytes; the index of Llama 3.1 405B on 16,384 ranks has 168 MB
+MAX_HEADER_BYTES = 1 << 24  # bytes of its header, of which that one has 0.8 MB
+MAX_DIMENSIONS = 4  # of a tensor, at most
+MAX_ELEMENTS = 1 << 56  # of a tensor, at most
+MAX_NAME_LENGTH = 1000  # of a tensor, at most
 ITEM_BYTES = {
     "float64": 8,
     "float32": 4,
@@ -124,7 +124,7 @@ class Index:
         try:
             (length,) = LENGTH.unpack_from(data)
             position = LENGTH.size + length
-            if length > HEADER:
+            if length > MAX_HEADER_BYTES:
                 raise ValueError
             header = parse(data[LENGTH.size : position])
             files, described = header["files"], header["tensors"]
@@ -187,21 +187,23 @@ def merged(parts: Iterable[Index]) -> Index:
 
 def check_form(name: Any, dtype: Any, shape: Sequence[Any]) -> None:
     """Raises ValueError unless a checkpoint can hold a tensor of this name, dtype and shape."""
-    if not isinstance(name, str) or len(name) > NAME_LENGTH or not name.isprintable():
-        raise ValueError(f"has a tensor named {shortened(name)}; names have at most {NAME_LENGTH} printable characters")
+    if not isinstance(name, str) or len(name) > MAX_NAME_LENGTH or not name.isprintable():
+        raise ValueError(
+            f"has a tensor named {shortened(name)}; names have at most {MAX_NAME_LENGTH} printable characters"
+        )
     if dtype not in ITEM_BYTES:
         raise ValueError(f"has {name} of {shortened(dtype)}; known are {', '.join(ITEM_BYTES)}")
-    if len(shape) > DIMENSIONS:
-        raise ValueError(f"has {name} of {len(shape)} dimensions; tensors have at most {DIMENSIONS}")
-    sizes_fit = all(type(size) is int and 0 <= size <= ELEMENTS for size in shape)
-    if not sizes_fit or math.prod(size + 1 for size in shape) > ELEMENTS:
+    if len(shape) > MAX_DIMENSIONS:
+        raise ValueError(f"has {name} of {len(shape)} dimensions; tensors have at most {MAX_DIMENSIONS}")
+    sizes_fit = all(type(size) is int and 0 <= size <= MAX_ELEMENTS for size in shape)
+    if not sizes_fit or math.prod(size + 1 for size in shape) > MAX_ELEMENTS:
         raise ValueError(f"has {name} of the shape {shortened(shape)}, which no tensor has")
 
 
 def _described(name: str, dtype: str, shape: list[int], chunks: int) -> tuple[str, tuple[int, ...], int]:
     """Raises ValueError or TypeError unless the header may say this of a tensor."""
     check_form(name, dtype, shape)
-    if type(chunks) is not int or not 0 <= chunks <= LIMIT:
+    if type(chunks) is not int or not 0 <= chunks <= MAX_INDEX_BYTES:
         raise ValueError
     return dtype, tuple(shape), chunks
 

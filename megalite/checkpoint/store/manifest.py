@@ -29,13 +29,13 @@ from megalite.config.rules.ranges import range_rules
 from megalite.config.schema import Config
 
 FORMAT = 2
-WITHOUT_INDEX = 1  # the format before
-NAME = re.compile(r"step-([0-9]{8}|[1-9][0-9]{8,17})")  # eight digits or more, fewer than an int64 has
+FORMAT_WITHOUT_INDEX = 1  # the format before
+STEP_NAME = re.compile(r"step-([0-9]{8}|[1-9][0-9]{8,17})")  # eight digits or more, fewer than an int64 has
 MANIFEST = "manifest.json"
 INDEX = "index.bin"  # where tensors lie; see megalite.checkpoint.store.index
-LIMIT = 1 << 24  # bytes of a manifest; one of 16,384 ranks has 2 MB
+MAX_MANIFEST_BYTES = 1 << 24  # bytes of a manifest; one of 16,384 ranks has 2 MB
 FILE_NAME = re.compile(r"[A-Za-z0-9_.-]{1,255}")
-SHOWN = 5  # names in a message
+LISTED_KEYS = 5  # names in a message
 
 
 class OldFormatError(InputError):
@@ -77,7 +77,7 @@ class Manifest:
 
         Raises DamagedError if it is not as it was written or makes no sense, InputError for another format.
         """
-        return Manifest.parse(path, read_whole(path, MANIFEST, LIMIT), format)
+        return Manifest.parse(path, read_whole(path, MANIFEST, MAX_MANIFEST_BYTES), format)
 
     @staticmethod
     def parse(path: Path, text: bytes, format: int = FORMAT) -> "Manifest":
@@ -86,7 +86,7 @@ class Manifest:
         _refuse_other_format(path, fields, format)
         if problem := next(misfits(fields, FIELDS, MANIFEST), None) or _unfit(fields, format):
             raise DamagedError(path, problem)
-        if NAME.fullmatch(name := path.absolute().name) and step_of(path) != fields["step"]:
+        if STEP_NAME.fullmatch(name := path.absolute().name) and step_of(path) != fields["step"]:
             raise DamagedError(path, f"{MANIFEST} is of step {fields['step']}, not of {name}")
         data = tuple(Source(**source) for source in fields.pop("data"))
         files = {name: File(**file) for name, file in fields.pop("files").items()}
@@ -111,7 +111,7 @@ class Manifest:
 def complete(folder: Path) -> list[Path]:
     """The paths in `folder` with the name of a checkpoint, oldest first. Raises InputError if `folder` is no folder."""
     try:
-        return sorted((path for path in folder.iterdir() if NAME.fullmatch(path.name)), key=step_of)
+        return sorted((path for path in folder.iterdir() if STEP_NAME.fullmatch(path.name)), key=step_of)
     except FileNotFoundError:
         return []
     except OSError as error:
@@ -154,7 +154,7 @@ def _refuse_other_format(path: Path, fields: dict[str, Any], format: int) -> Non
     """Take the format out of `fields`. Raises InputError for another format, and for fields of a later one."""
     if type(found := fields.pop("format", None)) is not int or found < 1:
         raise DamagedError(path, f"{MANIFEST} has no format")
-    unknown = [shortened(key) for key in fields if key not in FIELDS][:SHOWN]
+    unknown = [shortened(key) for key in fields if key not in FIELDS][:LISTED_KEYS]
     if found != format or unknown:
         told = f"{path / MANIFEST}: has format {found}; this megalite reads format {format}"
         told += f" and does not know {listing(unknown, 'and')}" if unknown else ""

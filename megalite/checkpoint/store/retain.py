@@ -10,12 +10,12 @@ from pathlib import Path
 from megalite.base.errors import InputError
 from megalite.base.files import is_folder
 from megalite.checkpoint.store.disk import DamagedError, synchronize
-from megalite.checkpoint.store.manifest import NAME, Manifest, check_sizes, complete, step_of
+from megalite.checkpoint.store.manifest import STEP_NAME, Manifest, check_sizes, complete, step_of
 
-PARTIAL = ".partial"  # being written
-DELETED = ".deleted"  # being deleted
-DAMAGED = ".damaged"  # set aside; people decide what becomes of it
-LEFT = re.compile(rf"{NAME.pattern}({re.escape(PARTIAL)}|{re.escape(DELETED)})(\.[0-9]+)?")
+PARTIAL_SUFFIX = ".partial"  # being written
+DELETED_SUFFIX = ".deleted"  # being deleted
+DAMAGED_SUFFIX = ".damaged"  # set aside; people decide what becomes of it
+LEFTOVER_NAME = re.compile(rf"{STEP_NAME.pattern}({re.escape(PARTIAL_SUFFIX)}|{re.escape(DELETED_SUFFIX)})(\.[0-9]+)?")
 
 
 def retain(folder: Path, newest: int, keep: int, every: int, at: Container[int] = ()) -> list[str]:
@@ -30,19 +30,19 @@ def retain(folder: Path, newest: int, keep: int, every: int, at: Container[int] 
     for path in own[:-keep] if keep else []:
         step = step_of(path)
         if (every == 0 or step % every) and step not in at:
-            problems += _refused(path, lambda path: _rename(path, DELETED))
+            problems += _refused(path, lambda path: _rename(path, DELETED_SUFFIX))
     return problems + sweep(folder)
 
 
 def sweep(folder: Path) -> list[str]:
     """Delete what interrupted saves and deletions have left. Returns what could not be deleted, and why."""
-    left = [path for path in folder.glob("step-*") if LEFT.fullmatch(path.name) and _is_folder(path)]
+    left = [path for path in folder.glob("step-*") if LEFTOVER_NAME.fullmatch(path.name) and _is_folder(path)]
     return [problem for path in sorted(left) for problem in _refused(path, shutil.rmtree)]
 
 
 def new_partial(final: Path) -> Path:
     """Make the folder in which the checkpoint `final` is written. No other process ever gets the same one."""
-    partial = final.with_name(f"{final.name}{PARTIAL}.{secrets.randbits(48)}")
+    partial = final.with_name(f"{final.name}{PARTIAL_SUFFIX}.{secrets.randbits(48)}")
     partial.mkdir(parents=True)
     return partial
 
@@ -73,7 +73,7 @@ def check_folder(path: Path) -> None:
 
 def set_aside(path: Path) -> Path:
     """Rename a damaged checkpoint so that no run takes it. Returns the new path. Raises OSError if that is refused."""
-    aside = _rename(path, DAMAGED)
+    aside = _rename(path, DAMAGED_SUFFIX)
     synchronize(path.parent)
     return aside
 
@@ -98,7 +98,7 @@ def refuse_only_damaged(folder: Path, aside: Collection[Path]) -> None:
 
 def damaged(folder: Path) -> list[Path]:
     """The checkpoints in `folder` that were set aside."""
-    return sorted(folder.glob(f"step-*{DAMAGED}*"))
+    return sorted(folder.glob(f"step-*{DAMAGED_SUFFIX}*"))
 
 
 def _is_folder(path: Path) -> bool:

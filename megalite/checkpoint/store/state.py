@@ -17,9 +17,9 @@ FORMS = {  # of its tensors: dtype, dimensions, sizes of all but the first
     "left_out": ("int64", 2, (2,)),
     "losses": ("float64", 1, ()),
 }
-LONGEST = 1 << 24  # elements of such a tensor
+MAX_ELEMENTS = 1 << 24  # elements of such a tensor
 CPU = torch.device("cpu")
-COUNT = "step"  # of updates, among an optimizer's states: it is a part of the progress
+STEP_COUNT = "step"  # of updates, among an optimizer's states: it is a part of the progress
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class State:
             if first.value.requires_grad:
                 states = self.optimizer.states_of(first.value).items()
                 tensors |= {
-                    f"optimizer.{state}.{name}": cut(held, first.shape) for state, held in states if state != COUNT
+                    f"optimizer.{state}.{name}": cut(held, first.shape) for state, held in states if state != STEP_COUNT
                 }
         return tensors
 
@@ -66,8 +66,8 @@ class State:
             if not first.value.requires_grad:
                 continue
             states = self.optimizer.states_of(first.value)
-            if COUNT in states:
-                states[COUNT].fill_(updates)
+            if STEP_COUNT in states:
+                states[STEP_COUNT].fill_(updates)
             for copy in copies:
                 others = self.optimizer.states_of(copy.value)
                 for name, tensor in states.items():
@@ -102,7 +102,11 @@ def empty_progress(index: Index) -> dict[str, Tensor]:
     found = {}
     for name, form in FORMS.items():
         stored = index.tensors.get(f"progress.{name}")
-        if stored is None or (stored.dtype, len(stored.shape), stored.shape[1:]) != form or stored.elements > LONGEST:
+        if (
+            stored is None
+            or (stored.dtype, len(stored.shape), stored.shape[1:]) != form
+            or stored.elements > MAX_ELEMENTS
+        ):
             raise ValueError(f"holds no progress.{name} of {form[0]}")
         found[f"progress.{name}"] = torch.empty(stored.shape, dtype=getattr(torch, stored.dtype))
     return found

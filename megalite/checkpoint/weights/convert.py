@@ -23,8 +23,8 @@ from megalite.base.errors import InputError
 from megalite.base.files import check_copied, exists, is_file, is_folder, look
 from megalite.base.json_bounds import parse
 from megalite.checkpoint.store.disk import File, check_hashes, synchronize, write_durably
-from megalite.checkpoint.store.files import BUFFER, HashedFile
-from megalite.checkpoint.store.finite import SQUARES
+from megalite.checkpoint.store.files import BUFFER_BYTES, HashedFile
+from megalite.checkpoint.store.finite import SQUARES_PREFIX
 from megalite.checkpoint.store.index import ITEM_BYTES
 from megalite.checkpoint.weights.formats.opened import Weights
 from megalite.checkpoint.weights.formats.output import Output, Plan, Stream, Written
@@ -190,13 +190,13 @@ def _write(
             if not _finite(block):
                 poisoned[_name(theirs)] = None
                 _refuse_unfit(theirs, block, resumable)
-            if resumable and theirs.kind == SQUARES and block.min() < 0:
+            if resumable and theirs.kind == SQUARES_PREFIX and block.min() < 0:
                 rule = "has negative squares, so that no run can go on; take an older checkpoint"
                 raise UnfitError(f"{_name(theirs)}: {rule}")
             stream.write(block.view(torch.uint8).numpy().data)
             advanced(block.nbytes)
 
-    with path.open("xb", buffering=BUFFER) as file:
+    with path.open("xb", buffering=BUFFER_BYTES) as file:
         hashed = HashedFile(file, beside, lambda: None)
         note = output.write(hashed, put)
         written = Written(hashed.finish(), note, tuple(poisoned))
@@ -292,7 +292,7 @@ def _copy(hidden: Path, name: str, source: Path) -> Written:
     path.parent.mkdir(parents=True, exist_ok=True)
     check_copied(source)
     with source.open("rb") as there, path.open("xb") as file:
-        while piece := there.read(BUFFER):
+        while piece := there.read(BUFFER_BYTES):
             file.write(piece)
             digest.update(piece)
             size += len(piece)

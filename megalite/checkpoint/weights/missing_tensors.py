@@ -7,7 +7,7 @@ from megalite.checkpoint.store.index import Index
 from megalite.config.schema import Model
 from megalite.plan.model.weights import weights
 
-SHOWN = 5  # names of differing tensors
+LISTED_NAMES = 5  # names of differing tensors
 FLOATS = ("float64", "float32", "bfloat16", "float16")  # of weights that other programs have saved
 
 
@@ -34,5 +34,5 @@ def _differing(index: Index, shapes: Mapping[str, Sequence[int]], dtypes: Collec
 
 
 def _listed(found: list[str]) -> str:
-    more = f" and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
-    return ", ".join(found[:SHOWN]) + more
+    more = f" and {len(found) - LISTED_NAMES} more" if len(found) > LISTED_NAMES else ""
+    return ", ".join(found[:LISTED_NAMES]) + more

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from megalite.base.errors import InputError
 from megalite.checkpoint.store.disk import DamagedError, damage_of, opened, read_at, read_whole
-from megalite.checkpoint.store.index import LIMIT, Index, Stored
+from megalite.checkpoint.store.index import MAX_INDEX_BYTES, Index, Stored
 from megalite.checkpoint.store.manifest import INDEX, Manifest
 from megalite.checkpoint.weights.formats.opened import Weights
 from megalite.parallel.parameter import box
@@ -48,7 +48,7 @@ class Reader:
     def of_checkpoint(path: Path, manifest: Manifest) -> "Reader":
         """Open megalite's checkpoint `path`; only its index is compared with its hash. Raises DamagedError."""
         with damage_of(path, INDEX):
-            index = Index.decode(read_whole(path, INDEX, LIMIT, manifest.files[INDEX]))
+            index = Index.decode(read_whole(path, INDEX, MAX_INDEX_BYTES, manifest.files[INDEX]))
         return Reader(path, index, {name: file.bytes for name, file in manifest.files.items()})
 
     def check(self, names: Iterable[str]) -> None:

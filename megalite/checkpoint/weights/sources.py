@@ -9,7 +9,7 @@ from megalite.base.errors import InputError, listing
 from megalite.base.files import exists, is_file, is_folder
 from megalite.base.late_import import import_for_good
 from megalite.checkpoint.store.disk import DamagedError, damage_of, read_whole
-from megalite.checkpoint.store.index import LIMIT, Index, Stored
+from megalite.checkpoint.store.index import MAX_INDEX_BYTES, Index, Stored
 from megalite.checkpoint.store.manifest import INDEX, MANIFEST, check_sizes, complete
 from megalite.checkpoint.store.progress import Training
 from megalite.checkpoint.weights.formats import huggingface
@@ -59,16 +59,16 @@ def read_model(text: str) -> Model:
 
 
 def _open(kind: str, path: Path, model: Model | None = None, states: bool = False) -> Weights:
-    if states and kind not in WITH_STATES:
-        raise InputError(f"{kind}:{path}: {NO_STATES[kind]}; leave --optimizer out")
+    if states and kind not in STATEFUL_KINDS:
+        raise InputError(f"{kind}:{path}: {STATE_REFUSALS[kind]}; leave --optimizer out")
     wanted = {"states": True} if states else {}
-    if kind in MAY_LACK:  # by name and only now: these modules write too, with PyTorch
-        module = import_for_good(f"megalite.checkpoint.weights.formats.{MAY_LACK[kind]}")
+    if kind in LAZY_MODULES:  # by name and only now: these modules write too, with PyTorch
+        module = import_for_good(f"megalite.checkpoint.weights.formats.{LAZY_MODULES[kind]}")
         found: Weights = module.open_folder(path, model, **wanted)
         return found
     if model is not None:
         raise InputError(f"{kind}:{path}: tells its model itself, so none can be given")
-    return OPEN[kind](path, **wanted)
+    return OPENERS[kind](path, **wanted)
 
 
 def resolved(text: str) -> tuple[str, Path]:
@@ -88,7 +88,7 @@ def open_checkpoint(path: Path, states: bool = False) -> Weights:
     manifest = check_sizes(path)
     config = manifest.configuration
     with damage_of(path, INDEX):
-        index = Index.decode(read_whole(path, INDEX, LIMIT, manifest.files[INDEX]))
+        index = Index.decode(read_whole(path, INDEX, MAX_INDEX_BYTES, manifest.files[INDEX]))
         if differ := differences_from(index, config.model):
             raise ValueError(f"does not have the tensors of its model: {differ}")
         if strange := [name for name in index.files if name not in manifest.files]:
@@ -131,7 +131,7 @@ def _states_missing(tensors: Mapping[str, Stored]) -> str | None:
             if weight not in states:
                 return f"has {name[:100]}, which is the state of no weight"
             states[weight].add(state)
-    wrong = next((name for name, found in states.items() if found not in COMPLETE), None)
+    wrong = next((name for name, found in states.items() if found not in COMPLETE_STATES), None)
     return wrong and f"has not all states of {wrong}"
 
 
@@ -156,15 +156,15 @@ SIGNS: dict[str, Callable[[Path], bool]] = {
     "megatron": lambda path: has(path, "mp_rank_00*/*.pt"),
     "meta": _has("params.json", "consolidated.00.pth"),
 }
-OPEN: dict[str, Callable[..., Weights]] = {"megalite": open_checkpoint, "hf": huggingface.open_folder}
-WITH_STATES = ("megalite", "megatron-dist")  # kinds whose states of an optimizer can be read and written
-COMPLETE = ({"exp_avg", "exp_avg_sq"}, {"momentum_buffer"})  # states of a weight: of AdamW, of Muon
-NO_STATES = {  # why those of others cannot
+OPENERS: dict[str, Callable[..., Weights]] = {"megalite": open_checkpoint, "hf": huggingface.open_folder}
+STATEFUL_KINDS = ("megalite", "megatron-dist")  # kinds whose states of an optimizer can be read and written
+COMPLETE_STATES = ({"exp_avg", "exp_avg_sq"}, {"momentum_buffer"})  # states of a weight: of AdamW, of Muon
+STATE_REFUSALS = {  # why those of others cannot
     "hf": "has no place for an optimizer's states",
     "meta": "has no place for an optimizer's states",
     "megatron": "numbers an optimizer's states in an order that versions and layouts change; megatron-dist names them",
 }
-MAY_LACK = {
+LAZY_MODULES = {
     "megatron-dist": "torch_dist",
     "megatron": "megatron",
     "meta": "meta",

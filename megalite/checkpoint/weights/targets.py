@@ -10,7 +10,7 @@ from megalite.checkpoint.weights.formats.opened import Weights
 from megalite.checkpoint.weights.formats.output import Plan
 from megalite.checkpoint.weights.maps.megatron import Split
 from megalite.checkpoint.weights.maps.strips import PREFIX
-from megalite.checkpoint.weights.sources import NO_STATES, WITH_STATES
+from megalite.checkpoint.weights.sources import STATE_REFUSALS, STATEFUL_KINDS
 
 
 @dataclass(frozen=True)
@@ -36,26 +36,26 @@ class Wanted:
 
 def plan_of(kind: str, found: Weights, target: Path, wanted: Wanted) -> Plan:
     """The plan of a folder of `kind`. Raises InputError for what the kind cannot express or has no use for."""
-    used = USED[kind]
+    used = USED_OPTIONS[kind]
     for name, default in (("shard", None), ("tp", 1), ("pp", 1), ("virtual", 1)):
         if name not in used and getattr(wanted, name) != default:
-            kinds = listing([kind for kind, uses in USED.items() if name in uses])
+            kinds = listing([kind for kind, uses in USED_OPTIONS.items() if name in uses])
             raise InputError(f"--{OPTIONS[name]} {getattr(wanted, name)}: has no meaning for {kind}, only for {kinds}")
-    if found.training is not None and kind not in WITH_STATES:
-        raise InputError(f"--to {kind}:{target}: {NO_STATES[kind]}; leave --optimizer out")
+    if found.training is not None and kind not in STATEFUL_KINDS:
+        raise InputError(f"--to {kind}:{target}: {STATE_REFUSALS[kind]}; leave --optimizer out")
     tensors = found.index.tensors.items()
     kinds_of_data = sorted({tensor.dtype for name, tensor in tensors if name.startswith(PREFIX)})
-    if wanted.dtype is None and kind in ONE_TYPE and len(kinds_of_data) > 1:
+    if wanted.dtype is None and kind in SINGLE_DTYPE_KINDS and len(kinds_of_data) > 1:
         there = listing(kinds_of_data, "and")
         raise InputError(f"{found.path}: has tensors of {there}, but {kind} has one data type; choose it with --dtype")
     return PLANS[kind](found, target, wanted)
 
 
-ONE_TYPE = ("megatron", "megatron-dist", "meta")  # all tensors are of one data type
+SINGLE_DTYPE_KINDS = ("megatron", "megatron-dist", "meta")  # all tensors are of one data type
 
 
 OPTIONS = {"shard": "shard-size", "tp": "tp", "pp": "pp", "virtual": "virtual-stages"}
-USED: Mapping[str, set[str]] = {
+USED_OPTIONS: Mapping[str, set[str]] = {
     "megalite": set(),
     "hf": {"shard"},
     "megatron": {"tp", "pp", "virtual"},

@@ -25,9 +25,9 @@ from megalite.plan.memory.rebalance import flatter_split
 from megalite.plan.split import split_of
 from megalite.schedule.generate import NAMES
 
-BAR = 40  # characters of the longest bar
-SHOWN = 6  # changes
-GAIN = 0.005  # of a step's time that a change must save to be worth telling
+BAR_WIDTH = 40  # characters of the longest bar
+LISTED_CHANGES = 6  # changes
+MIN_GAIN = 0.005  # of a step's time that a change must save to be worth telling
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,7 @@ def _time(prediction: Prediction) -> Table:
     for name, text in PARTS.items():
         seconds = prediction.parts[name]
         if seconds > 1e-4 * prediction.seconds:
-            bar = "█" * max(1, round(BAR * seconds / longest))
+            bar = "█" * max(1, round(BAR_WIDTH * seconds / longest))
             shown.add_row(text, number(seconds / size), f"{seconds / prediction.seconds:.1%}", bar)
     shown.add_row("step", number(prediction.seconds / size), "100.0%", "", style="bold")
     return shown
@@ -176,7 +176,7 @@ def _memory(memory: Memory, limit: float) -> Table:
     longest = max(sizes.values())
     for kind, size in sizes.items():
         if size:
-            bar = "█" * max(1, round(BAR * size / longest))
+            bar = "█" * max(1, round(BAR_WIDTH * size / longest))
             shown.add_row(kind, f"{size / unit:,.2f}", f"{size / memory.total:.1%}", bar)
             largest = sorted(memory.of(kind).items(), key=lambda item: -item[1])
             for component, part in largest[:3] if len(largest) > 1 else ():
@@ -188,10 +188,10 @@ def _memory(memory: Memory, limit: float) -> Table:
 def _helping(asked: Asked, prediction: Prediction, found: list[Change]) -> RenderableType:
     useful = [each for each in found if each.memory.total <= asked.limit]
     faster = sorted(
-        (each for each in useful if each.prediction.seconds < (1 - GAIN) * prediction.seconds), key=_seconds
+        (each for each in useful if each.prediction.seconds < (1 - MIN_GAIN) * prediction.seconds), key=_seconds
     )
     if not faster:
-        return Text(f"None of {len(found)} single changes makes a step more than {GAIN:.1%} faster and fits.")
+        return Text(f"None of {len(found)} single changes makes a step more than {MIN_GAIN:.1%} faster and fits.")
     return _changes(faster, prediction)
 
 
@@ -212,7 +212,7 @@ def _fitting(asked: Asked, config: Config, found: list[Change]) -> RenderableTyp
 
 def _changes(found: list[Change], before: Prediction | None) -> Table:
     shown = table("change", "step", "saves" if before else "tokens/s/GPU", "memory", text=("change",))
-    for each in found[:SHOWN]:
+    for each in found[:LISTED_CHANGES]:
         of = each.prediction
         third = f"{1 - of.seconds / before.seconds:.1%}" if before else f"{of.tokens_per_second:,.0f}"
         shown.add_row(each.text, seconds_text(of.seconds), third, memory_size(each.memory.total))

@@ -6,13 +6,13 @@ from megalite.base.terminal import memory
 from megalite.cost.layout_choice import Choice
 from megalite.layout_search.search import Result
 
-CLOSE = 0.01  # of the fastest step's time, by which ratios of predictions are not told apart: docs/planner.md
-MATTERS = 0.01  # of the memory of the fastest, by which another's must differ to be told
+TIE_MARGIN = 0.01  # of the fastest step's time, by which ratios of predictions are not told apart: docs/planner.md
+MEMORY_MARGIN = 0.01  # of the memory of the fastest, by which another's must differ to be told
 
 
 def alike(results: Sequence[Result]) -> Sequence[Result]:
-    """The first of the `results`, the fastest first, that take at most CLOSE longer than the fastest."""
-    return [result for result in results if result.seconds <= (1 + CLOSE) * results[0].seconds]
+    """The first of the `results`, the fastest first, that take at most TIE_MARGIN longer than the fastest."""
+    return [result for result in results if result.seconds <= (1 + TIE_MARGIN) * results[0].seconds]
 
 
 def simplest(results: Sequence[Result]) -> int:
@@ -31,13 +31,14 @@ def told_alike(results: Sequence[Result], more: bool) -> str:
     lacks = [feature for feature in _features(first.choice) if feature not in _features(other.choice)]
     spared = first.memory - other.memory
     reasons = [f"no {feature}" for feature in lacks]
-    if abs(spared) >= MATTERS * first.memory:
+    if abs(spared) >= MEMORY_MARGIN * first.memory:
         reasons.append(f"{memory(abs(spared))} {'less' if spared > 0 else 'more'} memory")
     if at == 0 or not reasons:
         return ""
     further = ", and perhaps further ones, which a larger --top shows" if more and len(close) == len(results) else ""
     return (
-        f"Rows 1 to {len(close)} are within {CLOSE:.0%} of each other{further}: predictions do not tell them apart. "
+        f"Rows 1 to {len(close)} are within {TIE_MARGIN:.0%} of each other{further}: "
+        "predictions do not tell them apart. "
         f"The simplest is row {at + 1}: {', '.join(reasons)}. --pick {at + 1} takes it in place of row 1."
     )
 

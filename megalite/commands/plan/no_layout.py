@@ -18,9 +18,9 @@ from megalite.layout_search.search import Found, fullest_rank
 from megalite.layout_search.space import Space
 from megalite.plan.memory.peak import Memory
 
-WALKS = 60  # layouts whose memory is walked through for the nearest
-MORE = 64  # times the GPUs that were asked for: up to so many are tried
-MOVING = ("activations", "temporaries")  # kinds of memory that shorter sequences make less
+MAX_WALKS = 60  # layouts whose memory is walked through for the nearest
+MAX_GPU_FACTOR = 64  # times the GPUs that were asked for: up to so many are tried
+SEQUENCE_KINDS = ("activations", "temporaries")  # kinds of memory that shorter sequences make less
 
 
 def nothing_fits(asked: Asked, gpus: int, found: Found) -> str:
@@ -35,7 +35,7 @@ def nothing_fits(asked: Asked, gpus: int, found: Found) -> str:
     if near is None:
         return f"--gpus {gpus}: no layout can run: {_refusal(asked, gpus)}"
     choice, memory = near
-    over, moving = memory.total - round(asked.limit), sum(sum(memory.of(kind).values()) for kind in MOVING)
+    over, moving = memory.total - round(asked.limit), sum(sum(memory.of(kind).values()) for kind in SEQUENCE_KINDS)
     ways = ["--offload"] * (not asked.offload)
     ways += ["a shorter model.sequence_length"] * (moving > over)
     ways += ["fewer pinned keys"] * bool(asked.pins)
@@ -49,7 +49,7 @@ def nothing_fits(asked: Asked, gpus: int, found: Found) -> str:
 def nearest(asked: Asked, gpus: int) -> tuple[Choice, Memory] | None:
     """Find the layout that needs least memory, and the memory of its fullest rank; None if no layout can run.
 
-    The WALKS layouts with the least estimates are walked through; fewer, if all others are estimated to need more.
+    The MAX_WALKS layouts with the least estimates are walked through; fewer, if all others are estimated to need more.
     """
     space, least, walks = Space(asked.config, gpus, asked.timer, asked.pins, asked.offload), inf, 0
     found: tuple[Choice, Memory] | None = None
@@ -59,7 +59,7 @@ def nearest(asked: Asked, gpus: int) -> tuple[Choice, Memory] | None:
             layouts = [choice for _, choice in space.layouts(shape, pipeline)]
             estimated += zip(space.estimate.memories(layouts), layouts, strict=True)
     heapify(estimated)
-    while estimated and walks < WALKS:
+    while estimated and walks < MAX_WALKS:
         needed, choice = heappop(estimated)
         if needed >= least:
             break
@@ -88,7 +88,7 @@ def _refusal(asked: Asked, gpus: int) -> str:
 
 def _enough(asked: Asked, gpus: int) -> int | None:
     """The first double of `gpus` on which a layout fits."""
-    doubles = (gpus << power for power in range(1, MORE.bit_length()))
+    doubles = (gpus << power for power in range(1, MAX_GPU_FACTOR.bit_length()))
     return next((count for count in doubles if asked.search(count, 1).results), None)
 
 

@@ -23,7 +23,7 @@ from megalite.commands.plan.no_layout import nothing_fits
 from megalite.commands.plan.options import refuse_unread
 from megalite.commands.plan.request import Asked, as_is, as_overrides, ask
 from megalite.commands.plan.search_order import best_order
-from megalite.commands.plan.tables import SHOWN, fits_text, front, layout_text, on_host, ranking
+from megalite.commands.plan.tables import LISTED_ROWS, fits_text, front, layout_text, on_host, ranking
 from megalite.config.load import dump
 from megalite.config.rules.parallel import SCHEDULE_FILES
 from megalite.cost.layout_choice import choice_of
@@ -35,7 +35,7 @@ from megalite.schedule.file import write as write_order
 from megalite.schedule.generate import AUTO
 
 Parts = list[tuple[str, RenderableType]]
-_NONE_KEEPS = "No number of GPUs here keeps the limits."
+_NO_GPU_COUNT = "No number of GPUs here keeps the limits."
 
 
 def run(args: argparse.Namespace) -> int:
@@ -99,7 +99,7 @@ def _check_file(option: str, path: str | None, ends: tuple[str, ...]) -> None:
 
 def _ranked(args: argparse.Namespace) -> Parts:
     asked, gpus = ask(args), _one_count(args)
-    planning, wanted = f"Planning for {counted(gpus, 'GPU')} ...", max(args.top or SHOWN, args.pick or 1)
+    planning, wanted = f"Planning for {counted(gpus, 'GPU')} ...", max(args.top or LISTED_ROWS, args.pick or 1)
     with Console(stderr=True).status(planning) as status:
         found = asked.search(
             gpus, wanted, args.exhaustive, lambda so_far: status.update(f"{planning} {_progress(so_far, wanted, args)}")
@@ -232,7 +232,7 @@ def _front(args: argparse.Namespace) -> Parts:
     kept = _within(asked, best)
     if args.write and not kept and (asked.days or asked.budget):
         raise InputError(
-            f"--write {args.write}: {_NONE_KEEPS} Nothing is saved; raise --days or --budget, or leave them out"
+            f"--write {args.write}: {_NO_GPU_COUNT} Nothing is saved; raise --days or --budget, or leave them out"
         )
     gpus, chosen = (kept or best)[0]
     _write(args, asked, chosen.prediction)
@@ -262,7 +262,7 @@ def _advice(asked: Asked, best: list[tuple[int, Result]]) -> str:
             "* marks numbers of GPUs that no other beats in both time and cost. --days and --budget choose among them."
         )
     if not kept:
-        return _NONE_KEEPS
+        return _NO_GPU_COUNT
     gpus, result = kept[0]
     assert asked.tokens is not None
     run = run_of(result.prediction, asked.tokens)

@@ -9,7 +9,7 @@ from operator import attrgetter
 from typing import Any, Literal
 
 from megalite.base.errors import InputError
-from megalite.commands.plan.amounts import USUAL
+from megalite.commands.plan.amounts import DEFAULT_CLUSTER
 from megalite.commands.plan.global_batch import usual_batch
 from megalite.config.load import is_set, load
 from megalite.config.schema import Config
@@ -104,7 +104,7 @@ def _cluster(args: argparse.Namespace, config: Config) -> Cluster:
     """Load the cluster that the option names, or else `run.cluster`, or else the usual one."""
     if args.cluster is None and config.run.cluster is not None:
         return load_cluster(config.run.cluster, "run.cluster = ")
-    return load_cluster(args.cluster or USUAL)
+    return load_cluster(args.cluster or DEFAULT_CLUSTER)
 
 
 def as_is(asked: Asked, gpus: int | None) -> Config:

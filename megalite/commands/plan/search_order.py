@@ -27,7 +27,7 @@ from megalite.schedule.communication import communicate
 from megalite.schedule.generate import AUTO, NAMES, ONE_STAGE, SPLITTING, V_SHAPED, orders_of
 from megalite.schedule.search import EFFORT, search
 
-FEW = 20  # orders: where a search could not try more, it takes long and seldom finds any
+MIN_ORDERS = 20  # orders: where a search could not try more, it takes long and seldom finds any
 
 
 @dataclass(frozen=True)
@@ -151,7 +151,7 @@ class _Placed:
 
     @property
     def is_long(self) -> bool:
-        return 3 * self.m * self.plan.stages * FEW > EFFORT
+        return 3 * self.m * self.plan.stages * MIN_ORDERS > EFFORT
 
     def is_own(self, orders: Orders) -> bool:
         """Return whether these are the orders that the layout has."""

@@ -16,7 +16,7 @@ from megalite.layout_search.search import Found, Result, fullest_rank
 from megalite.plan.memory.walk import HOST
 from megalite_launch.base.texts import scaled
 
-SHOWN = 5  # rows, where --top does not tell
+LISTED_ROWS = 5  # rows, where --top does not tell
 
 
 def layout_text(choice: Choice) -> str:
@@ -81,7 +81,7 @@ def ranking(asked: Asked, found: Found) -> Table:
 def on_host(asked: Asked, found: Found) -> str:
     """Describe what layouts of the first rows keep in host memory, if they move tensors there; "" if none does."""
     told = []
-    for row, result in enumerate(found.results[:SHOWN], 1):
+    for row, result in enumerate(found.results[:LISTED_ROWS], 1):
         if result.choice.offload_activations or result.choice.offload_optimizer:
             held = sum(fullest_rank(result.prediction.config, asked.timer).of(HOST).values())
             ranks = min(asked.cluster.gpus_per_node, result.prediction.gpus)

@@ -18,8 +18,8 @@ from megalite.plan.batches import samples_after
 from megalite.plan.memory.fit import FOR_TENSORS, GIB
 from megalite.plan.memory.peak import Memory
 
-USUAL = (24, 40, 80, 141, 192)  # GiB of GPUs that there are
-UNKNOWN = "Memory is not predicted here, which takes a while: --memory tells whether this fits."
+GPU_SIZES = (24, 40, 80, 141, 192)  # GiB of GPUs that there are
+MEMORY_HINT = "Memory is not predicted here, which takes a while: --memory tells whether this fits."
 
 
 def expected(config: Config, memories: Sequence[Memory] | None, cluster: Cluster | None) -> tuple[str, RenderableType]:
@@ -39,9 +39,9 @@ def expected(config: Config, memories: Sequence[Memory] | None, cluster: Cluster
 
 def _usual(needed: int | None) -> RenderableType:
     if needed is None:
-        return Text(UNKNOWN)
+        return Text(MEMORY_HINT)
     shown = table("GPU", "for tensors", "needed", "", text=("",))
-    for size in USUAL:
+    for size in GPU_SIZES:
         room = size * FOR_TENSORS * GIB
         shown.add_row(f"{size} GiB", memory_size(room), memory_size(needed), _verdict(needed, room))
     return shown
@@ -55,7 +55,7 @@ def _facts(config: Config, prediction: Prediction, needed: int | None) -> Table:
     shown = Table.grid(padding=(0, 2, 0, 0))
     room = prediction.cluster.gpu.memory * FOR_TENSORS
     if needed is None:
-        shown.add_row("memory", UNKNOWN)
+        shown.add_row("memory", MEMORY_HINT)
     else:
         fits = _verdict(needed, room).append(f": {memory_size(needed)} of {memory_size(room)} for tensors")
         shown.add_row("memory", fits)

@@ -31,24 +31,24 @@ from megalite.plan.pipeline import as_full, placement
 from megalite.plan.split import split_of, stage_costs
 
 COMPONENTS = ("embedding", "attention", "mlp", "norms", "head")  # in this order; others follow
-SHORT = ("parameters", "gathered", "gradients", "states", "activations", "temporary")  # KINDS as headings
-GPU = 80  # GiB of a GPU, where nothing else is known
-AGREEING, DIFFERING = 0.01, 0.05  # shares: up to the first, totals agree; above the second, kinds differ
-MOST_PASSES = 4_000  # of layers, forward and backward, in a dry run: each takes a tenth of a second
-TOKENS = 1_400  # tokens whose loss takes as long as one pass
-MOST_RANKS = 1 << 17  # in the world of a dry run: every thousand takes a second
-FEW = 8  # up to so many rows or numbers are all shown; longer lists are shortened
+HEADINGS = ("parameters", "gathered", "gradients", "states", "activations", "temporary")  # KINDS as headings
+DEFAULT_GPU_GIB = 80  # where nothing else is known
+TOTAL_TOLERANCE, KIND_TOLERANCE = 0.01, 0.05  # shares: up to the first, totals agree; above the second, kinds differ
+MAX_PASSES = 4_000  # of layers, forward and backward, in a dry run: each takes a tenth of a second
+TOKENS_PER_PASS = 1_400  # tokens whose loss takes as long as one pass
+MAX_RANKS = 1 << 17  # in the world of a dry run: every thousand takes a second
+MAX_LISTED = 8  # up to so many rows or numbers are all shown; longer lists are shortened
 NOTE = (
     "Sums of live tensors at the peak of a training step, optimizer states included. Not counted: what lies outside of "
     "PyTorch's allocator{outside}, its rounding and fragmentation, and what kernels allocate inside."
 )
-ON_CUDA = "\nSizes are those of the CPU's kernels; CUDA's keep as much for backward, with fewer temporaries."
-LATE = (
+CUDA_NOTE = "\nSizes are those of the CPU's kernels; CUDA's keep as much for backward, with fewer temporaries."
+TRANSFER_NOTE = (
     "\nWith NCCL, buffers between pipeline stages are free again only when the transfers posted meanwhile have ended. "
     "Buffers that wait for that are not counted. Where memory runs short, PyTorch's allocator waits for them, which "
     "takes time: leave room for some micro-batches' activations between stages."
 )
-REPEATED = (
+REPETITION_NOTE = (
     "\nIn fp32, attention on CUDA needs keys and values repeated for every query head; run.device=cuda counts that."
 )
 
@@ -91,21 +91,21 @@ def _refuse_endless(config: Config, memory: Memory, option: str, instead: str) -
     ranks, passes = config.parallel.layout.world_size, layers * m
     if placement(config)[-1] == memory.pp and isinstance(config.batch.micro, int):
         tokens = m * config.batch.micro * config.model.sequence_length // config.parallel.cp
-        if passes <= MOST_PASSES and tokens > (most := (MOST_PASSES - passes) * TOKENS):
+        if passes <= MAX_PASSES and tokens > (most := (MAX_PASSES - passes) * TOKENS_PER_PASS):
             raise InputError(
                 f"{option}: the dry run of pipeline rank {memory.pp} would take the loss of {tokens:,} tokens, more "
                 f"than the {most:,} that take minutes beside its layers; use fewer or shorter sequences, or "
                 f"{instead}"
             )
-    if passes > MOST_PASSES:
+    if passes > MAX_PASSES:
         raise InputError(
             f"{option}: the dry run of pipeline rank {memory.pp} would take {counted(layers, 'layer')} forward and "
             f"backward for up to {counted(m, 'micro-batch', 'micro-batches')}, {passes:,} passes, more than the "
-            f"{MOST_PASSES:,} that take minutes; use fewer of either, or {instead}"
+            f"{MAX_PASSES:,} that take minutes; use fewer of either, or {instead}"
         )
-    if ranks > MOST_RANKS:
+    if ranks > MAX_RANKS:
         raise InputError(
-            f"{option}: the dry run would make process groups of {ranks:,} ranks, more than the {MOST_RANKS:,} that "
+            f"{option}: the dry run would make process groups of {ranks:,} ranks, more than the {MAX_RANKS:,} that "
             f"take minutes; use a smaller layout, or {instead}"
         )
 
@@ -140,9 +140,10 @@ def verdict(config: Config, memories: Sequence[Memory], limit: float | None, clu
     elif config.run.device == "cpu":
         return text.append(".")
     else:
-        room = GPU * FOR_TENSORS
+        room = DEFAULT_GPU_GIB * FOR_TENSORS
         what = (
-            f"a GPU of {GPU} GiB, of which tensors may take {room:g} GiB; no size is configured, so this one is assumed"
+            f"a GPU of {DEFAULT_GPU_GIB} GiB, of which tensors may take {room:g} GiB; "
+            "no size is configured, so this one is assumed"
         )
     if most.total <= room * GIB:
         return text.append(f": fits {what}.", style="green")
@@ -183,12 +184,12 @@ def memory_sections(
     note = NOTE.format(outside=" (on CUDA a context of 1 to 1.5 GiB, and NCCL's buffers)" if on_cuda else "")
     told = "" if measured is None else _simplified(config) + split_otherwise(most, measured)
     if config.run.device == "auto" and Activations(replace(config, run=replace(config.run, device="cuda"))).repeats:
-        note += REPEATED
+        note += REPETITION_NOTE
     sections: list[tuple[str, RenderableType]] = [
         (f"Memory{which}: {config.parallel.layout}", _components(most, measured)),
         ("Moment of the peak", Text(f"{most.instant}")),
         ("Does it fit?", verdict(config, memories, limit, cluster).append(_split_advice(config, memories))),
-        ("Conventions", Text(note + ON_CUDA * on_cuda + LATE * (on_cuda and config.parallel.pp > 1) + told)),
+        ("Conventions", Text(note + CUDA_NOTE * on_cuda + TRANSFER_NOTE * (on_cuda and config.parallel.pp > 1) + told)),
     ]
     if len(memories) > 1:
         name, unit = memory_unit(most.total)
@@ -213,9 +214,9 @@ def split_otherwise(memory: Memory, measured: dict[str, int]) -> str:
     total, apart = sum(measured.get(kind, 0) for kind in KINDS), []
     for kind in KINDS:
         counted = measured.get(kind, 0)
-        if abs(sum(memory.of(kind).values()) - counted) > max(DIFFERING * counted, AGREEING * total):
+        if abs(sum(memory.of(kind).values()) - counted) > max(KIND_TOLERANCE * counted, TOTAL_TOLERANCE * total):
             apart.append(kind)
-    if not apart or abs(memory.total - total) > AGREEING * total:
+    if not apart or abs(memory.total - total) > TOTAL_TOLERANCE * total:
         return ""
     return (
         f"\nThe total agrees, but not {listing(apart, 'and')}: most likely two moments of the step "
@@ -251,7 +252,7 @@ def _components(memory: Memory, measured: dict[str, int] | None) -> Table:
 
 
 def _ranks(memories: Sequence[Memory], unit: int) -> Table:
-    shown = table("rank", "total", *SHORT)
+    shown = table("rank", "total", *HEADINGS)
     rows = []
     for memory in memories:
         sizes = (memory.total, *(sum(memory.of(kind).values()) for kind in KINDS))
@@ -264,7 +265,7 @@ def _ranks(memories: Sequence[Memory], unit: int) -> Table:
 def alike(rows: Sequence[object]) -> list[range]:
     """Ranges of indices of rows: equal neighbours share a range if there are many rows, else each row has its own."""
     found, start = [], 0
-    for _, group in groupby(range(len(rows)), key=lambda row: rows[row] if len(rows) > FEW else row):
+    for _, group in groupby(range(len(rows)), key=lambda row: rows[row] if len(rows) > MAX_LISTED else row):
         found.append(range(start, start := start + len(list(group))))
     return found
 

@@ -21,7 +21,9 @@ from megalite.schedule.generate import AUTO
 from megalite.schedule.simulate import simulate
 
 OVERRIDE = re.compile(r"[a-z_]+(\.[a-z_]+)*=")  # a key that the option has taken for its file
-AT_ONCE = 20_000  # actions; up to this length, schedules are searched and walked through unasked, in about a second
+MAX_UNASKED_ACTIONS = (
+    20_000  # actions; up to this length, schedules are searched and walked through unasked, in about a second
+)
 
 
 def check_path(path: str) -> None:
@@ -73,7 +75,7 @@ def bubble_text(config: Config) -> str:
         if schedule not in SCHEDULES and table_of(config).times is not None:
             times = "stages take the times of the file"
         return f"The bubble of {schedule} is {bubble(config):.1%} of a step where {times}."
-    if actions(config, m) > AT_ONCE:
+    if actions(config, m) > MAX_UNASKED_ACTIONS:
         return f"The order of {schedule} is not searched here: one of {actions(config, m):,} actions takes a while."
     costing = costing_of(config)
     asked = automatic.wanted(config, m, costing)

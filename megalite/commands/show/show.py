@@ -17,9 +17,9 @@ from megalite.base.files import exists, write_new
 from megalite.base.terminal import console, sections, table
 from megalite.checkpoint.weights.argument import without_weights
 from megalite.commands.show.expected import expected
-from megalite.commands.show.memory import FEW, alike, fullest, measure, memory_sections, verdict
+from megalite.commands.show.memory import MAX_LISTED, alike, fullest, measure, memory_sections, verdict
 from megalite.commands.show.parametrization import parametrization
-from megalite.commands.show.schedule import AT_ONCE, bubble_text, check_path, show_schedule
+from megalite.commands.show.schedule import MAX_UNASKED_ACTIONS, bubble_text, check_path, show_schedule
 from megalite.config.layers import layer_kinds
 from megalite.config.layout import AXES, Layout
 from megalite.config.load import dump, dump_model, load
@@ -92,7 +92,7 @@ def run(args: argparse.Namespace) -> int:
     ]
     if config.batch.micro != "auto":
         predicted = None
-        if actions_of_peaks(config) <= AT_ONCE:
+        if actions_of_peaks(config) <= MAX_UNASKED_ACTIONS:
             predicted = memory_of_ranks(config, costing_of(config))
         if cluster is None or asked.batch.memory is not None:
             parts.append(("Memory (more with --memory)", _memory(config, predicted, asked.batch.memory)))
@@ -222,6 +222,6 @@ def _steps(size: int, stride: int) -> str:
 
 def _abridged(numbers: Sequence[int]) -> list[str]:
     """The numbers as text, the middle of a long list left out."""
-    if len(numbers) <= FEW:
+    if len(numbers) <= MAX_LISTED:
         return [str(number) for number in numbers]
     return [*map(str, numbers[:4]), "...", str(numbers[-1])]

@@ -7,7 +7,7 @@ from megalite.config.rules.numbers import divisors, multiples
 from megalite.config.rules.ranges import most
 from megalite.config.schema import Batch, Curriculum, Rampup
 
-SIZES = 1000  # of a growing batch; for each, every rank makes a pipeline of its own
+MAX_SIZES = 1000  # of a growing batch; for each, every rank makes a pipeline of its own
 
 
 def batch_rules(
@@ -47,8 +47,8 @@ def _rampup(rampup: Rampup, full: int, micro: int, dp: int) -> Iterator[Problem]
         rule = f"{as_start} must divide batch.global − batch.rampup.start = {full - start}".strip()
         fix = f"use increment {listing(fitting)}" if fitting else ""
         yield Problem("batch.rampup.increment", rule, fix, rampup.increment)
-    elif (full - start) // increment >= SIZES:
-        rule = f"makes {(full - start) // increment + 1:,} batch sizes; at most {SIZES:,} are allowed"
+    elif (full - start) // increment >= MAX_SIZES:
+        rule = f"makes {(full - start) // increment + 1:,} batch sizes; at most {MAX_SIZES:,} are allowed"
         yield Problem("batch.rampup.increment", rule, "use a larger increment", rampup.increment)
 
 

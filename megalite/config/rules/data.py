@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from megalite.base.errors import Problem
 from megalite.config.schema import Data, Source
 
-MOST_SOURCES = 1000
-LEAST_WEIGHT, MOST_WEIGHT = 1e-15, 1e15
+MAX_SOURCES = 1000
+MIN_WEIGHT, MAX_WEIGHT = 1e-15, 1e15
 
 
 def data_rules(data: Data, vocab_size: int) -> Iterator[Problem]:
@@ -27,12 +27,12 @@ def _documents(data: Data, vocab_size: int) -> Iterator[Problem]:
 
 
 def _sources(key: str, sources: list[Source]) -> Iterator[Problem]:
-    if len(sources) > MOST_SOURCES:
-        rule = f"has {len(sources):,} sources, and {MOST_SOURCES:,} are the most: every rank opens the files of each"
+    if len(sources) > MAX_SOURCES:
+        rule = f"has {len(sources):,} sources, and {MAX_SOURCES:,} are the most: every rank opens the files of each"
         yield Problem(key, rule, "prepare several files of text as one store")
     for i, source in enumerate(sources):
         if not source.path:
             yield Problem(f"{key}[{i}].path", "is missing", "give the prefix of a token store: PATH.bin and PATH.idx")
-        if not LEAST_WEIGHT <= source.weight <= MOST_WEIGHT:
-            rule = f"must be from {LEAST_WEIGHT} to {MOST_WEIGHT:g}: it is a share, relative to the other sources"
+        if not MIN_WEIGHT <= source.weight <= MAX_WEIGHT:
+            rule = f"must be from {MIN_WEIGHT} to {MAX_WEIGHT:g}: it is a share, relative to the other sources"
             yield Problem(f"{key}[{i}].weight", rule, "remove the source from the list to leave it out", source.weight)

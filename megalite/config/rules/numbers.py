@@ -7,7 +7,7 @@ from math import isqrt
 from megalite.base.errors import Problem, listing
 from megalite.config.rules.ranges import most
 
-SEARCHED = 1 << 17  # divisors beyond this are not suggested
+MAX_DIVISOR = 1 << 17  # divisors beyond this are not suggested
 
 
 def divisible(key: str, value: int, by_key: str, by: int, otherwise: str = "") -> Iterator[Problem]:
@@ -30,7 +30,7 @@ def multiples(value: int, by: int, bound: float) -> list[int]:
 
 def divisors(value: int, near: int, unit: int = 1) -> list[int]:
     """Up to four divisors of `value` that are multiples of `unit`: those nearest to `near`."""
-    candidates = range(unit, min(value, 2 * max(near, unit), SEARCHED) + 1, unit)
+    candidates = range(unit, min(value, 2 * max(near, unit), MAX_DIVISOR) + 1, unit)
     found = [number for number in candidates if value % number == 0]
     return sorted(sorted(found, key=lambda number: abs(number - near))[:4])
 

@@ -6,9 +6,9 @@ from megalite.base.errors import Problem
 from megalite.config.parametrization import depth_ratio, width_ratio
 from megalite.config.schema import Config, LearningRate
 
-MOST_BETA = 0.999999
-LEAST_NORM = 1e-12
-LEAST_SCALED = 1e-30  # closer to 0, float32 loses it
+MAX_BETA = 0.999999
+MIN_NORM = 1e-12
+MIN_SCALED_VALUE = 1e-30  # closer to 0, float32 loses it
 
 
 def optim_rules(config: Config) -> Iterator[Problem]:
@@ -20,14 +20,14 @@ def optim_rules(config: Config) -> Iterator[Problem]:
     if config.optim.offload and config.optim.name == "muon":
         rule = "updates on the host, where optim.name = muon does not run"
         yield Problem("optim.offload", rule, "use optim.name=adamw, or no optim.offload", True)
-    if 0 < config.optim.clip_norm < LEAST_NORM:
-        rule = f"must be 0 or at least {LEAST_NORM}: closer to 0, optim.eps drowns all gradients"
+    if 0 < config.optim.clip_norm < MIN_NORM:
+        rule = f"must be 0 or at least {MIN_NORM}: closer to 0, optim.eps drowns all gradients"
         yield Problem("optim.clip_norm", rule, "0 clips nothing", config.optim.clip_norm)
 
 
 def _betas(betas: list[float]) -> Iterator[Problem]:
-    if len(betas) != 2 or not all(0 <= beta <= MOST_BETA for beta in betas):
-        rule = f"must be two numbers from 0 to {MOST_BETA}: closer to 1, float32 loses what a step adds"
+    if len(betas) != 2 or not all(0 <= beta <= MAX_BETA for beta in betas):
+        rule = f"must be two numbers from 0 to {MAX_BETA}: closer to 1, float32 loses what a step adds"
         yield Problem("optim.betas", rule, "[0.9, 0.95] is usual", betas)
 
 
@@ -35,8 +35,8 @@ def _scaled(config: Config) -> Iterator[Problem]:
     """Numbers that a parametrization divides, which must not be lost in float32 then."""
     width, depth = width_ratio(config.model), depth_ratio(config.model)
     for key, value, divisor in (("lr", config.optim.lr, width), ("eps", config.optim.eps, width * depth)):
-        if LEAST_SCALED <= value < LEAST_SCALED * divisor:
-            rule = f"must be at least {LEAST_SCALED:g} when divided by {divisor:g}, as model.parametrization = "
+        if MIN_SCALED_VALUE <= value < MIN_SCALED_VALUE * divisor:
+            rule = f"must be at least {MIN_SCALED_VALUE:g} when divided by {divisor:g}, as model.parametrization = "
             rule += f"{config.model.parametrization} does"
             yield Problem(f"optim.{key}", rule, "use a larger one, or a larger base", value)
 

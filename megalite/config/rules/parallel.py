@@ -6,13 +6,13 @@ from pathlib import Path
 
 from megalite.base.errors import InputError, Problem, counted, listing
 from megalite.config.rules.numbers import divisible, divisors, multiples
-from megalite.config.rules.ranges import RANKS, most
+from megalite.config.rules.ranges import MAX_RANKS, most
 from megalite.config.schema import SCHEDULES, Config, Model, Parallel, Pipeline
 from megalite.config.yaml import read_mapping
 
 SCHEDULE_FILES = (".yaml", ".yml")
-SCHEDULE_BYTES = 16 << 20  # largest file: as many as the longest schedule that can be planned
-SEARCHED = 32  # batch sizes that `auto` searches orders for; each takes up to seconds
+MAX_SCHEDULE_BYTES = 16 << 20  # largest file: as many as the longest schedule that can be planned
+MAX_SEARCHED_SIZES = 32  # batch sizes that `auto` searches orders for; each takes up to seconds
 
 
 def parallel_rules(config: Config, world_size: int | None) -> Iterator[Problem]:
@@ -43,7 +43,7 @@ def virtual_stages(parallel: Parallel) -> int | None:
     if pipeline.virtual_stages is not None or pipeline.schedule in SCHEDULES:
         return pipeline.virtual_stages
     try:
-        placement = read_mapping(Path(pipeline.schedule), SCHEDULE_BYTES).get("placement")
+        placement = read_mapping(Path(pipeline.schedule), MAX_SCHEDULE_BYTES).get("placement")
     except InputError:
         return None
     stages, p = len(placement) if isinstance(placement, list) else 0, max(1, parallel.pp)
@@ -151,10 +151,10 @@ def _batches_of_auto(config: Config) -> Iterator[Problem]:
         return
     increment = rampup.start if rampup.increment is None else rampup.increment
     sizes = (full - rampup.start) // increment + 1 if increment >= 1 else 0
-    if sizes > SEARCHED:
+    if sizes > MAX_SEARCHED_SIZES:
         rule = (
             f"makes {sizes:,} batch sizes, and parallel.pipeline.schedule = auto searches an order for each of them, "
-            f"{SEARCHED} at most"
+            f"{MAX_SEARCHED_SIZES} at most"
         )
         yield Problem("batch.rampup", rule, "use a larger increment, or a schedule by name")
 
@@ -178,13 +178,13 @@ def _data_parallel(config: Config) -> Iterator[Problem]:
 
 def _world(parallel: Parallel, world_size: int | None) -> Iterator[Problem]:
     others, shard = _without_dp_shard(parallel), parallel.dp_shard
-    if others * shards(parallel, world_size) > RANKS:
-        rule = f"the layout makes {others * shards(parallel, world_size):,} ranks, and {RANKS:,} is the most"
+    if others * shards(parallel, world_size) > MAX_RANKS:
+        rule = f"the layout makes {others * shards(parallel, world_size):,} ranks, and {MAX_RANKS:,} is the most"
         yield Problem("parallel", rule, "use smaller sizes of its axes")
     if world_size is None or others < 1:
         return
     if shard == "auto" and world_size % others:
-        fitting = multiples(world_size, others, RANKS)
+        fitting = multiples(world_size, others, MAX_RANKS)
         rule = f"the other axes make {counted(others, 'rank')}, which must divide the job's {world_size}"
         yield Problem("parallel.dp_shard", rule, f"start {listing(fitting) or 'fewer'} ranks", shard)
     elif shard != "auto" and shard >= 1 and shard * others != world_size:

@@ -7,11 +7,11 @@ from typing import Any
 from megalite.base.errors import Problem
 from megalite.config.convert import keys, options
 
-RANKS = 1 << 24
+MAX_RANKS = 1 << 24
 ANY_MODEL, ANY_CLUSTER, ANY_RUN = "more than any model has", "more than any cluster has", "more than any run takes"
-GIB, SEQUENCES = "these are GiB", "these are sequences, not tokens"
-SINGLE = "closer to 0, float32 loses it"
-LEAST: dict[str, float | tuple[float, str]] = {  # and why, where that does not go without saying
+GIB_REASON, SEQUENCE_REASON = "these are GiB", "these are sequences, not tokens"
+FLOAT32_REASON = "closer to 0, float32 loses it"
+MINIMA: dict[str, float | tuple[float, str]] = {  # and why, where that does not go without saying
     "run.seed": 0,
     "model.layers": 1,
     "model.width": 1,
@@ -34,7 +34,7 @@ LEAST: dict[str, float | tuple[float, str]] = {  # and why, where that does not 
     "model.attention.full_every": 1,
     "model.attention.softcap": (1e-3, "closer to 0, all scores are equal"),
     "model.attention.nope_every": (1, "with 1, no layer has rotary positions"),
-    "model.norm_eps": (1e-30, SINGLE),
+    "model.norm_eps": (1e-30, FLOAT32_REASON),
     "model.init_std": (1e-10, "products of smaller weights are lost in float32"),
     "model.base.width": 1,
     "model.base.layers": 1,
@@ -43,14 +43,14 @@ LEAST: dict[str, float | tuple[float, str]] = {  # and why, where that does not 
     "model.logits_multiplier": (1e-6, "all tokens would be as likely"),
     "parallel.pp": 1,
     "parallel.pipeline.virtual_stages": 1,
-    "parallel.pipeline.memory": (1e-9, GIB),
+    "parallel.pipeline.memory": (1e-9, GIB_REASON),
     "parallel.dp_replicate": 1,
     "parallel.dp_shard": 1,
     "parallel.cp": 1,
     "parallel.tp": 1,
     "batch.micro": 1,
     "batch.global": 1,
-    "batch.memory": (1e-6, GIB),
+    "batch.memory": (1e-6, GIB_REASON),
     "batch.rampup.start": 1,
     "batch.rampup.increment": 1,
     "batch.rampup.tokens": 1,
@@ -58,15 +58,15 @@ LEAST: dict[str, float | tuple[float, str]] = {  # and why, where that does not 
     "batch.curriculum.tokens": 1,
     "train.steps": 1,
     "train.recompute_every": 1,
-    "train.recompute_budget": (1e-6, GIB),
+    "train.recompute_budget": (1e-6, GIB_REASON),
     "train.gc_interval": 0,
     "train.max_bad_steps": 0,
     "train.rollback_skip": 1,
     "train.spike_window": 8,
     "train.spike_threshold": (0.1, "about half of all losses are as far above their median"),
     "train.timeout": (1, "these are seconds, in which every rank has to give a sign of life"),
-    "optim.lr": (1e-30, SINGLE),
-    "optim.eps": (1e-30, f"{SINGLE}, and divides by 0"),
+    "optim.lr": (1e-30, FLOAT32_REASON),
+    "optim.eps": (1e-30, f"{FLOAT32_REASON}, and divides by 0"),
     "optim.weight_decay": 0,
     "optim.clip_norm": 0,
     "optim.muon.momentum": 0,
@@ -85,7 +85,7 @@ LEAST: dict[str, float | tuple[float, str]] = {  # and why, where that does not 
     "eval.interval": 0,
     "eval.steps": 0,
 }
-MOST: dict[str, tuple[float, str]] = {  # and why; whole numbers that are not here are bounded by OTHERS
+MAXIMA: dict[str, tuple[float, str]] = {  # and why; whole numbers that are not here are bounded by DEFAULT_MAXIMUM
     "run.seed": ((1 << 63) - 1, "checkpoints keep it in 64 bits"),
     "model.layers": (10_000, ANY_MODEL),
     "model.width": (1 << 20, ANY_MODEL),
@@ -116,19 +116,19 @@ MOST: dict[str, tuple[float, str]] = {  # and why; whole numbers that are not he
     "model.logits_multiplier": (10**6, "a single token would be likely"),
     "parallel.pp": (512, "no pipeline is as deep"),
     "parallel.pipeline.virtual_stages": (1000, "no pipeline is as deep"),
-    "parallel.pipeline.memory": (10**6, GIB),
-    "parallel.dp_replicate": (RANKS, ANY_CLUSTER),
-    "parallel.dp_shard": (RANKS, ANY_CLUSTER),
-    "parallel.cp": (RANKS, ANY_CLUSTER),
-    "parallel.tp": (RANKS, ANY_CLUSTER),
-    "batch.micro": (1 << 20, SEQUENCES),
-    "batch.global": (1 << 20, SEQUENCES),
-    "batch.memory": (10**6, GIB),
-    "batch.rampup.start": (1 << 20, SEQUENCES),
-    "batch.rampup.increment": (1 << 20, SEQUENCES),
+    "parallel.pipeline.memory": (10**6, GIB_REASON),
+    "parallel.dp_replicate": (MAX_RANKS, ANY_CLUSTER),
+    "parallel.dp_shard": (MAX_RANKS, ANY_CLUSTER),
+    "parallel.cp": (MAX_RANKS, ANY_CLUSTER),
+    "parallel.tp": (MAX_RANKS, ANY_CLUSTER),
+    "batch.micro": (1 << 20, SEQUENCE_REASON),
+    "batch.global": (1 << 20, SEQUENCE_REASON),
+    "batch.memory": (10**6, GIB_REASON),
+    "batch.rampup.start": (1 << 20, SEQUENCE_REASON),
+    "batch.rampup.increment": (1 << 20, SEQUENCE_REASON),
     "batch.rampup.tokens": (1 << 60, ANY_RUN),
     "batch.curriculum.tokens": (1 << 60, ANY_RUN),
-    "train.recompute_budget": (10**6, GIB),
+    "train.recompute_budget": (10**6, GIB_REASON),
     "train.spike_window": (1_000_000, "losses as old as that tell nothing"),
     "train.spike_threshold": (10**6, "no loss is as far; train.on_spike=ignore looks for none"),
     "train.timeout": (10**7, "these are seconds, and it would never end a hang"),
@@ -141,30 +141,30 @@ MOST: dict[str, tuple[float, str]] = {  # and why; whole numbers that are not he
     "checkpoint.local.replicas": (1, "with one, any node may be lost"),
     "schedule.floor": (1, "it is a share of optim.lr"),
 }
-OTHERS = 10**12, ANY_RUN
+DEFAULT_MAXIMUM = 10**12, ANY_RUN
 
 
 def range_rules(plain: dict[str, Any]) -> Iterator[Problem]:
     """Every number that is outside of its bounds, in a configuration of nested dictionaries."""
-    for key, bound in LEAST.items():
+    for key, bound in MINIMA.items():
         value, (least, reason) = _at(plain, key), bound if isinstance(bound, tuple) else (bound, "")
         if isinstance(value, int | float) and not value >= least:
             yield Problem(key, f"must be at least {least}{f': {reason}' if reason else ''}", value=value)
     for key in _bounded():
-        value, (bound, reason) = _at(plain, key), MOST.get(key, OTHERS)
+        value, (bound, reason) = _at(plain, key), MAXIMA.get(key, DEFAULT_MAXIMUM)
         if isinstance(value, int | float) and not value <= bound:
             yield Problem(key, f"must be at most {bound:,}: {reason}", value=value)
 
 
 def most(key: str) -> float:
     """The upper bound of a key."""
-    return MOST.get(key, OTHERS)[0]
+    return MAXIMA.get(key, DEFAULT_MAXIMUM)[0]
 
 
 @cache
 def _bounded() -> tuple[str, ...]:
-    """Keys that have an upper bound: those of all whole numbers, and those of MOST."""
-    return tuple(key for key, hint in keys().items() if "[]" not in key and (key in MOST or int in options(hint)))
+    """Keys that have an upper bound: those of all whole numbers, and those of MAXIMA."""
+    return tuple(key for key, hint in keys().items() if "[]" not in key and (key in MAXIMA or int in options(hint)))
 
 
 def _at(plain: dict[str, Any], key: str) -> Any:

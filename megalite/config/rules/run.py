@@ -6,7 +6,7 @@ from pathlib import Path
 from megalite.base.errors import Problem
 from megalite.config.schema import Log, Run
 
-LONGEST = 255
+MAX_NAME_BYTES = 255
 
 
 def run_rules(run: Run) -> Iterator[Problem]:
@@ -16,11 +16,11 @@ def run_rules(run: Run) -> Iterator[Problem]:
     if run.cluster is not None and not (run.cluster.strip() and run.cluster.isprintable()):
         rule = "must be the name of a cluster or the path of its file"
         yield Problem("run.cluster", rule, "name one, or use null", run.cluster)
-    if _bytes(run.name) > LONGEST:
-        rule = f"must have at most {LONGEST} bytes, as names of files do"
+    if _bytes(run.name) > MAX_NAME_BYTES:
+        rule = f"must have at most {MAX_NAME_BYTES} bytes, as names of files do"
         yield Problem("run.name", rule, "use a shorter name", run.name)
-    if any(_bytes(part) > LONGEST for part in Path(run.dir).parts):
-        rule = f"must have at most {LONGEST} bytes between two slashes, as names of files do"
+    if any(_bytes(part) > MAX_NAME_BYTES for part in Path(run.dir).parts):
+        rule = f"must have at most {MAX_NAME_BYTES} bytes between two slashes, as names of files do"
         yield Problem("run.dir", rule, "use shorter names", run.dir)
     if run.name in ("", ".", "..") or not run.name.isprintable() or set(run.name) & set("/\\"):
         yield Problem("run.name", "must be a plain folder name", "use run.dir for the folder it lies in", run.name)

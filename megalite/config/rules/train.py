@@ -7,7 +7,7 @@ from dataclasses import asdict
 from megalite.base.errors import Problem
 from megalite.config.schema import Config, Train
 
-TOKENS = (1 << 63) - 1
+MAX_TOKENS = (1 << 63) - 1
 PRODUCT = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
 
 
@@ -21,7 +21,7 @@ def train_rules(config: Config) -> Iterator[Problem]:
     yield from _at(config)
     yield from _local(config)
     tokens = config.train.steps * config.batch.global_ * config.model.sequence_length
-    if tokens > TOKENS:
+    if tokens > MAX_TOKENS:
         rule = f"with batch.global and model.sequence_length makes {tokens:,} tokens, more than 64 bits can count"
         yield Problem("train.steps", rule, "use fewer steps", config.train.steps)
 

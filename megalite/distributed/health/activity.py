@@ -9,7 +9,7 @@ from pathlib import Path
 from types import FrameType
 
 PACKAGE = Path(__file__).parents[2]
-HIDDEN = "watchdog"  # threads whose names begin like this are not shown
+HIDDEN_PREFIX = "watchdog"  # threads whose names begin like this are not shown
 
 
 class Awaiting:
@@ -50,7 +50,7 @@ def locations() -> str:
     main = threading.main_thread()
     found = [_location(frames[main.ident]) if main.ident in frames else "nowhere"]
     for thread in threading.enumerate():
-        if thread is not main and thread.ident in frames and not thread.name.startswith(HIDDEN):
+        if thread is not main and thread.ident in frames and not thread.name.startswith(HIDDEN_PREFIX):
             location = _location(frames[thread.ident])
             if location.startswith(PACKAGE.name):
                 found.append(f"thread {thread.name} at {location}")
@@ -63,7 +63,7 @@ def stacks() -> str:
     return "\n".join(
         f"thread {names.get(ident, ident)}:\n{''.join(traceback.format_stack(frame))}"
         for ident, frame in sys._current_frames().items()
-        if not names.get(ident, "").startswith(HIDDEN)
+        if not names.get(ident, "").startswith(HIDDEN_PREFIX)
     )
 
 

@@ -11,7 +11,7 @@ from megalite.distributed.health.flight_recorder import Call, Flight
 from megalite.distributed.health.rank_ranges import ranks_text
 
 # Collectives of which all ranks of a group give tensors of the same sizes.
-ALIKE = ("all_reduce", "allreduce", "all_gather", "allgather", "reduce_scatter", "broadcast")
+UNIFORM_CALLS = ("all_reduce", "allreduce", "all_gather", "allgather", "reduce_scatter", "broadcast")
 
 
 Group = tuple[str, range | tuple[int, ...]]  # name and ranks
@@ -55,7 +55,7 @@ def _astray(flights: Mapping[int, Flight], places: Mapping[int, Place]) -> str:
     for (number, _), calls in by_number.items():
         kinds: dict[str, list[int]] = {}
         for rank, call in calls.items():
-            kinds.setdefault(str(call) if call.kind.startswith(ALIKE) else call.kind, []).append(rank)
+            kinds.setdefault(str(call) if call.kind.startswith(UNIFORM_CALLS) else call.kind, []).append(rank)
         if len(kinds) < 2 or all(call.done for call in calls.values()):
             continue
         (_, other), (_, odd) = (

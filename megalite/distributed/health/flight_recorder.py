@@ -17,9 +17,9 @@ from torch.distributed import distributed_c10d
 
 from megalite_launch.base.files import write_whole
 
-SIZE = "TORCH_FR_BUFFER_SIZE"
-RECORDED = 2000  # calls that a rank keeps: some steps of a deep pipeline
-SENT = 4  # calls of a group that do not end, which a rank tells the others: those behind wait for the first
+BUFFER_SIZE = "TORCH_FR_BUFFER_SIZE"
+RECORDED_CALLS = 2000  # calls that a rank keeps: some steps of a deep pipeline
+SENT_CALLS = 4  # calls of a group that do not end, which a rank tells the others: those behind wait for the first
 MESSAGE = re.compile(r"(send|recv) (\d+)(?:->|<-)(\d+)")
 
 
@@ -59,10 +59,10 @@ class Flight:
 
 def record() -> None:
     """Let process groups that are made from now on record their collectives."""
-    os.environ.setdefault(SIZE, str(RECORDED))
+    os.environ.setdefault(BUFFER_SIZE, str(RECORDED_CALLS))
 
 
-def recorded(awaits: Collection[int] = (), sent: int = SENT, ended: int = 1) -> Flight:
+def recorded(awaits: Collection[int] = (), sent: int = SENT_CALLS, ended: int = 1) -> Flight:
     """Return what this rank has recorded. Any thread may ask. awaits: ranks that it awaits a message of.
 
     sent: how many calls of each group that have not ended. ended: how many of its latest, ended or not.
@@ -87,7 +87,7 @@ def keep(folder: Path, status: Mapping[str, Any]) -> None:
     status: that of a roll call.
     """
     try:
-        calls = recorded(status["flight"].get("awaits", ()), RECORDED, RECORDED).to_json()
+        calls = recorded(status["flight"].get("awaits", ()), RECORDED_CALLS, RECORDED_CALLS).to_json()
     except Exception:  # noqa: BLE001 - of PyTorch; what the roll call has is there
         calls = status["flight"]
     folder.mkdir(parents=True, exist_ok=True)

@@ -17,11 +17,11 @@ import torch.distributed as dist
 
 from megalite.distributed.start.ranks import RankInfo
 
-EVERY = 10.0  # seconds between two looks
-SOON = 0.5  # seconds until the next look, if the latest connection was closed or refused
-ANSWER = 2.0  # seconds that a host has to answer
-REFUSALS = 2  # in a row, after which a process counts as ended: it may just have ended well
-SILENCES = 6  # looks in a row, after which a host counts as lost
+LOOK_INTERVAL = 10.0  # seconds between two looks
+RETRY_INTERVAL = 0.5  # seconds until the next look, if the latest connection was closed or refused
+ANSWER_TIMEOUT = 2.0  # seconds that a host has to answer
+MAX_REFUSALS = 2  # in a row, after which a process counts as ended: it may just have ended well
+MAX_SILENCES = 6  # looks in a row, after which a host counts as lost
 BACKLOG = 128  # looks that the kernel answers while the process does not hear of them
 
 
@@ -51,12 +51,12 @@ class Neighbour:
         if self._line is not None and _closed(self._line):
             self._line, self._due = None, 0.0
         if time.monotonic() >= self._due and self._store.check([f"listens {self.rank}"]):
-            self._due = time.monotonic() + EVERY
+            self._due = time.monotonic() + LOOK_INTERVAL
             self._look()
-        if self._refused >= REFUSALS:
+        if self._refused >= MAX_REFUSALS:
             return f"the process of rank {self.rank} has ended"
-        if self._silent >= SILENCES:
-            return f"the host of rank {self.rank} has not answered for {SILENCES * EVERY:g} s"
+        if self._silent >= MAX_SILENCES:
+            return f"the host of rank {self.rank} has not answered for {MAX_SILENCES * LOOK_INTERVAL:g} s"
         return ""
 
     def forgive(self) -> None:
@@ -70,7 +70,7 @@ class Neighbour:
             self._line.setblocking(False)
         except ConnectionRefusedError:
             self._refused += self._seen
-            self._due = time.monotonic() + min(SOON, EVERY)
+            self._due = time.monotonic() + min(RETRY_INTERVAL, LOOK_INTERVAL)
         except OSError:
             self._silent += self._seen
         else:
@@ -96,7 +96,7 @@ def all_ended(store: dist.Store, ranks: Iterable[int]) -> bool:
 def _connect(store: dist.Store, rank: int) -> socket.socket:
     """Connect to a rank. Raises OSError: ConnectionRefusedError if the process has ended."""
     port, _, host = store.get(f"listens {rank}").decode().partition(" ")
-    return socket.create_connection((host, int(port)), ANSWER)
+    return socket.create_connection((host, int(port)), ANSWER_TIMEOUT)
 
 
 def _closed(line: socket.socket) -> bool:

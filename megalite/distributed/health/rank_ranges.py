@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-RANGES = 6  # of ranks in a text
+MAX_RANGES = 6  # of ranks in a text
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
@@ -14,6 +14,6 @@ def ranks_text(ranks: Sequence[int]) -> str:
         else:
             ranges.append([rank, rank])
     words = [str(first) if first == last else f"{first}-{last}" for first, last in ranges]
-    if len(words) > RANGES:
-        words = [*words[:RANGES], "…"]
+    if len(words) > MAX_RANGES:
+        words = [*words[:MAX_RANGES], "…"]
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"{len(ranks)} ranks ({', '.join(words)})"

@@ -16,7 +16,7 @@ from megalite.distributed.health.diagnosis import Place, verdict
 from megalite.distributed.health.flight_recorder import Flight
 from megalite.distributed.health.rank_ranges import ranks_text
 
-ROWS = 16  # of a table; every rank's own log has its row
+MAX_ROWS = 16  # of a table; every rank's own log has its row
 
 
 @dataclass(frozen=True)
@@ -141,8 +141,8 @@ def table(answers: Sequence[Status], silent: dict[int, str]) -> str:
         ranks = sorted(status.rank for status in group)
         where = f" on {group[0].host}" if len({status.host for status in group}) == 1 else ""
         rows.append(f"{ranks_text(ranks)}{where}: {_words(group[0], now)}")
-    rest = [f"and {len(rows) - ROWS} more such lines; every rank's log has its own"] if len(rows) > ROWS else []
-    return "\n".join(f"  {row}" for row in rows[:ROWS] + rest)
+    rest = [f"and {len(rows) - MAX_ROWS} more such lines; every rank's log has its own"] if len(rows) > MAX_ROWS else []
+    return "\n".join(f"  {row}" for row in rows[:MAX_ROWS] + rest)
 
 
 def _words(status: Status, now: float) -> str:

@@ -18,22 +18,22 @@ from typing import Any
 import torch.distributed as dist
 
 from megalite.base.exit_codes import ExitCode
-from megalite.distributed.health.activity import HIDDEN, Activity, Awaiting, locations, stacks
+from megalite.distributed.health.activity import HIDDEN_PREFIX, Activity, Awaiting, locations, stacks
 from megalite.distributed.health.flight_recorder import keep, record, recorded
 from megalite.distributed.health.neighbour import Neighbour, all_ended
 from megalite.distributed.health.rollcall import RollCall, Status, Verdict
 from megalite.distributed.start.failure_report import briefly, note_failure, tell
 from megalite.distributed.start.local import MEETING
 from megalite.distributed.start.meeting import Meeting, kept, reason
-from megalite.distributed.start.ranks import HELD_BACK, RankInfo, let_others_speak
+from megalite.distributed.start.ranks import EXIT_DELAY, RankInfo, let_others_speak
 from megalite.distributed.start.start import explain, is_lost_peer
 
 END = object()
-LOOKS = 1600  # at the store, of all ranks, in a second
+LOOKS_PER_SECOND = 1600  # at the store, of all ranks, in a second
 SILENCE = 60.0  # seconds without an answer, after which the store counts as lost: disks and hosts stall for a while
-LOOKS_TO_ANSWER = 3  # in which a rank that is alive answers
-LAUNCHER_FIRST = 2.0  # seconds in which a launcher may end this rank because of another: it takes 0.7 s
-DEPUTY_FIRST = 1.5  # seconds by which the deputy tells of the loss of the store before others, who then need not
+ANSWER_LOOKS = 3  # in which a rank that is alive answers
+LAUNCHER_LEAD = 2.0  # seconds in which a launcher may end this rank because of another: it takes 0.7 s
+DEPUTY_LEAD = 1.5  # seconds by which the deputy tells of the loss of the store before others, who then need not
 
 log = logging.getLogger("megalite")
 
@@ -76,7 +76,7 @@ def _noting_failures(rank_info: RankInfo, activity: Activity) -> Iterator[None]:
 
 def between_looks(timeout: float, ranks: int) -> float:
     """Seconds between two looks of a rank: few, but enough that the store bears the looks of all ranks."""
-    return min(max(timeout / 20, 0.5), max(1.0, ranks / LOOKS), 10.0)
+    return min(max(timeout / 20, 0.5), max(1.0, ranks / LOOKS_PER_SECOND), 10.0)
 
 
 def _neighbour(store: dist.Store, rank_info: RankInfo) -> Neighbour | None:
@@ -112,9 +112,9 @@ class Watchdog:
         # Connections that no other thread waits on.
         self._store, self._hosts = (kept(store.clone()) for store in (meeting.store, meeting.hosts))  # type: ignore[attr-defined]
         self._next = _neighbour(self._hosts, rank_info)
-        self._asker = ThreadPoolExecutor(1, f"{HIDDEN} store")
+        self._asker = ThreadPoolExecutor(1, f"{HIDDEN_PREFIX} store")
         self._told: queue.SimpleQueue[object] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._watch, name=HIDDEN, daemon=True)
+        self._thread = threading.Thread(target=self._watch, name=HIDDEN_PREFIX, daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
@@ -164,9 +164,9 @@ class Watchdog:
         deadline = time.monotonic() + self.patience
         if concludes:
             began, lost = time.monotonic(), self._ask(call.cause)
-            launcher_speaks_until = began + LAUNCHER_FIRST if lost else 0.0
+            launcher_speaks_until = began + LAUNCHER_LEAD if lost else 0.0
             # Who does not listen has ended. But a rank that is only in doubt may answer, and shows that it has not.
-            believed_from = began if lost else began + LOOKS_TO_ANSWER * self.interval
+            believed_from = began if lost else began + ANSWER_LOOKS * self.interval
             while time.monotonic() < launcher_speaks_until or (
                 time.monotonic() < deadline and not self._ask(self._all_heard, call, time.monotonic() >= believed_from)
             ):
@@ -209,7 +209,7 @@ class Watchdog:
         """End the process: the keeper of the store is lost, unless the job has just ended."""
         rank_info, deputy = self.rank_info, self.rank_info.rank == self.meeting.deputy
         with suppress(queue.Empty):
-            deadline = time.monotonic() + LAUNCHER_FIRST + (0 if deputy else DEPUTY_FIRST)
+            deadline = time.monotonic() + LAUNCHER_LEAD + (0 if deputy else DEPUTY_LEAD)
             while self._told.get(timeout=max(0.0, deadline - time.monotonic())) is not END:
                 pass
             return
@@ -220,7 +220,7 @@ class Watchdog:
 
     def _all_know(self, call: RollCall, verdict: Verdict) -> None:
         """Wait until all ranks know the verdict: one that ends may end others, and rank 0 takes the store along."""
-        deadline = time.monotonic() + HELD_BACK
+        deadline = time.monotonic() + EXIT_DELAY
         with suppress(StoreGone):
             known = self._ask(call.know)
             while known < verdict.answers and time.monotonic() < deadline:

@@ -22,7 +22,7 @@ from megalite_launch.base.run_folder import ATTEMPT, RunFolder, node_name
 from megalite_launch.base.texts import escaped
 
 PATIENCE = 5.0  # seconds that a rank which ends waits for a file system to take its report
-BEGINNING = 1.0  # seconds that a thread gets to begin
+THREAD_START_SECONDS = 1.0  # seconds that a thread gets to begin
 OUTCOME = "MEGALITE_OUTCOME"  # environment: a file for the exit code of the first rank to fail
 
 log = logging.getLogger("megalite")
@@ -111,7 +111,7 @@ def briefly(write: Callable[[], None]) -> None:
 
     with suppress(RuntimeError, MemoryError):  # no more threads
         _thread.start_new_thread(attempt, ())
-        begun.wait(BEGINNING)
+        begun.wait(THREAD_START_SECONDS)
     attempt()
     done.wait(PATIENCE)
 

@@ -6,16 +6,19 @@ from pathlib import Path
 
 from megalite.base.errors import InputError
 
-LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))  # version 2, and 1
+LIMIT_FILES = (
+    Path("/sys/fs/cgroup/memory.max"),
+    Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
+)  # version 2, and 1
 DRIVERS = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")  # one is there where Linux has a GPU: of NVIDIA, under WSL, of AMD
-RANK = 40 << 20  # bytes that a process of the smallest model takes for itself, as measured, even if it is a fork
+RANK_BYTES = 40 << 20  # bytes that a process of the smallest model takes for itself, as measured, even if it is a fork
 GIB = 1 << 30
 
 
 def host_memory() -> int:
     """Bytes of memory that processes on this machine can use: all that it has, or the limit of their control group."""
     found = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
-    for limit in LIMITS:
+    for limit in LIMIT_FILES:
         with suppress(OSError, ValueError):  # "max" is no number
             found.append(int(limit.read_text()))
     return min(found)
@@ -28,9 +31,9 @@ def on_cpus(device: str) -> bool:
 
 def check_ranks(count: int) -> None:
     """Raises InputError if this machine has too little memory for so many processes, however small their model."""
-    needed, memory = count * RANK, host_memory()
+    needed, memory = count * RANK_BYTES, host_memory()
     if needed > memory:
         raise InputError(
-            f"{count:,} ranks need {needed / GIB:,.1f} GiB, at least {RANK >> 20} MiB each, and this machine has "
+            f"{count:,} ranks need {needed / GIB:,.1f} GiB, at least {RANK_BYTES >> 20} MiB each, and this machine has "
             f"{memory / GIB:,.1f} GiB of memory; use smaller degrees in parallel.*"
         )

@@ -22,9 +22,9 @@ from megalite.distributed.start.local import MEETING
 from megalite.distributed.start.ranks import RankInfo
 from megalite_launch.base.run_folder import ATTEMPT
 
-QUIET = 30.0  # seconds of waiting before people are told what for
-CONNECTED = 60.0  # seconds that PyTorch may take to connect to a port on which somebody listens
-SHOWN = 3  # differences between ranks
+QUIET_SECONDS = 30.0  # seconds of waiting before people are told what for
+CONNECT_TIMEOUT = 60.0  # seconds that PyTorch may take to connect to a port on which somebody listens
+LISTED_DIFFERENCES = 3  # differences between ranks
 
 
 class LostPeer(RuntimeError):
@@ -103,7 +103,7 @@ class _Waiting:
     def __init__(self, rank_info: RankInfo, timeout: float) -> None:
         self.rank_info, self.timeout = rank_info, timeout
         began = time.monotonic()
-        self.quiet_until, self.deadline = began + QUIET, began + timeout
+        self.quiet_until, self.deadline = began + QUIET_SECONDS, began + timeout
 
     def until(self, done: Callable[[], bool], missing: Callable[[], str], tells: bool) -> None:
         """Raises LostPeer with what is missing when the time is up.
@@ -124,7 +124,7 @@ class _Waiting:
 
     def _tell(self, missing: str) -> None:
         patience = f"gives up after {self.timeout:g} s (train.timeout)"
-        warn(f"rank {self.rank_info.rank} waits: {missing} within {QUIET:g} s; it {patience}")
+        warn(f"rank {self.rank_info.rank} waits: {missing} within {QUIET_SECONDS:g} s; it {patience}")
 
 
 def kept(store: dist.Store) -> dist.Store:
@@ -150,7 +150,7 @@ def _open_store(rank_info: RankInfo, waiting: _Waiting) -> tuple[dist.Store, str
     else:
         _reach(host, port, keeper, waiting)
     try:
-        patience = timedelta(seconds=min(waiting.timeout, CONNECTED))
+        patience = timedelta(seconds=min(waiting.timeout, CONNECT_TIMEOUT))
         store = dist.TCPStore(host, port, rank_info.world_size, keeps, patience, wait_for_workers=False)
     except dist.DistNetworkError as error:
         if keeps and "listen" in str(error):
@@ -233,8 +233,10 @@ def _job(environment: Mapping[str, str] = os.environ) -> str:
 def _refuse_another_job(rank: int, mine: Mapping[str, Any], theirs: Mapping[str, Any], keeper: str) -> None:
     differ = [name for name in {**theirs, **mine} if name != "host" and mine.get(name) != theirs.get(name)]
     if differ:
-        shown = [f"{name} = {mine.get(name)!r} here, {theirs.get(name)!r} there" for name in differ[:SHOWN]]
-        more = f"; and {len(differ) - SHOWN} more" if len(differ) > SHOWN else ""
+        shown = [
+            f"{name} = {mine.get(name)!r} here, {theirs.get(name)!r} there" for name in differ[:LISTED_DIFFERENCES]
+        ]
+        more = f"; and {len(differ) - LISTED_DIFFERENCES} more" if len(differ) > LISTED_DIFFERENCES else ""
         raise InputError(
             f"rank {rank} on {mine['host']} is not of the job of rank 0 on {theirs['host']}, met by {keeper}: "
             f"{'; '.join(shown)}{more}; give all nodes the same files and versions, and each job its own MASTER_PORT"

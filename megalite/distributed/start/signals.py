@@ -6,7 +6,7 @@ import signal
 import sys
 
 from megalite.base.exit_codes import ExitCode
-from megalite.base.stop_signals import STOP, listen
+from megalite.base.stop_signals import STOP_SIGNALS, listen
 from megalite.distributed.start.failure_report import log, tell
 from megalite.distributed.start.local import LAUNCHER, MEETING
 from megalite.distributed.start.ranks import RankInfo
@@ -43,8 +43,8 @@ def end_when_stopped(rank_info: RankInfo, when: str = "", interrupted: int = Exi
 
 
 def hear() -> None:
-    """Unblock the signals of `STOP`. The local launcher starts ranks with them blocked, so that none is too early."""
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP)
+    """Unblock the signals of `STOP_SIGNALS`. The local launcher starts ranks with them blocked: none is too early."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 
 
 def ignore_stops() -> None:

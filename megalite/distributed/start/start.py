@@ -24,7 +24,7 @@ NCCL = {  # of PyTorch, unless the environment sets them: they leave it to our w
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",  # else it waits for dumps of all ranks, and aborts the process then
     "TORCH_NCCL_ENABLE_MONITORING": "0",  # else the process is aborted when that thread hangs, in a lost peer's call
 }
-LOST_PEER = (
+LOST_PEER_SIGNS = (
     "closed by peer",
     "reset by peer",
     "timed out",
@@ -38,7 +38,7 @@ def is_lost_peer(error: BaseException) -> bool:
     """Return whether an error of a collective means that another rank is gone."""
     if isinstance(error, LostPeer | dist.DistNetworkError | dist.DistStoreError):
         return True
-    return isinstance(error, RuntimeError) and any(sign in str(error).lower() for sign in LOST_PEER)
+    return isinstance(error, RuntimeError) and any(sign in str(error).lower() for sign in LOST_PEER_SIGNS)
 
 
 def start(

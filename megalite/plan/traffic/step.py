@@ -6,7 +6,7 @@ Evaluation, checkpoints and start-up are not part of a step. Layers are taken as
 from collections import Counter
 from functools import cache
 
-from megalite.base.stop_signals import STOP
+from megalite.base.stop_signals import STOP_SIGNALS
 from megalite.config.layers import LayerKind
 from megalite.plan.model.weights import embedding
 from megalite.plan.muon import MuonPlan, Piece, moves, stage_matrices, working_bytes
@@ -141,7 +141,7 @@ class Step:
 
     def _signs(self) -> Transfers:
         """The square of the gradients' norm, the loss, and how many ranks each signal has reached."""
-        transfer = Transfer("all_reduce", "world", 8 * (2 + len(STOP)), "float64")
+        transfer = Transfer("all_reduce", "world", 8 * (2 + len(STOP_SIGNALS)), "float64")
         return Counter({(transfer, "step: norm of the gradients, loss, requests to stop"): 1})
 
     def _muon(self) -> Transfers:

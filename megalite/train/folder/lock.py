@@ -27,8 +27,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from megalite.base.errors import InputError, unwritable
-from megalite.base.json_shape import TEXT, WHOLE, misfits
-from megalite.distributed.health.activity import HIDDEN
+from megalite.base.json_shape import TEXT, WHOLE_NUMBER, misfits
+from megalite.distributed.health.activity import HIDDEN_PREFIX
 from megalite_launch.base.files import opened
 
 BEAT = 2.0  # seconds between two signs of life
@@ -39,7 +39,9 @@ FREE = ".free"
 NAME = re.compile(rf"([1-9][0-9]*)({re.escape(FREE)})?")
 TOLD = 4  # looks after which people are told what is waited for
 LARGEST = 4096  # bytes read of an owner's file
-OWNER = dict.fromkeys(("host", "machine", "job", "attempt", "since"), TEXT) | dict.fromkeys(("pid", "began"), WHOLE)
+OWNER = dict.fromkeys(("host", "machine", "job", "attempt", "since"), TEXT) | dict.fromkeys(
+    ("pid", "began"), WHOLE_NUMBER
+)
 
 log = logging.getLogger("megalite")
 
@@ -170,7 +172,7 @@ class Lock:
                 except OSError as error:
                     log.warning("%s: no sign of life: %s", self.path, error)
 
-        thread = threading.Thread(target=beat, name=f"{HIDDEN} of the run folder", daemon=True)
+        thread = threading.Thread(target=beat, name=f"{HIDDEN_PREFIX} of the run folder", daemon=True)
         thread.start()
         try:
             yield

@@ -63,7 +63,7 @@ def test_transformers_takes_a_qwen2_for_what_it_is_not_which_is_told(tmp_path: P
     assert by_type(" a").input_ids != as_told(" a").input_ids == ours.encode(" a")
     (doubt,) = doubts(from_run(file), "qwen2")
     assert "open the export's with PreTrainedTokenizerFast.from_pretrained" in doubt
-    assert exported.QWEN2 == transformers.models.qwen2.tokenization_qwen2.PRETOKENIZE_REGEX
+    assert exported.QWEN2_WORDS == transformers.models.qwen2.tokenization_qwen2.PRETOKENIZE_REGEX
 
 
 ODD = {"normalized": ("bpe", "nmt_nfkc"), "words": ("word", "identity")}

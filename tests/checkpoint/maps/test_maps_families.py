@@ -18,7 +18,7 @@ from megalite.checkpoint.store.state import State
 from megalite.checkpoint.weights.convert import convert
 from megalite.checkpoint.weights.formats import huggingface
 from megalite.checkpoint.weights.formats.tokenizer import ends_in
-from megalite.checkpoint.weights.maps.families import FAMILIES, LACKING, family_of, read_config
+from megalite.checkpoint.weights.maps.families import FAMILIES, UNSUPPORTED_FAMILIES, family_of, read_config
 from megalite.checkpoint.weights.maps.fields import Fields
 from megalite.checkpoint.weights.maps.models import plain_model
 from megalite.checkpoint.weights.maps.rope import rope, rope_fields
@@ -239,8 +239,8 @@ def test_what_the_model_lacks_is_refused_by_name(change: dict[str, Any], told: s
 
 def test_what_families_lack_is_what_transformers_says_of_them() -> None:
     configs = transformers.models.auto.configuration_auto.CONFIG_MAPPING
-    assert LACKING.keys() <= set(configs.keys())
-    for name, lacks in LACKING.items():
+    assert UNSUPPORTED_FAMILIES.keys() <= set(configs.keys())
+    for name, lacks in UNSUPPORTED_FAMILIES.items():
         outer = configs[name]()
         config = getattr(outer, "text_config", outer)
         numbers = ("num_local_experts", "num_experts", "n_routed_experts")
@@ -258,7 +258,9 @@ def test_what_families_lack_is_what_transformers_says_of_them() -> None:
 @pytest.mark.parametrize("name", ["olmo", "falcon", "llama4", "gemma3", "deepseek_v2"])
 def test_a_folder_of_a_family_that_lacks_something_is_refused_with_it(name: str, tmp_path: Path) -> None:
     transformers.AutoConfig.for_model(name).save_pretrained(tmp_path)
-    with pytest.raises(InputError, match=f"model_type = '{name}': needs {LACKING[name]}, which megalite's layers lack"):
+    with pytest.raises(
+        InputError, match=f"model_type = '{name}': needs {UNSUPPORTED_FAMILIES[name]}, which megalite's layers lack"
+    ):
         read_config(tmp_path)
 
 
@@ -269,7 +271,7 @@ def test_swish_is_silu(tmp_path: Path) -> None:
 
 
 def test_no_family_is_both_known_and_lacking() -> None:
-    assert not FAMILIES.keys() & LACKING.keys()
+    assert not FAMILIES.keys() & UNSUPPORTED_FAMILIES.keys()
 
 
 def test_windows_that_no_model_here_has_are_refused(tmp_path: Path) -> None:

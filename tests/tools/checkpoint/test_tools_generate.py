@@ -26,7 +26,7 @@ from megalite.config.convert import to_plain
 from megalite.config.schema import Batch, Config, Data, Model, Parallel, Train
 from megalite.data.tokenizer import Tokenizer, load_tokenizer
 from megalite.inference.generate import Drawn, Request
-from megalite.inference.prompts import CHARACTERS
+from megalite.inference.prompts import CHARACTERS_PER_TOKEN
 from megalite.inference.source import sources
 from megalite.train.folder.starts import keep_tokenizer
 from megalite_tools.checkpoint.generate import main
@@ -129,7 +129,7 @@ def test_of_a_long_prompt_no_more_is_encoded_than_the_model_can_see(
     monkeypatch.setattr(Tokenizer, "encode", lambda self, text: encoded.append(len(text)) or encode(self, text))
     (tmp_path / "prompt").write_text("word " * 100_000)
     assert generate(run, "--prompt-file", tmp_path / "prompt", "--tokens", 1)[0] == 0
-    assert max(encoded) <= CHARACTERS * MODEL.sequence_length
+    assert max(encoded) <= CHARACTERS_PER_TOKEN * MODEL.sequence_length
 
 
 def test_no_prompt_starts_a_document(generate: Generate, run: Path, tokenizer_file: Path) -> None:

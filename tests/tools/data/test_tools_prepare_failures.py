@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 from test_tools_prepare_data import names
 
-from megalite.base.stop_signals import STOP
+from megalite.base.stop_signals import STOP_SIGNALS
 from megalite.data.store import StoreWriter, TokenStore
 from megalite_tools import commands
 from megalite_tools.data import encode, prepare_data
@@ -76,7 +76,7 @@ def test_either_both_splits_appear_or_neither(
     assert names(out) == []
 
 
-@pytest.mark.parametrize("number", STOP)
+@pytest.mark.parametrize("number", STOP_SIGNALS)
 def test_a_signal_leaves_nothing(
     out: Path,
     corpus: Path,
@@ -97,10 +97,10 @@ def test_a_signal_leaves_nothing(
     monkeypatch.setattr("megalite_tools.data.encode.BATCH_DOCUMENTS", 10)
     arguments = [str(corpus), "--tokenizer", str(tokenizer_file), "--out", str(out / "p"), "--workers", "1"]
     monkeypatch.setattr(sys, "argv", ["megalite-prepare-data", *arguments])
-    before = [signal.getsignal(number) for number in STOP]
+    before = [signal.getsignal(number) for number in STOP_SIGNALS]
     assert commands.prepare_data() == (130 if number == signal.SIGINT else 3)
     assert capsys.readouterr().err.splitlines()[-1] == f"megalite-prepare-data: stopped by {number.name}"
-    assert [signal.getsignal(number) for number in STOP] == before
+    assert [signal.getsignal(number) for number in STOP_SIGNALS] == before
     assert len(seen) == 1
     assert [name.startswith(".p.partial") for name in seen[0]] == [True]
     assert names(out) == []
@@ -210,5 +210,5 @@ def test_workers_are_started_with_signals_held_up() -> None:
     held: list[set[int]] = []
     pool = SimpleNamespace(submit=lambda encode, batch: held.append(signal.pthread_sigmask(signal.SIG_BLOCK, ())))
     encode._submit(pool, encode.encode_batch, [])
-    assert held[0] >= set(STOP)
-    assert not signal.pthread_sigmask(signal.SIG_BLOCK, ()) & set(STOP)
+    assert held[0] >= set(STOP_SIGNALS)
+    assert not signal.pthread_sigmask(signal.SIG_BLOCK, ()) & set(STOP_SIGNALS)

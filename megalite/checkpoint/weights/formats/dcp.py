@@ -29,7 +29,7 @@ from megalite.base.errors import InputError
 from megalite.checkpoint.store.disk import File
 from megalite.checkpoint.store.files import METADATA
 from megalite.checkpoint.store.index import Chunk, Index
-from megalite.checkpoint.store.manifest import INDEX, MANIFEST, NAME, Manifest, is_plain, step_of
+from megalite.checkpoint.store.manifest import INDEX, MANIFEST, STEP_NAME, Manifest, is_plain, step_of
 from megalite.checkpoint.store.progress import Training
 from megalite.checkpoint.store.state import progress_tensors
 from megalite.checkpoint.weights.formats.opened import Weights
@@ -107,7 +107,7 @@ def _refuse_unfit(training: Training, parts: Iterable[Part], target: Path) -> No
             rule = "a run resumes from tensors all of float32 or all of float64"
             raise InputError(f"{target}: {part.name} would be of {part.dtype}; {rule}, so use --dtype fp32")
     step = training.progress.step
-    if NAME.fullmatch(name := target.absolute().name) and step_of(target) != step:
+    if STEP_NAME.fullmatch(name := target.absolute().name) and step_of(target) != step:
         raise InputError(f"{target}: must not be called {name}, as the run is at step {step}; call it step-{step:08d}")
 
 
@@ -166,7 +166,7 @@ def _manifest(found: Weights, target: Path, parts: Sequence[Part], files: dict[s
         config = replace(config, train=replace(config.train, precision=precision))
         if found.manifest is not None:
             return replace(found.manifest, config=to_plain(config), files=files)
-    named = step_of(target) if NAME.fullmatch(target.absolute().name) else 0
+    named = step_of(target) if STEP_NAME.fullmatch(target.absolute().name) else 0
     return Manifest(
         step=named if training is None else training.progress.step,
         tokens=None if training is None else training.progress.tokens,

@@ -19,8 +19,8 @@ from megalite.checkpoint.store.manifest import INDEX, MANIFEST, is_plain
 from megalite.checkpoint.weights.formats.inert_pickle import Made, read_pickle
 from megalite.checkpoint.weights.formats.torch_read import dictionary, located, sizes, told
 
-LIMIT = 1 << 28  # bytes of DCP's index
-RESERVED = (METADATA, INDEX, MANIFEST)  # files that hold no tensor
+MAX_INDEX_BYTES = 1 << 28  # bytes of DCP's index
+RESERVED_FILES = (METADATA, INDEX, MANIFEST)  # files that hold no tensor
 
 
 class Part(NamedTuple):
@@ -46,7 +46,7 @@ def dcp_index(path: Path, choose: Callable[[Names], Names] = lambda names: names
     has elements in another order.
     """
     with told(path, METADATA):
-        fields = _state(read_pickle(read_whole(path, METADATA, LIMIT)), "metadata.Metadata")
+        fields = _state(read_pickle(read_whole(path, METADATA, MAX_INDEX_BYTES)), "metadata.Metadata")
         entries, locations = (
             dictionary(fields["state_dict_metadata"]),
             dict(_locations(dictionary(fields["storage_data"]))),
@@ -86,7 +86,7 @@ def _parts(name: Any, entry: Any, locations: dict[str, dict[str, Any]]) -> Itera
         if location.get("transform_descriptors"):
             raise ValueError(f"has {name} transformed, compressed for example")
         file, start, length = _text(location["relative_path"]), *sizes((location["offset"], location["length"]))
-        if not is_plain(file) or file.lower() in RESERVED:
+        if not is_plain(file) or file.lower() in RESERVED_FILES:
             raise ValueError(f"places {name} in {shortened(file)}, which is no file of tensors in its folder")
         yield Part(name, dtype, shape, offsets, extent, file, start, length)
 

@@ -16,7 +16,7 @@ from megalite.checkpoint.weights.formats.opened import Weights, refuse_differenc
 from megalite.checkpoint.weights.formats.output import Output, Plan, Put, Stream
 from megalite.checkpoint.weights.formats.safetensors import INDEX, ONE_FILE, find, header, listed
 from megalite.checkpoint.weights.formats.tokenizer import tokenizer_files
-from megalite.checkpoint.weights.maps.families import CONFIG, LARGEST, family_of, read_config
+from megalite.checkpoint.weights.maps.families import CONFIG, MAX_CONFIG_BYTES, family_of, read_config
 from megalite.checkpoint.weights.maps.family import Family
 from megalite.checkpoint.weights.maps.models import lost
 from megalite.checkpoint.weights.maps.strips import PREFIX, Table, under_our_names
@@ -24,8 +24,8 @@ from megalite.plan.model.weights import weights
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 PIECE = 1 << 22  # bytes compared at a time
-SHARD = 5_000_000_000  # bytes of a file, as the hub advises
-WITHOUT_MEANING = re.compile(r"(model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq)")  # older files have these
+SHARD_BYTES = 5_000_000_000  # bytes of a file, as the hub advises
+IGNORED_TENSORS = re.compile(r"(model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq)")  # older files have these
 COMPANIONS = re.compile(
     r"config\.json|generation_config\.json|tokenizer.*|special_tokens_map\.json|added_tokens\.json|vocab\.(json|txt)|merges\.txt"
     r"|chat_template\..*|README\.md|LICENSE.*|NOTICE.*|USE_POLICY.*|model\.safetensors\.index\.json"
@@ -40,7 +40,7 @@ def open_folder(path: Path) -> Weights:
     found = {
         name: stored
         for name, stored in files.index.tensors.items()
-        if name in table or not WITHOUT_MEANING.fullmatch(name)
+        if name in table or not IGNORED_TENSORS.fullmatch(name)
     }
     head = found.pop(HEAD, None) if model.tie_embeddings else None
     refuse_differences(path, files.source, found.keys(), table)
@@ -78,7 +78,7 @@ def plan(found: Weights, dtype: str | None, shard: int | None) -> Plan:
     """A folder as transformers writes it.
 
     dtype: of all tensors; None: each keeps its own. shard: bytes of a file at most, unless one tensor has more; None:
-    as in the folder that the weights once came from, or SHARD. Raises InputError if no family has such a model.
+    as in the folder that the weights once came from, or SHARD_BYTES. Raises InputError if no family has such a model.
     """
     beside = {file.name: file for file in found.companions}
     family, fields = _family(found, beside.get(CONFIG))
@@ -92,7 +92,7 @@ def plan(found: Weights, dtype: str | None, shard: int | None) -> Plan:
         texts[INDEX] = _index(files, table, kinds)
     if files is None:
         beside.pop(INDEX, None)
-        files = _split(table, kinds, shard or SHARD)
+        files = _split(table, kinds, shard or SHARD_BYTES)
         if len(files) > 1:
             texts[INDEX] = _index(files, table, kinds)
     if fields is None or (dtype is not None and dtype not in _dtypes(fields)):
@@ -138,7 +138,7 @@ def _family(found: Weights, config: Path | None) -> tuple[Family, dict[str, Any]
         except InputError:
             return family_of(found.model), None
         if not lost(found.model, model):
-            return family, read_object(config, LARGEST)
+            return family, read_object(config, MAX_CONFIG_BYTES)
         return family_of(found.model, family.model_type), None
     return family_of(found.model, found.family), None
 

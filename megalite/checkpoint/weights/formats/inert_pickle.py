@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-LONGEST = 200  # characters of a module's name, and of a name in it
-LARGEST = 1 << 31  # whole number as a key: larger ones can be chosen to have equal hashes
+MAX_NAME_LENGTH = 200  # characters of a module's name, and of a name in it
+MAX_KEY = 1 << 31  # whole number as a key: larger ones can be chosen to have equal hashes
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,8 +149,8 @@ class _Machine:
 
     def _name(self, module: Any, name: Any) -> None:
         # Both may be long texts of the memo, and every opcode, a single byte, would join them again.
-        if not all(isinstance(part, str) and len(part) <= LONGEST for part in (module, name)):
-            raise ValueError(f"names a class by what is no text of at most {LONGEST} characters")
+        if not all(isinstance(part, str) and len(part) <= MAX_NAME_LENGTH for part in (module, name)):
+            raise ValueError(f"names a class by what is no text of at most {MAX_NAME_LENGTH} characters")
         self.push(Named(f"{module}.{name}"))
 
 
@@ -205,4 +205,4 @@ def _set(target: Any, items: list[Any]) -> None:
 
 def _is_key(value: Any) -> bool:
     """Return whether the hash of `value` is quick to compute and cannot be chosen, unlike that of a tuple or float."""
-    return isinstance(value, str | Made) or (type(value) is int and -LARGEST <= value < LARGEST)
+    return isinstance(value, str | Made) or (type(value) is int and -MAX_KEY <= value < MAX_KEY)

@@ -48,8 +48,8 @@ from megalite.plan.model.weights import weights
 FILES = ("model_optim_rng.pt", "model_rng.pt")  # of a rank: the latter with a distributed optimizer, long ago
 RANK = re.compile(r"mp_rank_(\d{2,5})(?:_(\d{3,5}))?")
 CHUNK = re.compile(r"model(\d{0,3})")
-NUMBERED = re.compile(r"decoder\.layers\.(\d{1,5})\.")
-SHOWN = 5  # names in a message
+LAYER_NUMBER = re.compile(r"decoder\.layers\.(\d{1,5})\.")
+LISTED_LAYERS = 5  # names in a message
 Ranks = dict[tuple[int, int], str]  # files by tensor-parallel and pipeline rank
 Tensors = dict[str, Any]  # by name
 
@@ -192,9 +192,11 @@ def _layers(
     for pipeline, number, _ in places(split):
         if any(len(chunks[tensor, pipeline]) != split.virtual for tensor in range(split.tp)):
             raise DamagedError(path, f"{saved[0, pipeline].name} has another number of virtual stages than others")
-        own = {int(match[1]) for name in chunks[0, pipeline][number] if (match := NUMBERED.match(name))}
+        own = {int(match[1]) for name in chunks[0, pipeline][number] if (match := LAYER_NUMBER.match(name))}
         if own != set(range(len(own))):
-            raise DamagedError(path, f"{saved[0, pipeline].name} has layers {sorted(own)[:SHOWN]} instead of 0, 1 …")
+            raise DamagedError(
+                path, f"{saved[0, pipeline].name} has layers {sorted(own)[:LISTED_LAYERS]} instead of 0, 1 …"
+            )
         found[pipeline, number] = range(first, first + len(own))
         first += len(own)
     if first != model.layers:

@@ -26,11 +26,11 @@ from megalite.checkpoint.weights.maps.strips import PREFIX, Theirs, under_our_na
 from megalite.config.schema import Model
 from megalite.plan.model.weights import weights
 
-PARAMS, FIRST = "params.json", "consolidated.00.pth"
+PARAMS, FIRST_FILE = "params.json", "consolidated.00.pth"
 FILE = re.compile(r"consolidated\.(\d{2,3})\.pth")
-WITHOUT_MEANING = "rope.freqs"  # angles, in files of Llama 1 and 2
-FFN = "layers.0.feed_forward.w1.weight"  # tells the feed-forward's width
-LARGEST = 1 << 20  # bytes of params.json
+IGNORED_TENSOR = "rope.freqs"  # angles, in files of Llama 1 and 2
+FFN_WEIGHT = "layers.0.feed_forward.w1.weight"  # tells the feed-forward's width
+MAX_PARAMS_BYTES = 1 << 20  # bytes of params.json
 
 
 def open_folder(path: Path, model: Model | None = None) -> Weights:
@@ -61,17 +61,17 @@ def open_folder(path: Path, model: Model | None = None) -> Weights:
             if not copy and not (rank and replicated(name)):
                 places.append(chunk._replace(name=f"{file.name} {name}"))
                 table[places[-1].name] = wanted[name]
-    with damage_of(path, FIRST):
+    with damage_of(path, FIRST_FILE):
         index = under_our_names(Index.of(places), table, weights(model), PREFIX)
     sizes = {file.name: file.bytes for file in files}
-    return Weights("meta", path, model, index, sizes, FIRST, True, *beside(path))
+    return Weights("meta", path, model, index, sizes, FIRST_FILE, True, *beside(path))
 
 
 def _names(path: Path) -> list[str]:
     """The files, in order. Raises InputError if there are none, and DamagedError if one is missing."""
     found = {int(match[1]): match[0] for file in path.iterdir() if (match := FILE.fullmatch(file.name))}
     if not found:
-        raise InputError(f"{path}: holds no {FIRST}")
+        raise InputError(f"{path}: holds no {FIRST_FILE}")
     for number in range(len(found)):
         if number not in found:
             raise DamagedError(path, f"consolidated.{number:02d}.pth is missing: there are {len(found)} of them")
@@ -83,7 +83,7 @@ def _chunks(file: Saved) -> dict[str, Chunk]:
     with damage_of(file.path, file.name):
         if not isinstance(file.content, dict):
             raise ValueError("holds something else than a dictionary")
-        tensors = {name: value for name, value in file.content.items() if name != WITHOUT_MEANING}
+        tensors = {name: value for name, value in file.content.items() if name != IGNORED_TENSOR}
         for name, value in tensors.items():
             if not isinstance(name, str) or not is_tensor(value):
                 raise ValueError(f"has {name!r:.100}, which is no tensor")
@@ -92,18 +92,18 @@ def _chunks(file: Saved) -> dict[str, Chunk]:
 
 def _told_model(path: Path, shapes: dict[str, tuple[int, ...]], files: int) -> Model:
     """The model that params.json and the first file's tensors tell."""
-    values = read_object(path / PARAMS, LARGEST)
+    values = read_object(path / PARAMS, MAX_PARAMS_BYTES)
     values = values.get("model", values)
     if not isinstance(values, dict):
         raise DamagedError(path, f"{PARAMS} holds no parameters of a model")
     tied = OUTPUT not in shapes
-    by_rows = [shape[0] * files if shape else 0 for shape in (shapes.get(OUTPUT, ()), shapes.get(FFN, ()))]
+    by_rows = [shape[0] * files if shape else 0 for shape in (shapes.get(OUTPUT, ()), shapes.get(FFN_WEIGHT, ()))]
     if tied:
         told = values.get("vocab_size", -1)
         by_rows[0] = told if type(told) is int and told > 0 else (shapes.get(EMBEDDING) or (0,))[0]
-    for size, name in zip(by_rows, (EMBEDDING if tied else OUTPUT, FFN), strict=True):
+    for size, name in zip(by_rows, (EMBEDDING if tied else OUTPUT, FFN_WEIGHT), strict=True):
         if not size:
-            raise DamagedError(path, f"{FIRST} lacks {name}")
+            raise DamagedError(path, f"{FIRST_FILE} lacks {name}")
     return model_of(values, str(path / PARAMS), by_rows[0], by_rows[1], tied)
 
 

@@ -13,7 +13,7 @@ from megalite.checkpoint.weights.maps.folded import folded
 from megalite.checkpoint.weights.maps.strips import PREFIX
 from megalite.config.schema import Model
 
-SHOWN = 5  # names in a message
+LISTED_NAMES = 5  # names in a message
 
 
 @dataclass(frozen=True)
@@ -86,5 +86,5 @@ def refuse_differences(path: Path, file: str, found: Collection[str], wanted: Co
     names = set(found), set(wanted)
     for odd, what in ((names[1] - names[0], "lacks"), (names[0] - names[1], "has what its model has not:")):
         if odd:
-            more = f" and {len(odd) - SHOWN} more" if len(odd) > SHOWN else ""
-            raise DamagedError(path, f"{file} {what} {', '.join(sorted(odd)[:SHOWN])}{more}")
+            more = f" and {len(odd) - LISTED_NAMES} more" if len(odd) > LISTED_NAMES else ""
+            raise DamagedError(path, f"{file} {what} {', '.join(sorted(odd)[:LISTED_NAMES])}{more}")

@@ -19,14 +19,14 @@ from megalite.base.errors import InputError, listing
 from megalite.base.files import is_file
 from megalite.base.json_bounds import parse
 from megalite.checkpoint.store.disk import damage_of, opened, read_at, read_whole
-from megalite.checkpoint.store.index import DIMENSIONS, ITEM_BYTES, Chunk, Index
+from megalite.checkpoint.store.index import ITEM_BYTES, MAX_DIMENSIONS, Chunk, Index
 from megalite.checkpoint.store.manifest import is_plain
 
 ONE_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"  # which file each tensor of several is in
 LENGTH = struct.Struct("<Q")
-HEADER = 100_000_000  # bytes of a header; the library reads no longer ones either
-INDEX_BYTES = 1 << 26
+MAX_HEADER_BYTES = 100_000_000  # bytes of a header; the library reads no longer ones either
+MAX_INDEX_BYTES = 1 << 26
 DTYPES = {  # our names of theirs, in the order in which the library sorts the tensors of a file
     "I64": "int64",
     "F64": "float64",
@@ -39,7 +39,7 @@ DTYPES = {  # our names of theirs, in the order in which the library sorts the t
     "U8": "uint8",
     "BOOL": "bool",
 }
-THEIRS = {ours: theirs for theirs, ours in DTYPES.items()}
+DTYPE_NAMES = {ours: theirs for theirs, ours in DTYPES.items()}
 METADATA = {"format": "pt"}  # transformers asks for it
 
 
@@ -64,7 +64,7 @@ def header(tensors: Mapping[str, tuple[str, Sequence[int]]]) -> tuple[bytes, lis
     for name in order:
         dtype, shape = tensors[name]
         start, end = end, end + math.prod(shape) * ITEM_BYTES[dtype]
-        fields[name] = {"dtype": THEIRS[dtype], "shape": list(shape), "data_offsets": [start, end]}
+        fields[name] = {"dtype": DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [start, end]}
     text = json.dumps(fields, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % LENGTH.size)
     return LENGTH.pack(len(text)) + text, order
@@ -96,7 +96,7 @@ def listed(path: Path) -> dict[str, set[str]]:
     """The files that the index names, each with its tensors."""
     with damage_of(path, INDEX):
         try:
-            places = parse(read_whole(path, INDEX, INDEX_BYTES, links=True), unique=True)["weight_map"]
+            places = parse(read_whole(path, INDEX, MAX_INDEX_BYTES, links=True), unique=True)["weight_map"]
             found: dict[str, set[str]] = {}
             for name, file in places.items():
                 if not isinstance(file, str) or not is_plain(file):
@@ -116,7 +116,7 @@ def _header(path: Path, name: str) -> tuple[list[Chunk], int]:
         if size < LENGTH.size:
             raise ValueError(f"has {size} bytes, too few for safetensors")
         (length,) = LENGTH.unpack(os.pread(descriptor, LENGTH.size, 0))
-        if length > min(HEADER, size - LENGTH.size):
+        if length > min(MAX_HEADER_BYTES, size - LENGTH.size):
             raise ValueError(f"has a header of {length:,} bytes, more than the file or the format has")
         text = bytearray(length)
         read_at(path, name, descriptor, memoryview(text), LENGTH.size)
@@ -142,8 +142,8 @@ def _chunk(file: str, start: int, name: str, fields: Any) -> Chunk:
         numbers = [*shape, first, end]
     except (KeyError, TypeError, ValueError):
         raise ValueError(f"describes {shortened(name)} in another way than safetensors") from None
-    if len(shape) > DIMENSIONS:
-        raise ValueError(f"has {shortened(name)} of {len(shape):,} dimensions; tensors have at most {DIMENSIONS}")
+    if len(shape) > MAX_DIMENSIONS:
+        raise ValueError(f"has {shortened(name)} of {len(shape):,} dimensions; tensors have at most {MAX_DIMENSIONS}")
     if not all(type(number) is int and 0 <= number < 1 << 56 for number in numbers):
         raise ValueError(f"has sizes of {shortened(name)} that no tensor has")
     if not isinstance(dtype, str) or dtype not in DTYPES:

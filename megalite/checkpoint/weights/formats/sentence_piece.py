@@ -7,11 +7,19 @@ from pathlib import Path
 from typing import Any
 
 from megalite.base.errors import InputError
-from megalite.data.sentence_piece import CONTROL, NORMAL, UNIGRAM, UNKNOWN, USER_DEFINED, PieceModel, read_model
+from megalite.data.sentence_piece import (
+    CONTROL_PIECE,
+    NORMAL_PIECE,
+    UNIGRAM_MODEL,
+    UNKNOWN_PIECE,
+    USER_DEFINED_PIECE,
+    PieceModel,
+    read_model,
+)
 from megalite.data.tokenizer import BLANK, tokenizers
 
-NEVER = -1e6  # a score so low that no text is encoded as the piece
-ALWAYS = -0.1  # the score that SentencePiece gives to a piece which is whole wherever it stands
+EXCLUSION_SCORE = -1e6  # a score so low that no text is encoded as the piece
+USER_DEFINED_SCORE = -0.1  # the score that SentencePiece gives to a piece which is whole wherever it stands
 
 
 @lru_cache(maxsize=1)  # one is written, and then tried
@@ -29,16 +37,16 @@ def tokenizer_json(path: Path, content: bytes) -> bytes:
         raise InputError(
             f"{path}: has fields that no SentencePiece model has; make it again with the program that trained it"
         ) from None
-    found = tokenizers.Tokenizer(_unigram(model) if model.kind == UNIGRAM else _bpe(model))
+    found = tokenizers.Tokenizer(_unigram(model) if model.kind == UNIGRAM_MODEL else _bpe(model))
     found.normalizer = _normalizer(model)
-    patterns = _lone(model) if model.kind == UNIGRAM else _whole(model, found.model)
+    patterns = _lone(model) if model.kind == UNIGRAM_MODEL else _whole(model, found.model)
     if patterns:
         kinds, pattern = tokenizers.pre_tokenizers, tokenizers.Regex
         found.pre_tokenizer = kinds.Sequence([kinds.Split(pattern(each), "isolated") for each in patterns])
-        if model.kind != UNIGRAM:
+        if model.kind != UNIGRAM_MODEL:
             found.model.ignore_merges = True
     found.decoder = _decoder(model)
-    special = [tokenizers.AddedToken(name, special=True, normalized=False) for name in _named(model, CONTROL)]
+    special = [tokenizers.AddedToken(name, special=True, normalized=False) for name in _named(model, CONTROL_PIECE)]
     found.add_special_tokens(special)
     return str(found.to_str()).encode()
 
@@ -49,7 +57,7 @@ def _named(model: PieceModel, wanted: int) -> list[str]:
 
 def _never(model: PieceModel) -> list[str]:
     """Pieces that no text is encoded as, even if it spells them."""
-    return [name for name, _, kind in model.pieces if name and kind not in (NORMAL, USER_DEFINED)]
+    return [name for name, _, kind in model.pieces if name and kind not in (NORMAL_PIECE, USER_DEFINED_PIECE)]
 
 
 def _lone(model: PieceModel) -> list[str]:
@@ -57,7 +65,7 @@ def _lone(model: PieceModel) -> list[str]:
 
     A piece that is unlikely in the extreme is still likelier than letters that are none.
     """
-    letters = {name for name in _named(model, NORMAL) if len(name) == 1}
+    letters = {name for name in _named(model, NORMAL_PIECE) if len(name) == 1}
     found = []
     for name in _never(model):
         at = next((at for at, letter in enumerate(name) if letter not in letters), None)
@@ -73,7 +81,7 @@ def _whole(model: PieceModel, merging: Any) -> list[str]:
     Such a piece alone is taken as it is, and so would be text between two that spells one of `_never`: it is cut where
     the first of its merged pieces ends.
     """
-    if not (own := _named(model, USER_DEFINED)):
+    if not (own := _named(model, USER_DEFINED_PIECE)):
         return []
     cuts = []
     for name in _never(model):
@@ -84,7 +92,7 @@ def _whole(model: PieceModel, merging: Any) -> list[str]:
 
 def _bpe(model: PieceModel) -> Any:
     """Merges in the order of the scores of what they make: a model of SentencePiece has no list of them."""
-    normal = {name: (-score, token) for token, (name, score, kind) in enumerate(model.pieces) if kind == NORMAL}
+    normal = {name: (-score, token) for token, (name, score, kind) in enumerate(model.pieces) if kind == NORMAL_PIECE}
     ranked = [
         (rank, name[:cut], name[cut:])
         for name, rank in normal.items()
@@ -95,16 +103,16 @@ def _bpe(model: PieceModel) -> Any:
     return tokenizers.models.BPE(
         {name: token for token, (name, _, _) in enumerate(model.pieces)},
         [merge[1:] for merge in ranked],
-        unk_token=next(iter(_named(model, UNKNOWN)), None),
+        unk_token=next(iter(_named(model, UNKNOWN_PIECE)), None),
         fuse_unk=True,
         byte_fallback=model.to_bytes,
     )
 
 
 def _unigram(model: PieceModel) -> Any:
-    unknown = next((token for token, (_, _, kind) in enumerate(model.pieces) if kind == UNKNOWN), None)
+    unknown = next((token for token, (_, _, kind) in enumerate(model.pieces) if kind == UNKNOWN_PIECE), None)
     scored = [
-        (name, score if kind == NORMAL else ALWAYS if kind == USER_DEFINED else NEVER)
+        (name, score if kind == NORMAL_PIECE else USER_DEFINED_SCORE if kind == USER_DEFINED_PIECE else EXCLUSION_SCORE)
         for name, score, kind in model.pieces
     ]
     return tokenizers.models.Unigram(scored, unk_id=unknown, byte_fallback=model.to_bytes)
@@ -128,6 +136,6 @@ def _normalizer(model: PieceModel) -> Any:
 
 def _decoder(model: PieceModel) -> Any:
     kinds = tokenizers.decoders
-    steps: list[Any] = [kinds.Replace(name, model.unknown) for name in _named(model, UNKNOWN)]
+    steps: list[Any] = [kinds.Replace(name, model.unknown) for name in _named(model, UNKNOWN_PIECE)]
     steps += [kinds.Replace(BLANK, " "), *([kinds.ByteFallback()] if model.to_bytes else []), kinds.Fuse()]
     return kinds.Sequence([*steps, kinds.Strip(" ", int(model.prefix), 0)])

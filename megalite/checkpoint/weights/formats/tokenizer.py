@@ -11,16 +11,16 @@ from megalite.checkpoint.weights.formats.opened import Weights
 from megalite.checkpoint.weights.formats.sentence_piece import tokenizer_json
 from megalite.data.odd_texts import ODD_TEXTS
 from megalite.data.tokenizer import (
-    MOST_BESIDE,
+    MAX_COMPANION_BYTES,
     HuggingFaceTokenizer,
     SentencePieceTokenizer,
     Tokenizer,
 )
 from megalite.data.trial import open_tokenizer_file
 
-GENERATION = "generation_config.json"
+GENERATION_CONFIG = "generation_config.json"
 # How the tokenizer of Qwen2 divides text into words.
-QWEN2 = (
+QWEN2_WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
@@ -54,7 +54,7 @@ def tokenizer_files(path: Path, end: int | None) -> tuple[dict[str, bytes], dict
     """
     tokenizer = open_tokenizer_file(path)
     end = tokenizer.eod if end is None else end
-    texts = {} if end is None else {GENERATION: _json({"eos_token_id": end, "pad_token_id": end})}
+    texts = {} if end is None else {GENERATION_CONFIG: _json({"eos_token_id": end, "pad_token_id": end})}
     texts["tokenizer_config.json"] = _json(SETTINGS | ({} if end is None else {"eos_token": tokenizer.piece(end)}))
     if isinstance(tokenizer, HuggingFaceTokenizer):
         changed = tokenizer.without_additions()
@@ -77,7 +77,7 @@ def doubts(found: Weights, model_type: str | None = None) -> tuple[str, ...]:
         if differing is not None:
             rule = f"{path}: no tokenizer.json does all that this SentencePiece model asks for"
             warnings.append(f"{rule}: transformers splits, for example, {differing!a:.200} otherwise")
-    if model_type == "qwen2" and json.dumps(QWEN2) not in content.decode():
+    if model_type == "qwen2" and json.dumps(QWEN2_WORDS) not in content.decode():
         rule = (
             f"{path}: is not Qwen2's tokenizer, but AutoTokenizer of transformers 5 splits text of all qwen2 models so"
         )
@@ -103,10 +103,14 @@ def companions_of(found: Weights) -> tuple[dict[str, bytes], dict[str, Path]]:
 
 def ends_in(folder: Path) -> tuple[int, ...]:
     """The ids that end a text, as a Hugging Face folder tells; the first is that of documents. Raises InputError."""
-    found = read_object(folder / GENERATION, MOST_BESIDE).get("eos_token_id") if is_file(folder / GENERATION) else None
+    found = (
+        read_object(folder / GENERATION_CONFIG, MAX_COMPANION_BYTES).get("eos_token_id")
+        if is_file(folder / GENERATION_CONFIG)
+        else None
+    )
     ids = found if isinstance(found, list) else [] if found is None else [found]
     if not all(type(token) is int and token >= 0 for token in ids):
-        raise InputError(f"{folder / GENERATION}: eos_token_id = {found!r:.100}: must be an id or a list of ids")
+        raise InputError(f"{folder / GENERATION_CONFIG}: eos_token_id = {found!r:.100}: must be an id or a list of ids")
     return tuple(ids)
 
 

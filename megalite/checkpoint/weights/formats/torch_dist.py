@@ -68,19 +68,19 @@ from megalite.checkpoint.weights.maps.strips import PREFIX, Table, Theirs, under
 from megalite.config.schema import Model
 from megalite.plan.model.weights import weights
 
-COMMON, BACKEND = "common.pt", "metadata.json"
+COMMON_FILE, BACKEND_FILE = "common.pt", "metadata.json"
 BACKENDS = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
-BACKENDS_SAVED = {**BACKENDS, "common_backend": "torch", "common_backend_version": 1}
-NO_WEIGHTS = ("optimizer.", "chained_", "rng_state", "rerun_state_machine_state")  # begin names of other tensors
+SAVED_BACKENDS = {**BACKENDS, "common_backend": "torch", "common_backend_version": 1}
+OTHER_PREFIXES = ("optimizer.", "chained_", "rng_state", "rerun_state_machine_state")  # begin names of other tensors
 MASTERS = (
     "optimizer.state.fp32_param.",
     "optimizer.state.param.",
 )  # weights as an optimizer or the distributed one has
 MOMENTS = {f"optimizer.state.{name}.": f"optimizer.{name}." for name in ("exp_avg", "exp_avg_sq")}
 KINDS = {**dict.fromkeys(("", *MASTERS), PREFIX), **MOMENTS}  # begin names of theirs, and of ours
-STATE = "float32"  # data type of states
+STATE_DTYPE = "float32"  # data type of states
 FILE_BYTES = 1 << 32  # of a file that we write, about
-WITH_STATES = (QKV, "self_attention.linear_proj", "self_attention.core_attention", FC1, "mlp.linear_fc2")
+STATEFUL_MODULES = (QKV, "self_attention.linear_proj", "self_attention.core_attention", FC1, "mlp.linear_fc2")
 
 
 @dataclass(frozen=True)
@@ -102,10 +102,10 @@ def open_folder(path: Path, model: Model | None = None, states: bool = False) ->
     """
     folder = latest(path)
     _check_backend(path, folder)
-    saved = Saved(path, folder + COMMON) if is_file(path / folder / COMMON) else None
+    saved = Saved(path, folder + COMMON_FILE) if is_file(path / folder / COMMON_FILE) else None
     content = saved and saved.content
     arguments = arguments_in(content)
-    model = told_model(path, folder + COMMON, arguments, model)
+    model = told_model(path, folder + COMMON_FILE, arguments, model)
     names: set[Any] = set()  # of all tensors
     raw, _ = dcp_index(path / folder, partial(_chosen, states, names))
     source = folder + METADATA
@@ -114,8 +114,8 @@ def open_folder(path: Path, model: Model | None = None, states: bool = False) ->
     if states:
         _check_states(path, names, trained)
         if saved is None or not isinstance(content, dict):
-            raise InputError(f"{path}: {folder}{COMMON} tells nothing of the run; leave --optimizer out")
-        training = training_of(content, arguments or {}, model, f"{path}: {folder}{COMMON}", saved.whole)
+            raise InputError(f"{path}: {folder}{COMMON_FILE} tells nothing of the run; leave --optimizer out")
+        training = training_of(content, arguments or {}, model, f"{path}: {folder}{COMMON_FILE}", saved.whole)
     with damage_of(path, source):
         files = tuple(folder + file for file in raw.files)
         found = _by_kind(raw)
@@ -133,7 +133,9 @@ def open_folder(path: Path, model: Model | None = None, states: bool = False) ->
     if training is not None:
         _check_types(path, index)
         if folder not in ("", f"{RELEASE}/", f"{folder_of(training.progress.step)}/"):
-            raise InputError(f"{path}: {folder}{COMMON} is of iteration {training.progress.step}, not of its folder's")
+            raise InputError(
+                f"{path}: {folder}{COMMON_FILE} is of iteration {training.progress.step}, not of its folder's"
+            )
     family, companions = beside(path)
     return Weights(
         "megatron-dist",
@@ -157,7 +159,7 @@ def _chosen(states: bool, seen: set[Any], names: Names) -> list[Any]:
     return [
         name
         for name in names
-        if (states and name.startswith(wanted)) or (not name.startswith(NO_WEIGHTS) and known_as(name) is not None)
+        if (states and name.startswith(wanted)) or (not name.startswith(OTHER_PREFIXES) and known_as(name) is not None)
     ]
 
 
@@ -180,8 +182,12 @@ def _check_states(path: Path, names: Iterable[str], trained: bool) -> None:
 def _check_types(path: Path, index: Index) -> None:
     """Raises InputError unless what the optimizer updates, and its states, are in float32."""
     for name, tensor in index.tensors.items():
-        if tensor.dtype != STATE:
-            why = "its main weight, of optimizer.state.*, is missing" if name.startswith(PREFIX) else f"must be {STATE}"
+        if tensor.dtype != STATE_DTYPE:
+            why = (
+                "its main weight, of optimizer.state.*, is missing"
+                if name.startswith(PREFIX)
+                else f"must be {STATE_DTYPE}"
+            )
             raise InputError(f"{path}: has {name} in {tensor.dtype}: {why}; leave --optimizer out")
 
 
@@ -217,8 +223,8 @@ def _joined(indexes: Sequence[Index]) -> Index:
 
 def _check_backend(path: Path, folder: str) -> None:
     """Raises DamagedError unless the folder says that it is of this format."""
-    with damage_of(path, folder + BACKEND):
-        told = parse(read_whole(path, folder + BACKEND, 1 << 16, links=True))
+    with damage_of(path, folder + BACKEND_FILE):
+        told = parse(read_whole(path, folder + BACKEND_FILE, 1 << 16, links=True))
         if not isinstance(told, dict):
             raise ValueError("holds something else than an object")
         for key, value in BACKENDS.items():
@@ -261,7 +267,7 @@ def plan(found: Weights, split: Split = WHOLE_MODEL, dtype: str | None = None) -
         content["iteration"] = 0
     else:
         _refuse_other_states(found)
-        kinds |= {MASTERS[0]: (PREFIX, STATE)} | {theirs: (ours, STATE) for theirs, ours in MOMENTS.items()}
+        kinds |= {MASTERS[0]: (PREFIX, STATE_DTYPE)} | {theirs: (ours, STATE_DTYPE) for theirs, ours in MOMENTS.items()}
         vars(content["args"]).update(arguments_beside(training))
         content |= content_of(training)
         folder, tracked = folder_of(training.progress.step), str(training.progress.step)
@@ -281,8 +287,8 @@ def plan(found: Weights, split: Split = WHOLE_MODEL, dtype: str | None = None) -
     beside_them, copied = taken_along(found)
     texts = beside_them | {
         TRACKER: f"{tracked}\n".encode(),
-        f"{folder}/{COMMON}": pickled(content),
-        f"{folder}/{BACKEND}": json.dumps(BACKENDS_SAVED).encode(),
+        f"{folder}/{COMMON_FILE}": pickled(content),
+        f"{folder}/{BACKEND_FILE}": json.dumps(SAVED_BACKENDS).encode(),
         f"{folder}/{empty}": pickled([None]),
     }
     return Plan(outputs, texts, copied, finish)
@@ -340,7 +346,10 @@ def _output(name: str, parts: Sequence[Part]) -> Output:
 
 def _extra_states(model: Model) -> Iterator[str]:
     """The names of states that modules may ask for: Megatron loads no folder that lacks one."""
-    names = (*WITH_STATES, *(("self_attention.q_layernorm", "self_attention.k_layernorm") if model.qk_norm else ()))
+    names = (
+        *STATEFUL_MODULES,
+        *(("self_attention.q_layernorm", "self_attention.k_layernorm") if model.qk_norm else ()),
+    )
     for name, number in product(names, range(model.layers)):
         yield f"{LAYERS}{name}._extra_state/shard_{number}_{model.layers}"
     yield "decoder.final_layernorm._extra_state/shard_0_1"

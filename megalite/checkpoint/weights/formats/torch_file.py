@@ -18,9 +18,9 @@ from megalite.checkpoint.weights.formats.output import Put, Stream
 from megalite.checkpoint.weights.maps.strips import Theirs
 
 ALIGNMENT = 64  # bytes that the elements of a tensor are aligned to, so that they can be mapped into memory
-PADDING = 0x4246  # marks the extra field of a record that is there for alignment, "FB" as in torch's own files
-LOCAL_HEADER = 30  # bytes of a record's header before its name
-LARGE = 20  # bytes of the extra field with sizes above 4 GiB
+PADDING_MARK = 0x4246  # marks the extra field of a record that is there for alignment, "FB" as in torch's own files
+LOCAL_HEADER_BYTES = 30  # bytes of a record's header before its name
+ZIP64_EXTRA_BYTES = 20  # bytes of the extra field with sizes above 4 GiB
 STORAGES = {
     "float64": torch.DoubleStorage,
     "float32": torch.FloatStorage,
@@ -90,9 +90,9 @@ def _info(name: str, position: int, size: int) -> zipfile.ZipInfo:
     """The header of a record at `position`, padded so that the record's content is aligned."""
     info = zipfile.ZipInfo(name)
     info.file_size = size
-    used = position + LOCAL_HEADER + len(name) + 4 + LARGE
+    used = position + LOCAL_HEADER_BYTES + len(name) + 4 + ZIP64_EXTRA_BYTES
     padding = -used % ALIGNMENT
-    info.extra = PADDING.to_bytes(2, "little") + padding.to_bytes(2, "little") + b"Z" * padding
+    info.extra = PADDING_MARK.to_bytes(2, "little") + padding.to_bytes(2, "little") + b"Z" * padding
     return info
 
 

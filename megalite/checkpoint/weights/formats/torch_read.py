@@ -17,7 +17,7 @@ from megalite.checkpoint.store.disk import damage_of, opened
 from megalite.checkpoint.store.index import ITEM_BYTES, Chunk, check_form
 from megalite.checkpoint.weights.formats.inert_pickle import Made, Named, read_pickle
 
-LARGEST = 1 << 26  # bytes of a file's pickle, and of its directory of records
+MAX_PICKLE_BYTES = 1 << 26  # bytes of a file's pickle, and of its directory of records
 ZIP = b"PK"  # begins a file of torch 1.6 or later
 PARAMETER = "torch._utils._rebuild_parameter"
 NUMBERS = {"float32": "=f", "float64": "=d", "int32": "=i", "int64": "=q"}  # how struct reads them
@@ -47,13 +47,13 @@ class Saved:
             self.bytes = os.fstat(descriptor).st_size
             if os.pread(descriptor, len(ZIP), 0) != ZIP:
                 raise ValueError("is no file of torch 1.6 or later; load it with torch, and save it again")
-            archive = Archive(descriptor, 0, self.bytes, LARGEST)
+            archive = Archive(descriptor, 0, self.bytes, MAX_PICKLE_BYTES)
             self.content = read_pickle(archive.read("data.pkl"))
 
     def chunks(self, tensors: Mapping[str, Any]) -> list[Chunk]:
         """The tensors of `content` that are given by name, as parts of this file."""
         with opened(self.path, self.name, links=True) as descriptor, told(self.path, self.name):
-            archive, found = Archive(descriptor, 0, self.bytes, LARGEST), []
+            archive, found = Archive(descriptor, 0, self.bytes, MAX_PICKLE_BYTES), []
             for name, value in tensors.items():
                 dtype, shape, position = located(archive, value, name)
                 found.append(Chunk(name, dtype, shape, self.name, position, (0,) * len(shape), shape))

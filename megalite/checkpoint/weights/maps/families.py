@@ -18,11 +18,11 @@ from megalite.checkpoint.weights.maps.smollm3 import SMOLLM3
 from megalite.config.schema import Model
 
 CONFIG = "config.json"
-LARGEST = 1 << 24  # bytes of a config.json
+MAX_CONFIG_BYTES = 1 << 24  # bytes of a config.json
 FAMILIES = {
     family.model_type: family for family in (LLAMA, MISTRAL, QWEN2, QWEN3, SMOLLM3, OLMO2, PHI3)
 }  # the first that fits is taken
-LACKING = {  # families that people may try, and what of theirs megalite's layers do not have
+UNSUPPORTED_FAMILIES = {  # families that people may try, and what of theirs megalite's layers do not have
     "arcee": "squared ReLU without a gate",
     "bitnet": "squared ReLU, norms inside of attention and feed-forward, and weights of three values",
     "bloom": "ALiBi, layer norms with biases, and GELU",
@@ -80,11 +80,11 @@ LACKING = {  # families that people may try, and what of theirs megalite's layer
 def read_config(path: Path) -> tuple[Family, Model]:
     """The family and the model of the Hugging Face folder `path`. Raises InputError, also for what megalite lacks."""
     file = path / CONFIG
-    values = read_object(file, LARGEST)
+    values = read_object(file, MAX_CONFIG_BYTES)
     kind = values.get("model_type")
     family = FAMILIES.get(kind) if isinstance(kind, str) else None
     if family is None:
-        lacks = LACKING.get(kind) if isinstance(kind, str) else None
+        lacks = UNSUPPORTED_FAMILIES.get(kind) if isinstance(kind, str) else None
         why = f"needs {lacks}, which megalite's layers lack" if lacks else "is a family that megalite does not know"
         raise InputError(f"{file}: model_type = {kind!r:.100}: {why}; known are {listing(list(FAMILIES), 'and')}")
     return family, checked(family.model(Fields(str(file), values)), str(file))

@@ -10,14 +10,14 @@ from itertools import chain
 from typing import Any
 
 from megalite.checkpoint.weights.maps.fields import Fields
-from megalite.checkpoint.weights.maps.rope import PART, rope, rope_fields, rows_of_heads
+from megalite.checkpoint.weights.maps.rope import ROTARY_FACTOR, rope, rope_fields, rows_of_heads
 from megalite.checkpoint.weights.maps.strips import Table, Theirs, stacked, whole
 from megalite.config.layers import layer_kinds
 from megalite.config.schema import SCALING_KEYS, Attention, Model
 from megalite.plan.model.weights import weights
 from megalite.plan.parts.part import Weight
 
-FULL, SLIDING = "full_attention", "sliding_attention"  # kinds of layers
+FULL_ATTENTION, SLIDING_ATTENTION = "full_attention", "sliding_attention"  # kinds of layers
 ATTENTION = {
     f"self_attn.{name}_proj.{kind}": (f"attention.{name}.{kind}",) for name in "qkv" for kind in ("weight", "bias")
 }
@@ -82,7 +82,7 @@ class Family:
         fields = Fields(fields.file, {**self.defaults, **fields.values})
         if fields.get("hidden_act") == "swish":  # another name of it
             fields.values = {**fields.values, "hidden_act": "silu"}
-        for key, (value, why) in NEUTRAL.items():
+        for key, (value, why) in NEUTRAL_VALUES.items():
             fields.refuse(key, value, why)
         heads = fields.whole("num_attention_heads")
         sizes: dict[str, Any] = {
@@ -92,7 +92,7 @@ class Family:
         if scaling is not None and scaling.kind not in self.scalings:
             raise fields.wrong("rope_type", f"is no RoPE scaling of {self.model_type} in transformers", scaling.kind)
         if share != 1 and not self.partial:
-            raise fields.wrong(PART, f"turns a part of every head, which {self.model_type} does not", share)
+            raise fields.wrong(ROTARY_FACTOR, f"turns a part of every head, which {self.model_type} does not", share)
         model = Model(
             **sizes,
             head_width=self._head_width(fields),
@@ -150,7 +150,7 @@ def _stacked(model: Model, parts: Mapping[str, Weight]) -> Theirs:
     return replace(theirs, strips=tuple(chain.from_iterable(strips)))
 
 
-NEUTRAL = {  # keys of any family: the value without effect, and what another means
+NEUTRAL_VALUES = {  # keys of any family: the value without effect, and what another means
     "hidden_act": ("silu", "is another activation than SwiGLU's"),
     "attention_bias": (False, "means a bias of attention's output too"),
     "mlp_bias": (False, "means biases of the feed-forward"),
@@ -163,10 +163,10 @@ NEUTRAL = {  # keys of any family: the value without effect, and what another me
 def windows(fields: Fields, model: Model, types: Sequence[str] | None) -> Attention:
     """Sliding windows of layers whose kinds are `types`, as transformers names them; None: all have the window."""
     window = fields.get("sliding_window")
-    if window is None or (types is not None and SLIDING not in types):
+    if window is None or (types is not None and SLIDING_ATTENTION not in types):
         return Attention()
     window = fields.whole("sliding_window")
-    if types is None or all(kind == SLIDING for kind in types):
+    if types is None or all(kind == SLIDING_ATTENTION for kind in types):
         return Attention(window)
     for every in range(2, model.layers + 1):
         attention = Attention(window, every)
@@ -177,17 +177,26 @@ def windows(fields: Fields, model: Model, types: Sequence[str] | None) -> Attent
 
 def layer_types(model: Model) -> list[str]:
     """List transformers' type of each layer: with a window or without."""
-    return [SLIDING if kind.attention.heads.scores.window is not None else FULL for kind in layer_kinds(model)]
+    return [
+        SLIDING_ATTENTION if kind.attention.heads.scores.window is not None else FULL_ATTENTION
+        for kind in layer_kinds(model)
+    ]
 
 
 def listed_types(fields: Fields, model: Model) -> list[str]:
     """The kinds of layers in `layer_types`, or else as `max_window_layers` says; full where windows are not in use."""
     if not fields.flag("use_sliding_window"):
-        return [FULL] * model.layers
+        return [FULL_ATTENTION] * model.layers
     found = fields.get("layer_types")
     if found is None:
         first = fields.whole("max_window_layers", 0) if fields.get("max_window_layers") else 0
-        return [FULL if number < first else SLIDING for number in range(model.layers)]
-    if not isinstance(found, list) or len(found) != model.layers or not set(found) <= {FULL, SLIDING}:
-        raise fields.wrong("layer_types", f"must be a list of {FULL} or {SLIDING}, one for each of the layers")
+        return [FULL_ATTENTION if number < first else SLIDING_ATTENTION for number in range(model.layers)]
+    if (
+        not isinstance(found, list)
+        or len(found) != model.layers
+        or not set(found) <= {FULL_ATTENTION, SLIDING_ATTENTION}
+    ):
+        raise fields.wrong(
+            "layer_types", f"must be a list of {FULL_ATTENTION} or {SLIDING_ATTENTION}, one for each of the layers"
+        )
     return found

@@ -7,9 +7,9 @@ from typing import Any
 
 from megalite.base.errors import InputError
 
-LARGEST = 1e300  # number; whole ones beyond are more than a float can be
-SHOWN = Repr()  # for values, which may be nested deep
-SHOWN.maxstring = SHOWN.maxother = 200
+MAX_NUMBER = 1e300  # number; whole ones beyond are more than a float can be
+VALUE_REPR = Repr()  # for values, which may be nested deep
+VALUE_REPR.maxstring = VALUE_REPR.maxother = 200
 
 
 @dataclass
@@ -31,8 +31,8 @@ class Fields:
 
     def number(self, key: str, default: float | None = None, within: Mapping[str, Any] | None = None) -> float:
         found = (self.values if within is None else within).get(key, default)
-        if type(found) not in (int, float) or not abs(found) <= LARGEST:  # not so of NaN
-            raise self.wrong(key, f"must be a number of at most {LARGEST:g}", found)
+        if type(found) not in (int, float) or not abs(found) <= MAX_NUMBER:  # not so of NaN
+            raise self.wrong(key, f"must be a number of at most {MAX_NUMBER:g}", found)
         return float(found)
 
     def numbers(self, key: str, within: Mapping[str, Any]) -> list[float]:
@@ -61,5 +61,5 @@ class Fields:
 
     def wrong(self, key: str, rule: str, value: Any = None) -> InputError:
         return InputError(
-            f"{self.file}: {key} = {SHOWN.repr(self.values.get(key) if value is None else value)}: {rule}"
+            f"{self.file}: {key} = {VALUE_REPR.repr(self.values.get(key) if value is None else value)}: {rule}"
         )

@@ -22,7 +22,7 @@ EMBEDDING, FINAL_NORM, OUTPUT = (
 )
 LAYERS = "decoder.layers."
 QKV, FC1 = "self_attention.linear_qkv", "mlp.linear_fc1"
-WHOLE = {  # tensors of a layer that every tensor-parallel rank has, and ours
+REPLICATED_TENSORS = {  # tensors of a layer that every tensor-parallel rank has, and ours
     f"{QKV}.layer_norm_weight": "attention_norm.weight",
     "self_attention.q_layernorm.weight": "attention.q_norm.weight",
     "self_attention.k_layernorm.weight": "attention.k_norm.weight",
@@ -40,12 +40,12 @@ SPELLINGS = {  # of tensors of a layer: in Megatron-Core without Transformer Eng
     "mlp.dense_h_to_4h.weight": f"{FC1}.weight",
     "mlp.dense_4h_to_h.weight": "mlp.linear_fc2.weight",
 }
-OUTSIDE = {  # the same of tensors outside of layers
+OUTER_SPELLINGS = {  # the same of tensors outside of layers
     "decoder.final_norm.weight": FINAL_NORM,
     "word_embeddings_for_head.weight": OUTPUT,
 }
 LAYER = re.compile(r"(decoder\.layers\.(?:\d+\.)?)(.+)")
-WITHOUT_MEANING = re.compile(r".*(\._extra_state(/.*)?|\.inv_freq)")  # of Transformer Engine, and of RoPE
+IGNORED_TENSORS = re.compile(r".*(\._extra_state(/.*)?|\.inv_freq)")  # of Transformer Engine, and of RoPE
 
 
 @dataclass(frozen=True)
@@ -62,13 +62,13 @@ WHOLE_MODEL = Split()
 
 def known_as(name: str) -> str | None:
     """The name of a tensor as in this file; None for one that holds no weight."""
-    if WITHOUT_MEANING.fullmatch(name):
+    if IGNORED_TENSORS.fullmatch(name):
         return None
     name = name.removeprefix("language_model.")
     name = f"decoder.{name.removeprefix('encoder.')}" if name.startswith("encoder.") else name
     if found := LAYER.fullmatch(name):
         return found[1] + SPELLINGS.get(found[2], found[2])
-    return OUTSIDE.get(name, name)
+    return OUTER_SPELLINGS.get(name, name)
 
 
 def padded(vocabulary: int, tp: int) -> int:
@@ -121,7 +121,7 @@ def layer_table(model: Model, ours: Mapping[str, Weight], number: int, rank: int
         f"{FC1}.weight": Theirs((2 * halves[0].height, model.width), halves),
         "mlp.linear_fc2.weight": columns("mlp.down.weight"),
     }
-    present = {name: own + inside for name, inside in WHOLE.items() if own + inside in ours}
+    present = {name: own + inside for name, inside in REPLICATED_TENSORS.items() if own + inside in ours}
     return table | {name: stacked([(there, ours[there])]) for name, there in present.items()}
 
 
@@ -187,4 +187,4 @@ def places(split: Split) -> Iterator[tuple[int, int, int]]:
 def replicated(name: str) -> bool:
     """Return whether every tensor-parallel rank has the whole of this tensor."""
     found = LAYER.fullmatch(name)
-    return name == FINAL_NORM or (found is not None and found[2] in WHOLE)
+    return name == FINAL_NORM or (found is not None and found[2] in REPLICATED_TENSORS)

@@ -19,7 +19,7 @@ DEFAULTS = {  # what Megatron takes for arguments that checkpoints of older vers
     "rotary_base": 10000,
     "rope_scaling_factor": 8.0,
 }
-NEUTRAL: dict[str, tuple[Any, str]] = {  # the only value that megalite's layers are made for; what another means
+NEUTRAL_VALUES: dict[str, tuple[Any, str]] = {  # the only value that megalite's layers are made for; what another means
     "normalization": ("RMSNorm", "is another norm than RMSNorm"),
     "position_embedding_type": ("rope", "is another kind of positions than RoPE"),
     "swiglu": (True, "means another activation than SwiGLU"),
@@ -53,7 +53,7 @@ def model_of(arguments: Mapping[str, Any], file: str) -> Model:
     if "position_embedding_type" not in arguments and values.get("use_rotary_position_embeddings") is True:
         values["position_embedding_type"] = "rope"  # before there were others
     fields = Fields(f"{file}: args", values)
-    for key, (value, why) in NEUTRAL.items():
+    for key, (value, why) in NEUTRAL_VALUES.items():
         fields.refuse(key, value, why)
     heads = fields.whole("num_attention_heads")
     width = fields.whole("hidden_size")

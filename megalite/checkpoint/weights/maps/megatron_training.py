@@ -26,11 +26,11 @@ STYLES = {
     "inverse_sqrt": "inverse-square-root",
 }
 SHARDING = "fully_reshardable"  # how the distributed optimizer's tensors are named and cut: as those of the model
-LARGEST = 1 << 40  # steps, and samples
-MOST_TOKENS = 1 << 62
-WITHOUT = "leave --optimizer out to take the weights alone"
-OURS = "megalite"  # names the progress that megalite writes beside Megatron's own counts
-KEPT = {
+MAX_COUNT = 1 << 40  # steps, and samples
+MAX_TOKENS = 1 << 62
+OPTIMIZER_HINT = "leave --optimizer out to take the weights alone"
+PROGRESS_KEY = "megalite"  # names the progress that megalite writes beside Megatron's own counts
+PROGRESS_FIELDS = {
     **dict.fromkeys(("step", "updates", "samples", "tokens", "bad_steps"), whole(0, 62)),
     "left_out": [
         Kind("two whole numbers", lambda value: isinstance(value, list) and [*map(type, value)] == [int, int])
@@ -59,15 +59,17 @@ def training_of(
     """
     fields = Fields(f"{file}: args", arguments)
     if fields.get("optimizer", "adam") != "adam":
-        raise fields.wrong("optimizer", f"only states of adam can be taken along; {WITHOUT}")
+        raise fields.wrong("optimizer", f"only states of adam can be taken along; {OPTIMIZER_HINT}")
     step = _count(Fields(file, content), "iteration")
     samples = _count(fields, "consumed_train_samples")
     counts = (number(found) for found in _steps(content))
     updates = next((count for count in counts if count is not None and min(step, 1) <= count <= step), step)
     length = fields.whole("seq_length", model.sequence_length)
-    if (tokens := samples * length) >= MOST_TOKENS:
-        raise fields.wrong("consumed_train_samples", f"means {tokens:,} tokens; a run has fewer than 2**62; {WITHOUT}")
-    progress = _kept(content.get(OURS), step, samples) or Progress(step, updates, samples, tokens)
+    if (tokens := samples * length) >= MAX_TOKENS:
+        raise fields.wrong(
+            "consumed_train_samples", f"means {tokens:,} tokens; a run has fewer than 2**62; {OPTIMIZER_HINT}"
+        )
+    progress = _kept(content.get(PROGRESS_KEY), step, samples) or Progress(step, updates, samples, tokens)
     optim = Optim(
         lr=fields.number("lr", Optim.lr),
         betas=[fields.number("adam_beta1", 0.9), fields.number("adam_beta2", 0.999)],
@@ -77,13 +79,13 @@ def training_of(
     )
     config = Config(model=replace(model, sequence_length=length), optim=optim)
     if problem := next(chain(range_rules(to_plain(config)), optim_rules(config)), None):
-        raise InputError(f"{file}: args mean an optimizer that cannot be: {problem}; {WITHOUT}")
+        raise InputError(f"{file}: args mean an optimizer that cannot be: {problem}; {OPTIMIZER_HINT}")
     return Training(progress, config)
 
 
 def _kept(found: Any, step: int, samples: int) -> Progress | None:
     """The progress that megalite has left in the file; None if it is of another step, as where Megatron went on."""
-    if not isinstance(found, dict) or next(misfits(found, KEPT, OURS), None):
+    if not isinstance(found, dict) or next(misfits(found, PROGRESS_FIELDS, PROGRESS_KEY), None):
         return None
     left_out = tuple((first, end) for first, end in found["left_out"])
     progress = Progress(**{**found, "left_out": left_out, "losses": tuple(found["losses"])})
@@ -92,8 +94,8 @@ def _kept(found: Any, step: int, samples: int) -> Progress | None:
 
 def _count(fields: Fields, key: str) -> int:
     found = fields.get(key)
-    if type(found) is not int or not 0 <= found < LARGEST:
-        raise fields.wrong(key, f"must be a count, which tells how far the run has come; {WITHOUT}")
+    if type(found) is not int or not 0 <= found < MAX_COUNT:
+        raise fields.wrong(key, f"must be a count, which tells how far the run has come; {OPTIMIZER_HINT}")
     return found
 
 
@@ -133,7 +135,7 @@ def content_of(training: Training) -> dict[str, Any]:
     decay = max(1, training.config.train.steps // 10) if schedule.decay is None else schedule.decay
     return {
         "iteration": progress.step,
-        OURS: {
+        PROGRESS_KEY: {
             **asdict(progress),
             "left_out": [list(each) for each in progress.left_out],
             "losses": list(progress.losses),

@@ -22,18 +22,21 @@ ROWS = {  # tensors of a layer whose rows are divided among files, and ours
     "feed_forward.w1.weight": "mlp.gate.weight",
     "feed_forward.w3.weight": "mlp.up.weight",
 }
-TURNED = {"attention.wq.weight": "attention.q.weight", "attention.wk.weight": "attention.k.weight"}  # rows, reordered
+TURNED_TENSORS = {
+    "attention.wq.weight": "attention.q.weight",
+    "attention.wk.weight": "attention.k.weight",
+}  # rows, reordered
 COLUMNS = {"attention.wo.weight": "attention.o.weight", "feed_forward.w2.weight": "mlp.down.weight"}
-EVERYWHERE = {"attention_norm.weight": "attention_norm.weight", "ffn_norm.weight": "mlp_norm.weight"}
+REPLICATED_TENSORS = {"attention_norm.weight": "attention_norm.weight", "ffn_norm.weight": "mlp_norm.weight"}
 SCALING = RopeScaling("llama3", 8.0, 1.0, 4.0, 8192)  # of use_scaled_rope
 LENGTHS = {True: 131_072, False: 8192}  # with scaled RoPE, and without, of a Llama 3
 LLAMA_3_THETA, LLAMA_2_LENGTH = 500_000.0, 4096
-ROUNDED = ((1.0, 256), (1.3, 1024), (1.3, 4096), (1.2, 4096), (1.5, 256))  # their multipliers, and their steps
+FFN_ROUNDINGS = ((1.0, 256), (1.3, 1024), (1.3, 4096), (1.2, 4096), (1.5, 256))  # their multipliers, and their steps
 
 
 def replicated(name: str) -> bool:
     """Return whether every file has the whole of this tensor."""
-    return name == NORM or name.endswith(tuple(EVERYWHERE))
+    return name == NORM or name.endswith(tuple(REPLICATED_TENSORS))
 
 
 def table_of(model: Model, rank: int = 0, files: int = 1, rows: bool = True) -> dict[str, Theirs]:
@@ -59,10 +62,10 @@ def table_of(model: Model, rank: int = 0, files: int = 1, rows: bool = True) -> 
     def layer(number: int) -> dict[str, Theirs]:
         own = f"layers.{number}."
         return {
-            **{own + name: turned(own + there) for name, there in TURNED.items()},
+            **{own + name: turned(own + there) for name, there in TURNED_TENSORS.items()},
             **{own + name: by_rows(own + there) for name, there in ROWS.items()},
             **{own + name: by_columns(own + there) for name, there in COLUMNS.items()},
-            **{own + name: stacked([(own + there, ours[own + there])]) for name, there in EVERYWHERE.items()},
+            **{own + name: stacked([(own + there, ours[own + there])]) for name, there in REPLICATED_TENSORS.items()},
         }
 
     table = {EMBEDDING: by_rows("embed.weight") if rows else by_columns("embed.weight")}
@@ -142,7 +145,7 @@ def check_files(model: Model, files: int) -> None:
 def _ffn(model: Model) -> tuple[float, int]:
     """The multiplier and the step from which Meta's code computes the feed-forward width."""
     base = 2 * 4 * model.width // 3
-    for multiplier, multiple in ROUNDED:
+    for multiplier, multiple in FFN_ROUNDINGS:
         if math.ceil(int(multiplier * base) / multiple) * multiple == model.ffn:
             return multiplier, multiple
     return (model.ffn + 0.5) / base, 1

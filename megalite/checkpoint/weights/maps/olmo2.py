@@ -3,7 +3,7 @@
 from megalite.checkpoint.weights.maps.family import LAYER, Family
 from megalite.checkpoint.weights.maps.llama import DEFAULTS
 
-RENAMED = {
+RENAMED_TENSORS = {
     "input_layernorm.weight": "post_attention_layernorm.weight",
     "post_attention_layernorm.weight": "post_feedforward_layernorm.weight",
 }
@@ -13,5 +13,5 @@ OLMO2 = Family(
     defaults={**DEFAULTS, "vocab_size": 50304, "rms_norm_eps": 1e-5},
     features=lambda fields, model: {"norm": "post", "qk_norm": True, "qk_norm_width": "all"},
     fields=lambda model: {"attention_bias": False, "pad_token_id": None},
-    layer={RENAMED.get(name, name): ours for name, ours in LAYER.items()},
+    layer={RENAMED_TENSORS.get(name, name): ours for name, ours in LAYER.items()},
 )

@@ -4,10 +4,10 @@ from typing import Any
 
 from megalite.checkpoint.weights.maps.family import LAYER, Family, windows
 from megalite.checkpoint.weights.maps.llama import DEFAULTS
-from megalite.checkpoint.weights.maps.rope import ORIGINAL, rope_fields
+from megalite.checkpoint.weights.maps.rope import ORIGINAL_LENGTH, rope_fields
 from megalite.config.schema import Model
 
-FUSED = {
+FUSED_TENSORS = {
     "self_attn.o_proj.weight": LAYER["self_attn.o_proj.weight"],
     "self_attn.qkv_proj.weight": ("attention.q.weight", "attention.k.weight", "attention.v.weight"),
     "mlp.gate_up_proj.weight": ("mlp.gate.weight", "mlp.up.weight"),
@@ -24,19 +24,25 @@ def _fields(model: Model) -> dict[str, Any]:
         return found
     # transformers 4 takes these three keys and no other, and the factor from the lengths outside.
     section = {"type": section.pop("rope_type"), **section}
-    original = section.pop(ORIGINAL)
+    original = section.pop(ORIGINAL_LENGTH)
     if section["factor"] == max(model.sequence_length / original, 1.0):
         del section["factor"]
-    return {**found, "rope_scaling": section, ORIGINAL: original}
+    return {**found, "rope_scaling": section, ORIGINAL_LENGTH: original}
 
 
 PHI3 = Family(
     model_type="phi3",
     architecture="Phi3ForCausalLM",
-    defaults={**DEFAULTS, "vocab_size": 32064, "max_position_embeddings": 4096, ORIGINAL: 4096, "rms_norm_eps": 1e-5},
+    defaults={
+        **DEFAULTS,
+        "vocab_size": 32064,
+        "max_position_embeddings": 4096,
+        ORIGINAL_LENGTH: 4096,
+        "rms_norm_eps": 1e-5,
+    },
     features=lambda fields, model: {"attention": windows(fields, model, None)},
     fields=_fields,
-    layer=FUSED,
+    layer=FUSED_TENSORS,
     scalings=("longrope",),
     partial=True,
 )

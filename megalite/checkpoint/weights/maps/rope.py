@@ -13,18 +13,18 @@ from megalite.checkpoint.weights.maps.strips import Strip, part
 from megalite.config.schema import SCALING_KEYS, Model, RopeScaling
 from megalite.plan.parts.part import Weight
 
-ORIGINAL, PART = "original_max_position_embeddings", "partial_rotary_factor"
+ORIGINAL_LENGTH, ROTARY_FACTOR = "original_max_position_embeddings", "partial_rotary_factor"
 KEYS = {  # theirs of RoPE scaling, beside rope_type and factor, and ours
     "low_freq_factor": "low_frequency_factor",
     "high_freq_factor": "high_frequency_factor",
-    ORIGINAL: "original_length",
+    ORIGINAL_LENGTH: "original_length",
     "beta_fast": "beta_fast",
     "beta_slow": "beta_slow",
     "attention_factor": "attention_factor",
     "short_factor": "short_factors",
     "long_factor": "long_factors",
 }
-WITHOUT_EFFECT = {"mscale": None, "mscale_all_dim": None, "truncate": True}  # only so
+NEUTRAL_VALUES = {"mscale": None, "mscale_all_dim": None, "truncate": True}  # only so
 
 
 def rope(fields: Fields) -> tuple[float, RopeScaling | None, float]:
@@ -37,12 +37,12 @@ def rope(fields: Fields) -> tuple[float, RopeScaling | None, float]:
     for key, value in section.items():
         if isinstance(value, dict):
             raise fields.wrong(key, "gives some layers a RoPE of their own, which megalite lacks", value)
-    around = {key: fields.get(key) for key in ("rope_theta", PART) if fields.get(key) is not None}
-    told = {PART: 1.0, **around, **section}
-    theta, share = (fields.number(key, within=told) for key in ("rope_theta", PART))
+    around = {key: fields.get(key) for key in ("rope_theta", ROTARY_FACTOR) if fields.get(key) is not None}
+    told = {ROTARY_FACTOR: 1.0, **around, **section}
+    theta, share = (fields.number(key, within=told) for key in ("rope_theta", ROTARY_FACTOR))
     if not 0 < share <= 1:
-        raise fields.wrong(PART, "must be above 0 and at most 1", share)
-    for key, value in WITHOUT_EFFECT.items():
+        raise fields.wrong(ROTARY_FACTOR, "must be above 0 and at most 1", share)
+    for key, value in NEUTRAL_VALUES.items():
         if section.get(key, value) != value:
             raise fields.wrong(key, f"changes RoPE in a way that megalite lacks; it must be {value}", section[key])
     kind = section.get("rope_type", section.get("type", "default"))
@@ -57,11 +57,11 @@ def rope(fields: Fields) -> tuple[float, RopeScaling | None, float]:
 
 
 def _scaling(fields: Fields, kind: str, section: Mapping[str, Any]) -> RopeScaling:
-    length, outside = fields.whole("max_position_embeddings"), fields.get(ORIGINAL)
+    length, outside = fields.whole("max_position_embeddings"), fields.get(ORIGINAL_LENGTH)
     # transformers takes the key outside of the section first, and no other length than the largest for kind dynamic.
-    told = {ORIGINAL: length, **section}
+    told = {ORIGINAL_LENGTH: length, **section}
     if kind == "dynamic" or outside is not None:
-        told[ORIGINAL] = length if kind == "dynamic" else outside
+        told[ORIGINAL_LENGTH] = length if kind == "dynamic" else outside
     found: dict[str, Any] = {"kind": kind}
     for key, ours in KEYS.items():
         if ours in SCALING_KEYS[kind] and key in told:
@@ -69,7 +69,7 @@ def _scaling(fields: Fields, kind: str, section: Mapping[str, Any]) -> RopeScali
     if "original_length" in found:
         original = found["original_length"]
         if original < 1 or original % 1:
-            raise fields.wrong(ORIGINAL, "must be a whole number of at least 1", original)
+            raise fields.wrong(ORIGINAL_LENGTH, "must be a whole number of at least 1", original)
         found["original_length"] = int(original)
         if kind == "longrope":
             told.setdefault("factor", max(length / original, 1.0))  # less sharpens attention no further
@@ -80,14 +80,14 @@ def rope_fields(model: Model) -> dict[str, Any]:
     """The inverse of `rope`."""
     scaling, share = model.rope_scaling, {}
     if model.rotary_width is not None:
-        share = {PART: _share(model)}
+        share = {ROTARY_FACTOR: _share(model)}
     return {"rope_theta": model.rope_theta, "rope_scaling": scaling and _section(scaling), **share}
 
 
 def _section(scaling: RopeScaling) -> dict[str, Any]:
     used = {key: getattr(scaling, ours) for key, ours in KEYS.items() if ours in SCALING_KEYS[scaling.kind]}
     if scaling.kind == "dynamic":
-        del used[ORIGINAL]  # it is max_position_embeddings
+        del used[ORIGINAL_LENGTH]  # it is max_position_embeddings
     told = {key: value for key, value in used.items() if value is not None}
     return {"rope_type": scaling.kind, "factor": scaling.factor, **told}
 

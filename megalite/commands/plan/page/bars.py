@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from megalite_launch.page.html import Key, escape, legend, table
 
 LENGTH, HEIGHT = 1000.0, 20  # of a picture, in its own units; a page stretches it to its width
-THIN = 3.0  # a line across
-ROOM = 1.01  # times the longest bar, so that a line at its end is seen whole
-SMALL = 1e-4  # of the longest bar: what is shorter is not shown anywhere
+LINE_WIDTH = 3.0  # a line across
+ROOM_FACTOR = 1.01  # times the longest bar, so that a line at its end is seen whole
+MIN_SHARE = 1e-4  # of the longest bar: what is shorter is not shown anywhere
 
 
 @dataclass(frozen=True)
@@ -36,8 +36,8 @@ def stacked(
     keys: of the parts, in their order. number: the text of a part. limit: name and value of a line across all bars.
     """
     longest = max(max(bar.total, bar.interval[1] if bar.interval else 0.0) for bar in bars)
-    longest = max(longest, limit[1] if limit else 0.0) * ROOM
-    shown = [key for key in keys if any(bar.parts[key.name] > SMALL * longest for bar in bars)]
+    longest = max(longest, limit[1] if limit else 0.0) * ROOM_FACTOR
+    shown = [key for key in keys if any(bar.parts[key.name] > MIN_SHARE * longest for bar in bars)]
     entries = [*shown, Key(f"{limit[0]}: {number(limit[1])}", "limit")] if limit else shown
     pictures = [_bar(bar, shown, LENGTH / longest, limit, number) for bar in bars]
     header = ["", *(str(at) for at in range(1, len(bars) + 1))]
@@ -64,9 +64,12 @@ def _bar(
         low, high = bar.interval
         words = f"interval: {number(low)} to {number(high)}"
         boxes.append(_box(low * scale, HEIGHT / 2 - 1, (high - low) * scale, 2, "whisker", words))
-        boxes += [_box(end * scale - THIN / 2, HEIGHT / 4, THIN, HEIGHT / 2, "whisker", words) for end in (low, high)]
+        boxes += [
+            _box(end * scale - LINE_WIDTH / 2, HEIGHT / 4, LINE_WIDTH, HEIGHT / 2, "whisker", words)
+            for end in (low, high)
+        ]
     if limit:
-        boxes.append(_box(limit[1] * scale, 0, THIN, HEIGHT, "limit", f"{limit[0]}: {number(limit[1])}"))
+        boxes.append(_box(limit[1] * scale, 0, LINE_WIDTH, HEIGHT, "limit", f"{limit[0]}: {number(limit[1])}"))
     words = escape(f"{bar.name}: {bar.value}")
     return (
         f'<div class="bar"><p><span>{escape(bar.name)}</span><strong>{escape(bar.value)}</strong></p>'

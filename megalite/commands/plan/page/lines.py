@@ -7,9 +7,9 @@ from math import ceil, floor, log10
 from megalite_launch.page.html import Key, escape, legend
 
 WIDTH, HEIGHT = 520, 330
-RIGHT, TOP, BOTTOM = 24, 16, 56
-BESIDE, LETTER = 40, 8.5  # left of an axis: its name and gaps, and a character of its numbers
-HIGH = 15  # of a label
+RIGHT_MARGIN, TOP_MARGIN, BOTTOM_MARGIN = 24, 16, 56
+AXIS_MARGIN, LETTER_WIDTH = 40, 8.5  # left of an axis: its name and gaps, and a character of its numbers
+LABEL_HEIGHT = 15  # of a label
 Scale = Callable[[float], float]
 Box = tuple[float, float, float, float]  # left, top, right, bottom
 
@@ -44,24 +44,27 @@ class Axis:
 def line_chart(title: str, x: Axis, y: Axis, lines: Sequence[Line]) -> str:
     """A picture and its legend; axes that are not logarithmic begin at 0."""
     points = [point for line in lines for point in line.points]
-    up, y_marks = _scale(y, [each for _, each in points], HEIGHT - BOTTOM, TOP)
-    first = BESIDE + LETTER * max(len(y.text(mark)) for mark in y_marks)
-    across, x_marks = _scale(x, [each for each, _ in points], first, WIDTH - RIGHT)
+    up, y_marks = _scale(y, [each for _, each in points], HEIGHT - BOTTOM_MARGIN, TOP_MARGIN)
+    first = AXIS_MARGIN + LETTER_WIDTH * max(len(y.text(mark)) for mark in y_marks)
+    across, x_marks = _scale(x, [each for each, _ in points], first, WIDTH - RIGHT_MARGIN)
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" class="chart" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" '
         f'aria-label="{escape(title)}"><title>{escape(title)}</title>'
     ]
     for mark in y_marks:
-        parts.append(f'<line x1="{first}" x2="{WIDTH - RIGHT}" y1="{up(mark):.1f}" y2="{up(mark):.1f}" class="grid"/>')
+        parts.append(
+            f'<line x1="{first}" x2="{WIDTH - RIGHT_MARGIN}" y1="{up(mark):.1f}" y2="{up(mark):.1f}" class="grid"/>'
+        )
         parts.append(_text(first - 8, up(mark) + 4, y.text(mark), "end"))
     for mark in _apart(x_marks, across):
         at = across(mark)
         parts.append(
-            f'<line x1="{at:.1f}" x2="{at:.1f}" y1="{HEIGHT - BOTTOM}" y2="{HEIGHT - BOTTOM + 5}" class="grid"/>'
+            f'<line x1="{at:.1f}" x2="{at:.1f}" y1="{HEIGHT - BOTTOM_MARGIN}" '
+            f'y2="{HEIGHT - BOTTOM_MARGIN + 5}" class="grid"/>'
         )
-        parts.append(_text(at, HEIGHT - BOTTOM + 20, x.text(mark), "middle"))
-    parts.append(_text((first + WIDTH - RIGHT) / 2, HEIGHT - 10, x.name, "middle"))
-    middle = (TOP + HEIGHT - BOTTOM) / 2
+        parts.append(_text(at, HEIGHT - BOTTOM_MARGIN + 20, x.text(mark), "middle"))
+    parts.append(_text((first + WIDTH - RIGHT_MARGIN) / 2, HEIGHT - 10, x.name, "middle"))
+    middle = (TOP_MARGIN + HEIGHT - BOTTOM_MARGIN) / 2
     turned = f'transform="rotate(-90 16 {middle:.1f})"'
     parts.append(_text(16, middle, y.name, "middle", turned))
     taken: list[Box] = []
@@ -84,10 +87,10 @@ def _drawn(line: Line, across: Scale, up: Scale, x: Axis, y: Axis, taken: list[B
         words = escape(f"{line.name}: {x.text(point[0])} {x.name}, {y.text(point[1])}")
         parts.append(f'<circle cx="{a:.1f}" cy="{b:.1f}" r="4" class="c{line.colour}"><title>{words}</title></circle>')
     for (a, b), label in zip(places, line.labels, strict=False):
-        long = LETTER * len(label)
+        long = LETTER_WIDTH * len(label)
         for at, below, anchor in ((a + 8, b - 7, "start"), (a - 8, b + 19, "end")):
             first = at if anchor == "start" else at - long
-            box = first, below - HIGH, first + long, below
+            box = first, below - LABEL_HEIGHT, first + long, below
             if first >= 0 and box[2] <= WIDTH and not any(_overlap(box, other) for other in taken):
                 taken.append(box)
                 parts.append(_text(at, below, label, anchor))

@@ -29,8 +29,8 @@ from megalite.schedule.draw import draw_svg, size_text
 from megalite_launch.page.html import Key, escape, paragraph, section, wide
 from megalite_launch.page.style import COLOURS, document
 
-BARS = 10  # layouts with bars
-ACTIONS = 20_000  # of a timeline: with more, its picture has too many megabytes
+MAX_BARS = 10  # layouts with bars
+MAX_ACTIONS = 20_000  # of a timeline: with more, its picture has too many megabytes
 TIME_KEYS = [Key(text, f"c{at}") for at, text in enumerate(PARTS.values())]
 MEMORY_KEYS = [Key(kind, f"c{at}") for at, kind in enumerate(KINDS)]
 
@@ -53,12 +53,12 @@ def ranked_page(
     drawn: the layout whose timeline and communication are shown, perhaps with an order of its own. row: which of
     `found` it is, if it was picked. searched: whether layouts were looked for.
     """
-    shown = found.results[:BARS]
+    shown = found.results[:MAX_BARS]
     names = [f"{at} · {layout_text(result.choice)}" for at, result in enumerate(shown, 1)]
     pairs = [(result.prediction, fullest_rank(result.prediction.config, asked.timer)) for result in shown]
     # The search walks through the ends of all pipelines but the first; the page's numbers are of all ranks.
     walked = [replace(result, memory=memory.total) for result, (_, memory) in zip(shown, pairs, strict=True)]
-    found = replace(found, results=[*walked, *found.results[BARS:]])
+    found = replace(found, results=[*walked, *found.results[MAX_BARS:]])
     fastest = found.results[0].prediction if searched else None
     parts = [
         _head(asked, given, heading),
@@ -186,7 +186,7 @@ def _timeline(asked: Asked, prediction: Prediction) -> list[str]:
         told += f"; the picture is of a step with {few}, since each more adds as much again"
     told += ". Times are in seconds. Point at a box to read its own."
     actions = sum(len(spans) for spans in drawn.spans)
-    if actions > ACTIONS:
+    if actions > MAX_ACTIONS:
         return [paragraph(f"The timeline has {actions:,} actions, too many for a page. {_elsewhere(config)}")]
     return [
         paragraph(told, "pale"),

@@ -15,7 +15,7 @@ from megalite.layout_search.search import Result
 from megalite_launch.base.texts import scaled
 from megalite_launch.page.html import columns, paragraph, section, table
 
-BEST, SAME = "the fastest layout", "this layout with more data-parallel ranks"
+BEST_LABEL, SAME_LABEL = "the fastest layout", "this layout with more data-parallel ranks"
 
 
 def scaling_charts(asked: Asked, prediction: Prediction, fastest: Prediction | None) -> str:
@@ -37,9 +37,11 @@ def _chart(name: str, points: Sequence[Point], base: Prediction, grows: bool) ->
     size, unit = time_unit(base.seconds)
     ideal = [(float(gpus), base.seconds / size * (1 if grows else base.gpus / gpus)) for gpus in counts]
     lines = [Line("ideal", ideal, ideal=True)]
-    for number, (label, found) in enumerate(((SAME, [p.same for p in points]), (BEST, [p.best for p in points]))):
+    for number, (label, found) in enumerate(
+        ((SAME_LABEL, [p.same for p in points]), (BEST_LABEL, [p.best for p in points]))
+    ):
         drawn = [(float(gpus), of.seconds / size) for gpus, of in zip(counts, found, strict=True) if of]
-        if len(drawn) > 1 or label == SAME:
+        if len(drawn) > 1 or label == SAME_LABEL:
             lines.append(Line(label, drawn, 1 - number))
     return line_chart(name, _gpus(counts), Axis(f"a step, {unit}", _plain, logarithmic=not grows), lines)
 
@@ -71,7 +73,7 @@ def front_chart(asked: Asked, best: Sequence[tuple[int, Result]]) -> str:
     ideal = [(float(gpus), first.seconds / size * first.gpus / gpus) for gpus in counts]
     steps = [(float(gpus), result.seconds / size) for gpus, result in best]
     name = "Time of a step by number of GPUs"
-    lines = [Line("ideal", ideal, ideal=True), Line(BEST, steps)]
+    lines = [Line("ideal", ideal, ideal=True), Line(BEST_LABEL, steps)]
     axis = Axis(f"a step, {unit}", _plain, logarithmic=True)
     charts = [f"<h3>{name}</h3>{line_chart(name, _gpus(counts), axis, lines)}"]
     if asked.tokens:

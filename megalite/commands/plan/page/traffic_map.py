@@ -20,10 +20,15 @@ AXES = {  # of flows: name and colour
     "pp": ("pp", 4),
     "stage": ("Muon", 9),
 }
-HIDDEN = 1e-6  # of the seconds that a flow takes alone: less counts as nothing
-NODES = 4  # that are drawn at most
-ROW = 8  # GPUs beside each other
-SIDE, STEP, PAD, HEAD = 18, 23, 8, 34  # of a GPU, to the next one, inside of a node, and above its GPUs
+HIDDEN_SHARE = 1e-6  # of the seconds that a flow takes alone: less counts as nothing
+MAX_NODES = 4  # that are drawn at most
+GPUS_PER_ROW = 8  # GPUs beside each other
+GPU_SIDE, GPU_STEP, NODE_PADDING, NODE_HEAD = (
+    18,
+    23,
+    8,
+    34,
+)  # of a GPU, to the next one, inside of a node, and above its GPUs
 
 
 def communication(flows: Sequence[Flow], prediction: Prediction) -> str:
@@ -73,7 +78,7 @@ def _counted(flow: Flow, prediction: Prediction) -> str:
     if both and flow.axis == "dp_replicate":
         return "with the shards"
     seconds = prediction.parts[flow.part]
-    return seconds_text(seconds) if seconds > HIDDEN * flow.seconds else "0 s: hidden"
+    return seconds_text(seconds) if seconds > HIDDEN_SHARE * flow.seconds else "0 s: hidden"
 
 
 def _data_ranks(prediction: Prediction) -> tuple[int, int]:
@@ -89,9 +94,9 @@ def _picture(flow: Flow, cluster: Cluster, gpus: int) -> tuple[str, int]:
     """The first nodes of the group of GPU 0, with its members coloured and joined; and the width of the picture."""
     each = cluster.gpus_per_node
     nodes = _nodes(flow, cluster)
-    drawn = nodes if len(nodes) <= NODES else [*nodes[: NODES - 1], nodes[-1]]
-    rows = -(-each // ROW)
-    wide, tall = 2 * PAD + STEP * min(each, ROW), HEAD + STEP * rows + PAD
+    drawn = nodes if len(nodes) <= MAX_NODES else [*nodes[: MAX_NODES - 1], nodes[-1]]
+    rows = -(-each // GPUS_PER_ROW)
+    wide, tall = 2 * NODE_PADDING + GPU_STEP * min(each, GPUS_PER_ROW), NODE_HEAD + GPU_STEP * rows + NODE_PADDING
     beside = max(1, min(len(drawn), 440 // (wide + 14)))
     width, height = beside * (wide + 14), -(-len(drawn) // beside) * (tall + 14)
     colour = AXES[flow.axis][1]
@@ -101,16 +106,16 @@ def _picture(flow: Flow, cluster: Cluster, gpus: int) -> tuple[str, int]:
         left, top = at % beside * (wide + 14) + 1, at // beside * (tall + 14) + 1
         boxes.append(f'<rect x="{left}" y="{top}" width="{wide}" height="{tall}" rx="6" class="node"/>')
         more = f" (of {len(nodes):,})" if at == len(drawn) - 1 and len(nodes) > len(drawn) else ""
-        boxes.append(f'<text x="{left + PAD}" y="{top + 15}" class="small">node {node:,}{more}</text>')
+        boxes.append(f'<text x="{left + NODE_PADDING}" y="{top + 15}" class="small">node {node:,}{more}</text>')
         for rank in range(node * each, min((node + 1) * each, gpus)):
-            row, column = divmod(rank - node * each, ROW)
-            x, y = left + PAD + column * STEP, top + HEAD + row * STEP
+            row, column = divmod(rank - node * each, GPUS_PER_ROW)
+            x, y = left + NODE_PADDING + column * GPU_STEP, top + NODE_HEAD + row * GPU_STEP
             member = rank in flow.ranks
             if member:
-                places[rank] = x + SIDE / 2, y
+                places[rank] = x + GPU_SIDE / 2, y
             of = f"c{colour}" if member else "outline"
             squares.append(
-                f'<rect x="{x}" y="{y}" width="{SIDE}" height="{SIDE}" rx="3" class="{of}">'
+                f'<rect x="{x}" y="{y}" width="{GPU_SIDE}" height="{GPU_SIDE}" rx="3" class="{of}">'
                 f"<title>GPU {rank:,}{', in the group of GPU 0' * member}</title></rect>"
             )
     links = [

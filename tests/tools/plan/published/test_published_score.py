@@ -9,7 +9,7 @@ from statistics import fmean, median
 import pytest
 from published_cases import write
 
-from megalite.commands.plan.near_ties import CLOSE
+from megalite.commands.plan.near_ties import TIE_MARGIN
 from megalite.cost.constants import FITTED
 from megalite.cost.slowest_gpu import PUBLISHED, slowest
 from megalite_tools.plan.published.memory import UNKNOWN_MEMORY_SPREAD, fits
@@ -139,7 +139,7 @@ def test_one_per_cent_between_two_layouts_is_less_than_predictions_tell(times: l
     off = [abs(a - b) for group in groups.values() for a, b in combinations(group.values(), 2)]
     assert len(off) == 11_489
     assert 0.04 < median(off) < 0.05
-    assert median(off) / 2 > CLOSE
+    assert median(off) / 2 > TIE_MARGIN
 
 
 def test_a_ranking_counts_a_group_whose_best_layout_is_predicted_as_slow(tmp_path: Path) -> None:

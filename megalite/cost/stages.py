@@ -26,9 +26,9 @@ from megalite.cost.share import Share, share_of
 from megalite.plan.automatic import OrderCosts
 from megalite.plan.automatic import costs_of as sizes_of
 from megalite.plan.memory.activations import Activations
-from megalite.plan.memory.fit import FOR_TENSORS, GIB
+from megalite.plan.memory.fit import GIB, TENSOR_SHARE
 from megalite.plan.model.size import layer_parameters
-from megalite.plan.parts.sizes import BYTES
+from megalite.plan.parts.sizes import PRECISION_BYTES
 from megalite.plan.pipeline import micro_batches, sharding_mode, uses_fsdp
 from megalite.plan.recompute_modes import Mode
 from megalite.plan.resolved import Plan, resolve
@@ -168,7 +168,7 @@ class Timer:
         if not with_room or config.parallel.pipeline.memory is not None:
             return costs
         memory = config.batch.memory
-        limit = self.cluster.gpu.memory * FOR_TENSORS if memory is None else memory * GIB
+        limit = self.cluster.gpu.memory * TENSOR_SHARE if memory is None else memory * GIB
         return replace(costs, room=room_for(config, costs, limit))
 
     def costs_of(self, plan: Plan) -> OrderCosts:
@@ -283,7 +283,7 @@ class Shared:
         parallel = config.parallel
         layout, tp = parallel.layout, parallel.tp
         self._net = net
-        self._element = BYTES[config.train.precision]
+        self._element = PRECISION_BYTES[config.train.precision]
         self._gradient = 2 if parallel.data.reduce_precision == "bf16" else max(self._element, 4)
         self._shards = Group(layout.dp_shard * layout.cp if parallel.data.sharded else 1, tp)
         replicas = layout.dp_replicate if parallel.data.sharded else layout.dp * layout.cp

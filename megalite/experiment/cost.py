@@ -13,7 +13,7 @@ from megalite.cost.stages import Timer
 from megalite.experiment.cell import Cell
 from megalite.experiment.expand import Expanded
 from megalite.layout_search.search import fullest_rank
-from megalite.plan.memory.fit import FOR_TENSORS
+from megalite.plan.memory.fit import TENSOR_SHARE
 from megalite.plan.model.size import flops_per_token, model_parameters
 
 SAVED = 12  # bytes of a parameter with AdamW's moments
@@ -125,7 +125,7 @@ class Estimator:
         key = _timed_by(cell)
         if key not in self._fitting:
             self._fitting[key] = (
-                fullest_rank(_numbered(cell.config), self.timer).total <= FOR_TENSORS * self.cluster.gpu.memory
+                fullest_rank(_numbered(cell.config), self.timer).total <= TENSOR_SHARE * self.cluster.gpu.memory
             )
         return self._fitting[key]
 

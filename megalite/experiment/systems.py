@@ -16,7 +16,7 @@ from megalite.experiment.read import Setup
 from megalite.experiment.schema import Measure
 from megalite.experiment.settings import Settings, flattened, read_axes
 from megalite.layout_search.search import search
-from megalite.plan.memory.fit import FOR_TENSORS
+from megalite.plan.memory.fit import TENSOR_SHARE
 
 MOST_PLANNED = 50
 WAYS = "give {plan: 5}, a list such as [{parallel.tp: 2}], or {grid: {parallel.tp: [1, 2]}}"
@@ -90,7 +90,7 @@ def _planned(
         builder.wrong("layouts.plan", "needs to know the cluster", "set launch.cluster, as in h100_sxm")
         return
     timer = Timer(load_cluster(name, "launch.cluster = "))
-    limit = timer.cluster.gpu.memory * FOR_TENSORS
+    limit = timer.cluster.gpu.memory * TENSOR_SHARE
     weak = setup.experiment.scaling == "weak"
     found: list[Settings] = []
     for gpus in counts:

@@ -14,7 +14,7 @@ from megalite.cost.schedule_tables import Tables, filled
 from megalite.layout_search.micro_batches_in_flight import flight
 from megalite.plan.memory.activations import Activations
 from megalite.plan.model.size import layer_parameters
-from megalite.plan.parts.sizes import BYTES
+from megalite.plan.parts.sizes import PRECISION_BYTES
 from megalite.plan.pipeline import placement
 from megalite.plan.recompute_modes import Mode, every_nth
 from megalite.plan.split import balance
@@ -64,7 +64,7 @@ class Estimate:
         self._parameters = self.before(self.layer_parameters)
         self.matrix = config.model.vocab_size * config.model.width
         self._all = self._parameters[-1] + self.matrix * (1 if config.model.tie_embeddings else 2)
-        self._element = BYTES[config.train.precision]
+        self._element = PRECISION_BYTES[config.train.precision]
         self._wide = max(self._element, 4)
         self._gradient = 2 if config.parallel.data.reduce_precision == "bf16" else self._wide
         self._known: dict[tuple[object, ...], Activations] = {}

@@ -26,7 +26,7 @@ from megalite.config.schema import Config, Model
 from megalite.plan.memory.activations import Activations
 from megalite.plan.memory.repeated_layers import parts_of
 from megalite.plan.model.size import by_stage, head_forward_flops, layer_forward_flops, layer_matrix_flops
-from megalite.plan.recompute_modes import FORWARDS, GIB, Mode, every_nth
+from megalite.plan.recompute_modes import FORWARD_PASSES, GIB, Mode, every_nth
 from megalite.plan.split import split_of
 from megalite.schedule.actions import Table
 from megalite.schedule.communication import communicate
@@ -198,7 +198,7 @@ def _flops(model: Model, layers: Sequence[tuple[LayerKind, Mode]]) -> Flops:
     @cache
     def one(kind: LayerKind, mode: Mode) -> Flops:
         whole, matrices = layer_forward_flops(model, kind), layer_matrix_flops(model, kind)
-        again = (FORWARDS[mode] - FORWARDS["none"]) * whole
+        again = (FORWARD_PASSES[mode] - FORWARD_PASSES["none"]) * whole
         return whole, matrices + 2 * (whole - matrices) + again, matrices
 
     each = [one(*layer) for layer in layers]

@@ -16,8 +16,8 @@ from megalite.schedule.generate import AUTO, SPLITTING, actions_of, bubble_of, b
 from megalite.schedule.orders import first_rounds
 from megalite.schedule.simulate import simulate
 
-SHOWN = 8  # the most problems of a schedule that a message lists
-MIDDLE = 5  # steps of a full pipeline, or rounds; more of them hold no more memory
+MAX_LISTED = 8  # problems of a schedule in a message
+MIDDLE_STEPS = 5  # steps of a full pipeline, or rounds; more of them hold no more memory
 
 
 def micro_batches(config: Config) -> int:
@@ -50,10 +50,10 @@ def as_full(config: Config, m: int) -> int:
     if pipeline.schedule not in SCHEDULES or pipeline.schedule in ("gpipe", AUTO):
         return m  # a file, and an order that was searched, are for one m; gpipe holds all m
     if pipeline.schedule != "interleaved_1f1b":
-        return min(m, 3 * p + MIDDLE)
+        return min(m, 3 * p + MIDDLE_STEPS)
     rounds = first_rounds(p, m)
     larger = sum(rounds) - 2 * p
-    return min(m, p * (MIDDLE + 2) + larger) if rounds[0] <= p + 1 and len(rounds) == 2 else m
+    return min(m, p * (MIDDLE_STEPS + 2) + larger) if rounds[0] <= p + 1 and len(rounds) == 2 else m
 
 
 def table_of(config: Config, m: int | None = None, costing: Costing | None = None) -> Table:
@@ -168,7 +168,7 @@ def _searched(wanted: Wanted, mode: str | None) -> Table:
 def _ready(table: Table, schedule: str, mode: str | None) -> Table:
     """The table, checked, with the sharding of `mode`; None: without FSDP2."""
     if problems := check(table):
-        raise InputError(f"parallel.pipeline.schedule={schedule}: " + "; ".join(problems[:SHOWN]))
+        raise InputError(f"parallel.pipeline.schedule={schedule}: " + "; ".join(problems[:MAX_LISTED]))
     return sharded(table, mode)
 
 

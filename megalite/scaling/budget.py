@@ -17,7 +17,7 @@ from megalite.cost.stages import Timer
 from megalite.cost.whole_run import HOUR, Run, run_of
 from megalite.experiment.folder import cell_text
 from megalite.layout_search.search import Result, search
-from megalite.plan.memory.fit import FOR_TENSORS
+from megalite.plan.memory.fit import TENSOR_SHARE
 from megalite.scaling.bootstrap import Interval, interval
 from megalite.scaling.forms import Array
 from megalite.scaling.law import FLOPS
@@ -265,7 +265,7 @@ def _rounded(batch: float, gpus: int) -> int:
 def _planned(config: Config, tokens: float, machine: Machine) -> tuple[Result, Run]:
     cluster = machine.cluster
     asked = replace(config, run=replace(config.run, device="cuda"))
-    found = search(asked, machine.gpus, Timer(cluster), cluster.gpu.memory * FOR_TENSORS, wanted=1)
+    found = search(asked, machine.gpus, Timer(cluster), cluster.gpu.memory * TENSOR_SHARE, wanted=1)
     if not found.results:
         shape = config.model
         why = "none divides the batch and the model"

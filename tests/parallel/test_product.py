@@ -17,7 +17,7 @@ from megalite.config.rules.train import train_rules
 from megalite.distributed.mesh import Mesh
 from megalite.parallel.product import PLAIN, Plain, Prepared
 from megalite.parallel.tensor import ColumnLinear, Linear, columns, split_backward, use_product
-from megalite.plan.model.roles import UP
+from megalite.plan.model.roles import UP_PROJECTION
 from megalite.train.build import Job, build_product
 
 
@@ -43,7 +43,7 @@ def mesh() -> Iterator[Mesh]:
 
 
 def layers(mesh: Mesh) -> list[ColumnLinear]:
-    made = [ColumnLinear(4, width, mesh.tp, UP).double().to_empty(device="cpu") for width in (3, 2)]
+    made = [ColumnLinear(4, width, mesh.tp, UP_PROJECTION).double().to_empty(device="cpu") for width in (3, 2)]
     for number, layer in enumerate(made):
         generator = torch.Generator().manual_seed(number)
         layer.weight.data.to_local().copy_(torch.randn(layer.weight.shape, generator=generator, dtype=torch.float64))

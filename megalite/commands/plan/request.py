@@ -19,7 +19,7 @@ from megalite.cost.layout_choice import SEARCHED, Choice
 from megalite.cost.predict import Prediction, predict
 from megalite.cost.stages import Timer
 from megalite.layout_search.search import Found, fullest_rank, search
-from megalite.plan.memory.fit import FOR_TENSORS, GIB
+from megalite.plan.memory.fit import GIB, TENSOR_SHARE
 from megalite.plan.memory.peak import Memory
 
 
@@ -94,7 +94,7 @@ def ask(args: argparse.Namespace, files: list[str] | None = None, searches: bool
     pins = {key: value for key, value in layout_keys(config).items() if key in pinned - open_keys and value is not None}
     check_without_layout(config, pins)
     cluster = _cluster(args, config)
-    limit = args.max_memory * GIB if args.max_memory else cluster.gpu.memory * FOR_TENSORS
+    limit = args.max_memory * GIB if args.max_memory else cluster.gpu.memory * TENSOR_SHARE
     if args.max_memory and config.parallel.pipeline.searched:
         config = replace(config, batch=replace(config.batch, memory=args.max_memory))
     return Asked(config, cluster, limit, pins, args.tokens, args.days, args.budget, args.offload, device, chosen)

@@ -11,7 +11,7 @@ from megalite.schedule.generate import AUTO
 DataMode = Literal["ddp", "zero1", "zero2", "zero3"]
 
 # Keys that a search decides, unless they are pinned.
-SEARCHED = (
+SEARCH_KEYS = (
     "parallel.tp",
     "parallel.cp",
     "parallel.context.method",

@@ -15,7 +15,7 @@ from megalite.config.layers import LayerKind, layer_kinds
 from megalite.config.schema import Config
 from megalite.cost.activation_room import room_for
 from megalite.cost.cluster import Cluster
-from megalite.cost.constants import FITTED, Constants
+from megalite.cost.constants import FITTED_CONSTANTS, Constants
 from megalite.cost.kernels import Kernels
 from megalite.cost.layer import LayerModel, LayerTime, Seconds
 from megalite.cost.link_clocks import Part, elements, end_links, groups, layer_links, partial_links, times, total
@@ -36,9 +36,9 @@ from megalite.schedule.problem import Beside, StageCosts
 
 # By which halves of a backward pass take longer than the whole: of arXiv 2401.10241 (Zero Bubble), table 4 has speeds
 # of 1F1B and ZB-2p, table 5 their bubbles; without these, ZB-2p is 2.4 % slower, and backward is two thirds of a step.
-SPLIT = 0.035
-HALVED = ("zb_h1", "zb_h2", "zbv")  # schedules that split all backward passes; reductions follow each W
-WHOLE = ("1f1b", "gpipe", "interleaved_1f1b")  # schedules with whole backward passes
+SPLIT_OVERHEAD = 0.035
+SPLIT_SCHEDULES = ("zb_h1", "zb_h2", "zbv")  # schedules that split all backward passes; reductions follow each W
+UNSPLIT_SCHEDULES = ("1f1b", "gpipe", "interleaved_1f1b")  # schedules with whole backward passes
 HOST_SHARE = 0.8  # of the bandwidth to host memory that copies reach; an assumption
 
 
@@ -85,7 +85,7 @@ class StageTime:
     @property
     def halves(self) -> tuple[float, float]:
         """Seconds of an I and a W."""
-        return (1 + SPLIT) * self.inputs, (1 + SPLIT) * self.weights
+        return (1 + SPLIT_OVERHEAD) * self.inputs, (1 + SPLIT_OVERHEAD) * self.weights
 
     def as_costs(self, size: StageCosts) -> StageCosts:
         """Return the costs for a search for an order, with the memory of `size`."""
@@ -108,7 +108,7 @@ class Piece:
 class Timer:
     """Times on a cluster, remembered: a search asks for the same layer in many layouts. program: whose kernels run."""
 
-    def __init__(self, cluster: Cluster, constants: Constants = FITTED, program: Program = MEGALITE) -> None:
+    def __init__(self, cluster: Cluster, constants: Constants = FITTED_CONSTANTS, program: Program = MEGALITE) -> None:
         self.cluster, self.constants, self.program = cluster, constants, program
         self.net, self.tables = Net(cluster, constants), Tables(self.costs)
         self.kernels = Kernels(cluster.gpu, constants)

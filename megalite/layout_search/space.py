@@ -15,7 +15,7 @@ from megalite.config.rules.numbers import every_divisor
 from megalite.config.schema import SCHEDULES, Config
 from megalite.cost.layout_choice import Choice, DataMode, Method, Recomputed, mode_of
 from megalite.cost.share import share_of
-from megalite.cost.stages import WHOLE, Timer
+from megalite.cost.stages import UNSPLIT_SCHEDULES, Timer
 from megalite.layout_search.memory_bounds import Estimate, mixed
 from megalite.layout_search.pipeline_bounds import Passes
 from megalite.layout_search.time_bounds import VIRTUAL, Least, Shape
@@ -215,7 +215,9 @@ class Space:
                 rank = self.estimate.first(first._replace(schedule=name, virtual=virtual))
                 parameters = min(parameters, rank.parameters)
                 layers = min(layers, rank.most * min(map(sum, rank.stages)))
-            self._scheduled[key] = Scheduled(names, any(name not in WHOLE for name, _ in names), parameters, layers)
+            self._scheduled[key] = Scheduled(
+                names, any(name not in UNSPLIT_SCHEDULES for name, _ in names), parameters, layers
+            )
         return self._scheduled[key]
 
     def _can_be_placed(self, pp: int, m: int, schedule: str, virtual: int | None) -> bool:

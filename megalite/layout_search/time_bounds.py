@@ -16,7 +16,7 @@ from megalite.cost.link_clocks import Part
 from megalite.cost.network import Group
 from megalite.cost.predict import adamw_seconds
 from megalite.cost.schedule_tables import ROUNDS, enough
-from megalite.cost.stages import HALVED, SPLIT, WHOLE, Shared, Timer, beside
+from megalite.cost.stages import SPLIT_OVERHEAD, SPLIT_SCHEDULES, UNSPLIT_SCHEDULES, Shared, Timer, beside
 from megalite.layout_search.memory_bounds import ONCE, Estimate, mixed
 from megalite.layout_search.pipeline_bounds import (
     NO_LONGER,
@@ -96,16 +96,19 @@ class Least:
     def of_pipeline(self, shape: Shape, choice: Choice) -> float:
         """Seconds of the best layout with this schedule."""
         m, waiting, hop = shape.micro_batches, self._waits_of(shape, choice), self._hop(shape.choice)
-        halves, most = 1 + SPLIT * (choice.schedule in HALVED), max(waiting.back, waiting.way + 2 * waiting.hops * hop)
+        halves, most = (
+            1 + SPLIT_OVERHEAD * (choice.schedule in SPLIT_SCHEDULES),
+            max(waiting.back, waiting.way + 2 * waiting.hops * hop),
+        )
         for each in waiting.chains:
             most = max(most, m * (each.there + halves * each.back) + each.wait + each.hops * hop)
         return max(shape.computes, most) + self._least_update(shape.passes.layers, choice)
 
     def of_any_split(self, shape: Shape, choice: Choice) -> float:
         """Seconds of the best layout with this schedule, whatever its split. choice: with the default one."""
-        passes, halves, computes = shape.passes, choice.schedule in HALVED, shape.computes
-        way = passes.split_way(1 + SPLIT * halves)
-        if choice.schedule in WHOLE:
+        passes, halves, computes = shape.passes, choice.schedule in SPLIT_SCHEDULES, shape.computes
+        way = passes.split_way(1 + SPLIT_OVERHEAD * halves)
+        if choice.schedule in UNSPLIT_SCHEDULES:
             way = passes.there + passes.back + (shape.micro_batches - 1) * sum(passes.head[:2])
         way += 2 * self._ranks_of(choice).hops[-1] * self._hop(shape.choice)
         if len(passes.kinds) == 1:
@@ -121,8 +124,8 @@ class Least:
 
     def _slowest(self, shape: Shape, choice: Choice, more: Longer) -> float:
         """Seconds that some rank waits and computes, whatever the split. more: by how much passes are longer."""
-        passes, m, pp, whole = shape.passes, shape.micro_batches, choice.pp, choice.schedule in WHOLE
-        halves, (forward, backward, _) = 1 + SPLIT * (choice.schedule in HALVED), passes.kinds[0]
+        passes, m, pp, whole = shape.passes, shape.micro_batches, choice.pp, choice.schedule in UNSPLIT_SCHEDULES
+        halves, (forward, backward, _) = 1 + SPLIT_OVERHEAD * (choice.schedule in SPLIT_SCHEDULES), passes.kinds[0]
         forward, backward = forward + more.layer[0], backward + more.layer[1]
         layer, embedding, head = (
             forward + halves * backward,
@@ -147,7 +150,7 @@ class Least:
         """Seconds of a layout."""
         m, data, passes = shape.micro_batches, self._exchanges(choice), shape.passes
         split = self.estimate.split(choice)
-        whole, halves = choice.schedule in WHOLE, 1 + SPLIT * (choice.schedule in HALVED)
+        whole, halves = choice.schedule in UNSPLIT_SCHEDULES, 1 + SPLIT_OVERHEAD * (choice.schedule in SPLIT_SCHEDULES)
         waiting = self._waits_of(shape, choice)
         found = waiting.chains
         more, hop = self._longer(shape, choice, data), self._hop(shape.choice)
@@ -166,7 +169,7 @@ class Least:
             last = (
                 (each.layers_before + each.first) * once
                 + ends_once
-                + (choice.schedule in HALVED) * each.fewest * summed
+                + (choice.schedule in SPLIT_SCHEDULES) * each.fewest * summed
             )
             most = max(most, computes + waits + last)
         for turn in self._turns(shape, choice) if choice.mode in ONCE else ():
@@ -220,15 +223,15 @@ class Least:
                 known[key] = {
                     Kind.F: forward + there + more.stage,
                     Kind.B: back,
-                    Kind.I: (1 + SPLIT) * (back - weights),
-                    Kind.W: (1 + SPLIT) * weights,
+                    Kind.I: (1 + SPLIT_OVERHEAD) * (back - weights),
+                    Kind.W: (1 + SPLIT_OVERHEAD) * weights,
                 }
             found.append(known[key])
         return found
 
     def _paces(self, stages: Sequence[Mapping[Kind, float]], choice: Choice) -> list[float]:
         """By rank: seconds of a micro-batch."""
-        paces, halves = [0.0] * choice.pp, 1 + SPLIT * (choice.schedule in HALVED)
+        paces, halves = [0.0] * choice.pp, 1 + SPLIT_OVERHEAD * (choice.schedule in SPLIT_SCHEDULES)
         for seconds, rank in zip(stages, self.estimate.owners(choice), strict=True):
             paces[rank] += seconds[Kind.F] + halves * seconds[Kind.B]
         return paces
@@ -256,7 +259,7 @@ class Least:
 
     def _longer(self, shape: Shape, choice: Choice, data: Exchanged) -> Longer:
         """Seconds that copies, gathers and reductions of each micro-batch add to passes."""
-        whole = choice.schedule in WHOLE
+        whole = choice.schedule in UNSPLIT_SCHEDULES
         key = shape, choice.mode, choice.replicas, whole, choice.offload_activations
         if (known := self._longer_passes.get(key)) is not None:
             return known
@@ -383,14 +386,14 @@ class Least:
         if key not in self._waits:
             ranks, m, passes = self._ranks_of(choice), shape.micro_batches, shape.passes
             back = way = 0.0
-            if choice.schedule in WHOLE:
+            if choice.schedule in UNSPLIT_SCHEDULES:
                 way = passes.there + passes.back + (m - 1) * sum(passes.head[:2])
             elif choice.schedule in SPLITTING:
-                longer = 1 + SPLIT * (choice.schedule in HALVED)
+                longer = 1 + SPLIT_OVERHEAD * (choice.schedule in SPLIT_SCHEDULES)
                 shortest = ranks.shortest(passes) if choice.schedule in V_SHAPED else (0.0, 0.0, 0.0)
                 back = passes.split_back(choice.schedule, m, ranks.split, longer, shortest)
                 way = passes.split_way(longer)
-            found = ranks.chains(passes, choice.schedule in WHOLE)
+            found = ranks.chains(passes, choice.schedule in UNSPLIT_SCHEDULES)
             self._waits[key] = Waits(found, ranks.hops[-1], back, way)
         return self._waits[key]
 

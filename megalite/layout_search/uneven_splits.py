@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from megalite.config.schema import SCHEDULES
 from megalite.cost.layout_choice import Choice
-from megalite.cost.stages import HALVED, SPLIT, WHOLE
+from megalite.cost.stages import SPLIT_OVERHEAD, SPLIT_SCHEDULES, UNSPLIT_SCHEDULES
 from megalite.layout_search.memory_bounds import ONCE, Estimate
 from megalite.layout_search.micro_batches_in_flight import Flights, flights
 from megalite.layout_search.pipeline_bounds import ROUNDING
@@ -241,7 +241,7 @@ class Moves:
         load = self._load(shape, layout)
         held, fitting, known = self._held(shape, layout, load), 0, {tuple(load.ranks.default)}
         rooms, layers = held.rooms(self.limit), shape.passes.layers
-        layer, whole = self._layer(shape, layout), layout.schedule in WHOLE
+        layer, whole = self._layer(shape, layout), layout.schedule in UNSPLIT_SCHEDULES
         for most in load.levels:
             if sum(map(min, most, rooms)) < layers:
                 continue
@@ -283,7 +283,7 @@ class Moves:
         """Work of the ranks of a layout."""
         key = shape, choice.schedule, choice.virtual
         if key not in self._loads:
-            passes, halves = shape.passes, 1 + SPLIT * (choice.schedule in HALVED)
+            passes, halves = shape.passes, 1 + SPLIT_OVERHEAD * (choice.schedule in SPLIT_SCHEDULES)
             self._loads[key] = Load(
                 self._ranks_of(choice),
                 halves,

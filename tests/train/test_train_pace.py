@@ -21,7 +21,7 @@ from megalite.config.load import load
 from megalite.config.schema import Checkpoint, Config, Eval, Train
 from megalite.config.validate import check
 from megalite.cost.cluster import known_clusters, load_cluster
-from megalite.cost.gpu_names import DEVICES, cluster_of
+from megalite.cost.gpu_names import DEVICE_PATTERNS, cluster_of
 from megalite.cost.predict import Prediction, predict
 from megalite.plan.batches import GlobalBatch
 from megalite.train.folder.records import WARM_UP
@@ -207,8 +207,8 @@ def test_one_gpus_own_work_is_named_where_nothing_else_is_large() -> None:
 
 
 def test_every_known_cluster_has_a_device_and_only_one() -> None:
-    assert set(DEVICES) == set(known_clusters())
-    for name, pattern in DEVICES.items():
+    assert set(DEVICE_PATTERNS) == set(known_clusters())
+    for name, pattern in DEVICE_PATTERNS.items():
         assert cluster_of(pattern.removesuffix("( OAM)?")) == name
 
 

@@ -15,7 +15,7 @@ from megalite.config.load import is_set, load
 from megalite.config.schema import Config
 from megalite.config.validate import check, check_without_layout
 from megalite.cost.cluster import Cluster, load_cluster
-from megalite.cost.layout_choice import SEARCHED, Choice
+from megalite.cost.layout_choice import SEARCH_KEYS, Choice
 from megalite.cost.predict import Prediction, predict
 from megalite.cost.stages import Timer
 from megalite.layout_search.search import Found, fullest_rank, search
@@ -87,7 +87,7 @@ def ask(args: argparse.Namespace, files: list[str] | None = None, searches: bool
     if chosen:
         batch = usual_batch(args.tokens, config.model.sequence_length)
         config = replace(config, batch=replace(config.batch, global_=batch))
-    whole = {section for section in pinned if any(key.startswith(f"{section}.") for key in SEARCHED)}
+    whole = {section for section in pinned if any(key.startswith(f"{section}.") for key in SEARCH_KEYS)}
     if whole:
         raise InputError(f"{min(whole)}: megalite plan takes keys of their own, such as {min(whole)}.… = VALUE")
     open_keys = {key for key in ("batch.micro", "parallel.dp_shard") if attrgetter(key)(config) == "auto"}
@@ -117,7 +117,7 @@ def as_is(asked: Asked, gpus: int | None) -> Config:
 
 def layout_keys(config: Config) -> dict[str, Any]:
     """The keys that a search decides, with their values in `config`."""
-    return {key: attrgetter(key)(config) for key in SEARCHED}
+    return {key: attrgetter(key)(config) for key in SEARCH_KEYS}
 
 
 def as_overrides(config: Config) -> list[str]:

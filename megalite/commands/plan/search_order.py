@@ -15,7 +15,7 @@ from megalite.base.errors import InputError
 from megalite.commands.plan.request import Asked
 from megalite.config.schema import Config
 from megalite.config.validate import check
-from megalite.cost.activation_room import TRIES, memory_under, room_beside, tightened
+from megalite.cost.activation_room import MAX_TRIES, memory_under, room_beside, tightened
 from megalite.cost.order_costs import problem_of, seconds_under
 from megalite.cost.predict import Trial
 from megalite.layout_search.time_bounds import VIRTUAL
@@ -105,7 +105,7 @@ def best_order(asked: Asked, config: Config) -> Order:
                 own_memory=first.own_memory,
                 is_own=placed.is_own(orders),
             )
-        if name == AUTO and placed.tries < TRIES:
+        if name == AUTO and placed.tries < MAX_TRIES:
             placed.tighten(memory)
             add(seconds, placed, AUTO, None)
     raise InputError("--schedule: no order of this pipeline fits into memory; see --explain for what would")

@@ -19,8 +19,8 @@ from megalite.cost.schedule_tables import PICTURE_ROUNDS, Cost, costs_of, enough
 from megalite.cost.slowest_gpu import waiting
 from megalite.cost.stages import (
     HOST_SHARE,
-    SPLIT_SCHEDULES,
     UNSPLIT_SCHEDULES,
+    ZERO_BUBBLES,
     Shared,
     StageTime,
     Timer,
@@ -34,7 +34,7 @@ from megalite.schedule.actions import Action, Kind, Table
 from megalite.schedule.generate import NAMES
 from megalite.schedule.simulate import Timeline, simulate
 
-HOST_UPDATE_BYTES = 28  # bytes that AdamW reads and writes for a parameter in host memory
+HOST_UPDATE_BYTES = 28  # that AdamW reads and writes for a parameter in host memory
 HOST_BANDWIDTH = 25e9  # bytes/s of host memory that a GPU's process gets; an assumption for eight on a node
 ROUNDING = 1e-12  # relative: what sums of seconds differ by, in which nobody waits
 
@@ -256,12 +256,12 @@ def _pace(plan: Plan, stages: Sequence[StageTime]) -> float:
     most = 0.0
     for rank in range(plan.config.parallel.pp):
         mine = [stages[stage] for stage in plan.stages_of(rank)]
-        back = (sum(stage.halves) if schedule in SPLIT_SCHEDULES else stage.backward.total for stage in mine)
+        back = (sum(stage.halves) if schedule in ZERO_BUBBLES else stage.backward.total for stage in mine)
         computes = sum(stage.forward.total for stage in mine) + sum(back)
         reduces = 0.0
         if mode in ("zero2", "zero3"):
             computes += whole * sum(stage.longer[False] for stage in mine)
-            reduces = (schedule in SPLIT_SCHEDULES) * sum(stage.reduce for stage in mine)
+            reduces = (schedule in ZERO_BUBBLES) * sum(stage.reduce for stage in mine)
         most = max(most, computes, reduces)
     return most
 

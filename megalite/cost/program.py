@@ -34,8 +34,8 @@ class Program:
     Weights:
         optimizer: bytes of a parameter that the optimizer reads and writes.
     The host, in seconds:
-        host: in which it launches a layer's forward pass; backward takes HOST_BACKWARD_RATIO times as long. waits: in which a
-        layer's forward stands still, since the host reads a result before it goes on.
+        host: in which it launches a layer's forward pass; backward takes HOST_BACKWARD_RATIO times as long. waits: in which
+        a layer's forward stands still, since the host reads a result before it goes on.
     Products in 8 bits:
         fp8: their rate relative to what the cluster's file and clocks of bf16 products give: casts of inputs make it
         less, and it is more in that fp8 takes less power. casts: bytes of casts that are passes of their own: in
@@ -99,8 +99,8 @@ ATTENTION_SHARES = {  # share of the peak in bf16 that fused attention reaches: 
     ("cudnn", "B200"): (0.55, 0.45),
 }
 DEFAULT_SHARES = (0.34, 0.29)
-# Shares of these rates for heads of fewer than WIDE_HEAD_SIZE elements. FlashAttention 1 has one rate for both; FlashAttention 2
-# on H100 reaches 300 instead of 333 TFLOP/s forward, and 260 instead of 287 backward.
+# Shares of these rates for heads of fewer than WIDE_HEAD_SIZE elements. FlashAttention 1 has one rate for both;
+# FlashAttention 2 on H100 reaches 300 instead of 333 TFLOP/s forward, and 260 instead of 287 backward.
 NARROW_HEAD_FACTORS: dict[Attention, float] = {"flash1": 1.0, "flash2": 0.9}
 DEFAULT_NARROW_FACTOR = 0.75
 WIDE_HEAD_SIZE = 128

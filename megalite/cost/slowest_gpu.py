@@ -2,10 +2,8 @@
 
 from statistics import NormalDist
 
-MAX_SPREAD = 0.2  # of a spread: with more, the slowest of many GPUs would hardly run at all
-PUBLISHED_SPREAD = (
-    0.011  # spread of GPUs' speeds that follows from the errors of published rows (docs/planner_evidence.md)
-)
+MAX_SPREAD = 0.2  # with more, the slowest of many GPUs would hardly run at all
+PUBLISHED_SPREAD = 0.011  # of GPUs' speeds: follows from the errors of published rows (docs/planner_evidence.md)
 
 
 def slowest(gpus: int) -> float:

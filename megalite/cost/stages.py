@@ -37,8 +37,8 @@ from megalite.schedule.problem import Beside, StageCosts
 # By which halves of a backward pass take longer than the whole: of arXiv 2401.10241 (Zero Bubble), table 4 has speeds
 # of 1F1B and ZB-2p, table 5 their bubbles; without these, ZB-2p is 2.4 % slower, and backward is two thirds of a step.
 SPLIT_OVERHEAD = 0.035
-SPLIT_SCHEDULES = ("zb_h1", "zb_h2", "zbv")  # schedules that split all backward passes; reductions follow each W
-UNSPLIT_SCHEDULES = ("1f1b", "gpipe", "interleaved_1f1b")  # schedules with whole backward passes
+ZERO_BUBBLES = ("zb_h1", "zb_h2", "zbv")  # they split all backward passes; reductions follow each W
+UNSPLIT_SCHEDULES = ("1f1b", "gpipe", "interleaved_1f1b")  # backward passes are whole
 HOST_SHARE = 0.8  # of the bandwidth to host memory that copies reach; an assumption
 
 

@@ -7,9 +7,9 @@ from megalite.cost.stages import HOST_SHARE
 from megalite.plan.model.size import model_parameters
 from megalite_launch.goodput.formulas import Costs, best, between_failures, share
 
-RESTART_SECONDS = 600.0  # seconds from a failure to the first new step; an assumption
+RESTART_SECONDS = 600.0  # from a failure to the first new step; an assumption
 DAY, HOUR = 86_400.0, 3_600.0
-SAVED_BYTES = 12  # bytes of a parameter and its AdamW states in a checkpoint
+SAVED_BYTES = 12  # of a parameter and its AdamW states in a checkpoint
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from megalite.schedule.generate import NAMES, V_SHAPED
 
 N = TypeVar("N", int, float)
 Alike = tuple[tuple[int, ...], bool, bool]  # a stage: its layers' kinds, and whether it is the first and the last
-ONCE = ("ddp", "zero1")  # modes whose gradients are reduced once a step
+SINGLE_REDUCTION_MODES = ("ddp", "zero1")  # modes whose gradients are reduced once a step
 
 
 class Each(NamedTuple):
@@ -113,7 +113,9 @@ class Estimate:
         parameters = first.parameters
         found = max(self._all / choice.pp * max(held, after), parameters * after, parameters * held + most)
         if beside is not None:
-            found = max(found, parameters * (held + (whole if choice.mode in ONCE else reduced)) + beside)
+            found = max(
+                found, parameters * (held + (whole if choice.mode in SINGLE_REDUCTION_MODES else reduced)) + beside
+            )
         return found
 
     def _activations(self, choice: Choice, first: First) -> tuple[float, float | None]:
@@ -144,7 +146,7 @@ class Estimate:
             held = {stage: known[what] for stage, what in mine.items()}
             steps = tables.steps(config, few, rank)
             states = self._held(choice, rank) * self.each(choice).states + inputs
-            most = max(most, states + most_held(steps, held, choice.mode not in ONCE, managed))
+            most = max(most, states + most_held(steps, held, choice.mode not in SINGLE_REDUCTION_MODES, managed))
             if most > room:
                 break
         return most

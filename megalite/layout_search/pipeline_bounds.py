@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from megalite.cost.stages import SPLIT_SCHEDULES
+from megalite.cost.stages import ZERO_BUBBLES
 from megalite.schedule.generate import V_SHAPED
 
 ROUNDING = 1e-9  # of a layer
@@ -164,7 +164,7 @@ def halved(schedule: str, split: Sequence[int], m: int) -> tuple[int, int]:
     A test counts them in the schedules.
     """
     layers, fewest, p = sum(split), min(split), len(split) // 2
-    if schedule in SPLIT_SCHEDULES:
+    if schedule in ZERO_BUBBLES:
         return m, m * layers
     if schedule != "dualpipev" or m < 2 * p:
         return 0, 0
@@ -269,4 +269,4 @@ class Waits(NamedTuple):
     way: float
 
 
-NO_LONGER = Longer((0.0, 0.0), (0.0, 0.0), (0.0, 0.0), 0.0)
+NO_EXTENSION = Longer((0.0, 0.0), (0.0, 0.0), (0.0, 0.0), 0.0)

@@ -21,9 +21,7 @@ from megalite.plan.resolved import Plan
 
 Box = tuple[range, range]  # rows and columns
 
-BUCKET_BYTES = (
-    256 << 20
-)  # bytes of buffers on a rank: enough for messages of a MiB to 64 peers, and little beside 80 GB
+BUCKET_BYTES = 256 << 20  # of buffers on a rank: enough for messages of a MiB to 64 peers, little beside 80 GB
 MAX_PIECES = 100_000  # pieces of matrices on ranks that are planned one by one, which takes a second
 
 

@@ -23,11 +23,7 @@ from megalite.schedule.simulate import LIVE
 
 Mode = Literal["none", "selective", "full"]
 MODES: tuple[Mode, ...] = ("none", "selective", "full")
-FORWARD_PASSES: dict[Mode, float] = {
-    "none": 3.0,
-    "selective": 3.1,
-    "full": 4.0,
-}  # a layer's time, in its forward passes
+FORWARD_PASSES: dict[Mode, float] = {"none": 3.0, "selective": 3.1, "full": 4.0}  # that take a layer's time
 GIB = 1 << 30
 T = TypeVar("T")
 

@@ -18,7 +18,7 @@ from megalite.config.validate import check
 from megalite.cost.activation_room import MAX_TRIES, memory_under, room_beside, tightened
 from megalite.cost.order_costs import problem_of, seconds_under
 from megalite.cost.predict import Trial
-from megalite.layout_search.time_bounds import VIRTUAL
+from megalite.layout_search.time_bounds import VIRTUAL_STAGES
 from megalite.plan.memory.peak import each_rank
 from megalite.plan.pipeline import micro_batches, sharded, sharding_mode
 from megalite.plan.resolved import Plan, resolve
@@ -215,7 +215,7 @@ def _placements(asked: Asked, config: Config) -> Iterator[_Placed]:
     """Yield each placement of stages that the layers allow, the layout's own first."""
     own, seen = config.parallel.pipeline, set[tuple[int, ...]]()
     names = [(own.schedule, own.virtual_stages), ("1f1b", None), ("zbv", None)]
-    for schedule, virtual in (*names, *(("interleaved_1f1b", virtual) for virtual in VIRTUAL)):
+    for schedule, virtual in (*names, *(("interleaved_1f1b", virtual) for virtual in VIRTUAL_STAGES)):
         if config.train.compile and schedule in SPLITTING:
             continue
         memory = own.memory if schedule == AUTO else None

@@ -12,7 +12,7 @@ from megalite.plan.memory.peak import memory_of_ranks
 from megalite.plan.memory.total import Total
 from megalite.plan.pipeline import as_full, micro_batches
 from megalite.plan.resolved import Plan, resolve
-from megalite.schedule.generate import SPLITTING, orders_of
+from megalite.schedule.generate import SPLIT_SCHEDULES, orders_of
 from megalite.schedule.problem import Problem
 
 MAX_TRIES = 4  # orders that are searched for a pipeline, each with less room, until a walk finds that one fits
@@ -62,7 +62,7 @@ def _found(asked: _Asked, costs: OrderCosts, limit: float) -> tuple[float, ...] 
 def _named(config: Config) -> Config | None:
     """`config` with a named schedule that places stages as `auto` does; None if none can run."""
     name = "1f1b" if config.parallel.pipeline.stages_per_rank == 1 else "zbv"
-    if config.train.compile and name in SPLITTING:
+    if config.train.compile and name in SPLIT_SCHEDULES:
         return None
     pipeline = replace(config.parallel.pipeline, schedule=name, memory=None)
     return replace(config, parallel=replace(config.parallel, pipeline=pipeline))

@@ -34,8 +34,8 @@ class Program:
     Weights:
         optimizer: bytes of a parameter that the optimizer reads and writes.
     The host, in seconds:
-        host: in which it launches a layer's forward pass; backward takes HOST_BACKWARD_RATIO times as long. waits: in which
-        a layer's forward stands still, since the host reads a result before it goes on.
+        host: in which it launches a layer's forward pass; backward takes HOST_BACKWARD_RATIO times as long. waits: in
+        which a layer's forward stands still, since the host reads a result before it goes on.
     Products in 8 bits:
         fp8: their rate relative to what the cluster's file and clocks of bf16 products give: casts of inputs make it
         less, and it is more in that fp8 takes less power. casts: bytes of casts that are passes of their own: in

@@ -18,7 +18,7 @@ from megalite.plan.parts.sizes import PRECISION_BYTES
 from megalite.plan.pipeline import placement
 from megalite.plan.recompute_modes import Mode, every_nth
 from megalite.plan.split import balance
-from megalite.schedule.generate import NAMES, V_SHAPED
+from megalite.schedule.generate import NAMES, V_SCHEDULES
 
 N = TypeVar("N", int, float)
 Alike = tuple[tuple[int, ...], bool, bool]  # a stage: its layers' kinds, and whether it is the first and the last
@@ -225,7 +225,7 @@ class Estimate:
 
     def _held(self, choice: Choice, rank: int) -> float:
         """Parameters of a pipeline rank, those of norms and of a second matrix of a tied embedding aside."""
-        key = choice.pp, self._virtual(choice), choice.schedule in V_SHAPED, rank, choice.split
+        key = choice.pp, self._virtual(choice), choice.schedule in V_SCHEDULES, rank, choice.split
         if key not in self._of_rank:
             split, owners = self.split(choice), self.owners(choice)
             ends = list(accumulate(split, initial=0))
@@ -245,7 +245,7 @@ class Estimate:
 
     def owners(self, choice: Choice) -> Sequence[int]:
         """By stage, its pipeline rank."""
-        key = choice.pp, self._virtual(choice), choice.schedule in V_SHAPED
+        key = choice.pp, self._virtual(choice), choice.schedule in V_SCHEDULES
         if key not in self._placements:
             self._placements[key] = placement(self.scheduled(choice))
         return self._placements[key]

@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from megalite.cost.stages import ZERO_BUBBLES
-from megalite.schedule.generate import V_SHAPED
+from megalite.schedule.generate import V_SCHEDULES
 
 ROUNDING = 1e-9  # of a layer
 
@@ -103,7 +103,7 @@ class Passes:
         first = split[0]
         there, back = self.forward[first] + self.embedding[0], self.backward[first] + self.embedding[1]
         way = self.split_way(longer) + (m - 1) * max(there, back)
-        if schedule not in V_SHAPED:
+        if schedule not in V_SCHEDULES:
             return way
         counts, (forward, inputs, weights) = longest_path(schedule, len(split) // 2, m), shortest
         return max(way, counts[0] * forward + longer * (counts[1] * inputs + counts[2] * weights))

@@ -42,7 +42,7 @@ MAX_WALKED_RANKS = 16  # of a pipeline: in longer ones, all ranks are walked thr
 class Result:
     """A layout that fits. memory: bytes of its fullest pipeline rank.
 
-    With more than MAX_WALKED_RANKS, only those most likely to be the fullest are looked at, except for the first result.
+    With more than MAX_WALKED_RANKS, only those most likely to be the fullest are looked at, but for the first result.
     """
 
     choice: Choice

@@ -21,8 +21,8 @@ from megalite.layout_search.pipeline_bounds import Passes
 from megalite.layout_search.time_bounds import VIRTUAL_STAGES, Least, Shape
 from megalite.layout_search.uneven_splits import MAX_LIMIT_FACTOR, Moves
 from megalite.plan.pipeline import of_file
-from megalite.schedule.actions import MOST_ACTIONS, Table
-from megalite.schedule.generate import AUTO, NAMES, SPLITTING, actions_of
+from megalite.schedule.actions import MAX_ACTIONS, Table
+from megalite.schedule.generate import AUTO_SCHEDULE, NAMES, SPLIT_SCHEDULES, actions_of
 
 # Where in a choice the schedule begins, how states are shared out, and what is offloaded.
 SCHEDULE_INDEX, SHARING_INDEX, OFFLOADING_INDEX = map(
@@ -234,7 +234,7 @@ class Space:
     @cached_property
     def file(self) -> Table | None:
         """The schedule of the pinned file, if one is pinned. Raises InputError for a bad file."""
-        schedule = self.pins.get("parallel.pipeline.schedule", AUTO)
+        schedule = self.pins.get("parallel.pipeline.schedule", AUTO_SCHEDULE)
         return None if schedule in SCHEDULES else of_file(schedule)
 
     def _named(self, first: Choice) -> Iterator[tuple[str, int | None]]:
@@ -244,9 +244,9 @@ class Space:
         if self.file is not None:
             yield self.pins[key], self.pins.get(of, self.file.stages // self.file.ranks)
             return
-        if self.pins.get(key) == AUTO:
+        if self.pins.get(key) == AUTO_SCHEDULE:
             for virtual in self._pinned(of, lambda: [None] if pp == 1 else [None, 2]):
-                yield AUTO, virtual
+                yield AUTO_SCHEDULE, virtual
             return
         if pp == 1 and key not in self.pins:
             yield "1f1b", None
@@ -282,7 +282,7 @@ class Space:
 
     def _offloading(self, schedule: str) -> Iterator[tuple[bool, bool]]:
         either = [False, True] if self.offload else [False]
-        free = [False] if self.config.train.compile or schedule in SPLITTING else either
+        free = [False] if self.config.train.compile or schedule in SPLIT_SCHEDULES else either
         for activations in self._pinned("train.offload_activations", lambda: free):
             for optimizer in self._pinned("optim.offload", lambda: either):
                 yield activations, optimizer
@@ -290,4 +290,4 @@ class Space:
 
 def _can_be_planned(pp: int, m: int, schedule: str, virtual: int | None) -> bool:
     """Return whether a schedule is not too long. The length of one in a file is known when it is read."""
-    return schedule not in SCHEDULES or actions_of(schedule, pp, m, virtual or SCHEDULES[schedule]) <= MOST_ACTIONS
+    return schedule not in SCHEDULES or actions_of(schedule, pp, m, virtual or SCHEDULES[schedule]) <= MAX_ACTIONS

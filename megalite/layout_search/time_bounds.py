@@ -32,7 +32,7 @@ from megalite.layout_search.pipeline_bounds import (
 )
 from megalite.layout_search.rank_waits import Ranks
 from megalite.schedule.actions import Kind
-from megalite.schedule.generate import NAMES, SPLITTING, V_SHAPED
+from megalite.schedule.generate import NAMES, SPLIT_SCHEDULES, V_SCHEDULES
 from megalite.schedule.orders import first_rounds
 
 VIRTUAL_STAGES = (2, 3, 4, 6, 8)  # stages of a rank under interleaved_1f1b
@@ -133,7 +133,7 @@ class Least:
             ),
         )
         found = m * slowest(passes.layers, pp, layer, head)
-        if choice.schedule in V_SHAPED:
+        if choice.schedule in V_SCHEDULES:
             return found
         stages, before = choice.virtual or SCHEDULES[choice.schedule], forward + whole * backward
         return max(found, slowest_waiting(passes.layers, pp, stages, m * layer, (m * embedding, m * head), before))
@@ -302,7 +302,7 @@ class Least:
 
         None begins before a micro-batch has come through all stages, and replicas are summed each time.
         """
-        if choice.mode in SINGLE_REDUCTION_MODES or schedule not in SPLITTING:
+        if choice.mode in SINGLE_REDUCTION_MODES or schedule not in SPLIT_SCHEDULES:
             return 0.0
         each, _ = halved(schedule, self.estimate.split(choice), shape.micro_batches)
         reduced = data.all.reduced + data.all.summed + 2 * (data.end.reduced + data.end.summed)
@@ -386,9 +386,9 @@ class Least:
             back = way = 0.0
             if choice.schedule in UNSPLIT_SCHEDULES:
                 way = passes.there + passes.back + (m - 1) * sum(passes.head[:2])
-            elif choice.schedule in SPLITTING:
+            elif choice.schedule in SPLIT_SCHEDULES:
                 longer = 1 + SPLIT_OVERHEAD * (choice.schedule in ZERO_BUBBLES)
-                shortest = ranks.shortest(passes) if choice.schedule in V_SHAPED else (0.0, 0.0, 0.0)
+                shortest = ranks.shortest(passes) if choice.schedule in V_SCHEDULES else (0.0, 0.0, 0.0)
                 back = passes.split_back(choice.schedule, m, ranks.split, longer, shortest)
                 way = passes.split_way(longer)
             found = ranks.chains(passes, choice.schedule in UNSPLIT_SCHEDULES)

@@ -13,7 +13,7 @@ from megalite.plan.muon import step_temporaries
 from megalite.plan.parts.part import Moment
 from megalite.plan.parts.sizes import PRECISION_BYTES
 from megalite.plan.resolved import Plan
-from megalite.schedule.actions import SENDS, Action, Exchange, Kind
+from megalite.schedule.actions import SEND_KINDS, Action, Exchange, Kind
 from megalite.schedule.reductions import reductions
 
 HOST_MEMORY = "host memory"
@@ -346,7 +346,7 @@ class Walk:
 
     def _exchange(self, exchange: Exchange) -> None:
         """Hold buffers for the tensors to receive, and free the tensors that the exchange before has sent."""
-        sends = sum(action.kind in SENDS for action in exchange.actions)
+        sends = sum(action.kind in SEND_KINDS for action in exchange.actions)
         self._hold("activations", "between stages", -self.sending * self.sizes.stream)
         self._hold("activations", "between stages", (len(exchange.actions) - sends) * self.sizes.stream)
         self.sending = sends

@@ -14,7 +14,7 @@ from megalite.experiment.cost import Measured
 from megalite.experiment.expand import Expanded
 from megalite.experiment.folder import LARGEST, MEASURED, NUMBERS, ExperimentFolder, Status, cell_text, csv_text
 from megalite.plan.model.size import flops_per_token
-from megalite.train.folder.records import WARM_UP, read_records
+from megalite.train.folder.records import WARM_UP_STEPS, read_records
 
 FIRST = ("id", "slug", "kind", "rung")
 REST = (*NUMBERS, "status", "commit")
@@ -26,7 +26,7 @@ def collect(expanded: Expanded, known: Mapping[str, tuple[Status, int]]) -> list
     """Write `results.csv`. Returns its rows, in the order of the experiment. known: by id, each with its last step."""
     folder = ExperimentFolder(expanded.setup.folder)
     systems = expanded.setup.experiment.measure
-    warm_up = WARM_UP if systems is None else systems.warmup
+    warm_up = WARM_UP_STEPS if systems is None else systems.warmup
     rows = [row_of(cell, *known[cell.id], folder.run(cell.name), warm_up) for cell in expanded.cells]
     tasks = dict.fromkeys(name for row in rows for name in row if name.startswith(MEASURED))
     columns = (*FIRST, *expanded.axes, *REST, *tasks)
@@ -48,7 +48,7 @@ def runs_are_elsewhere(folder: ExperimentFolder) -> bool:
         return False
 
 
-def row_of(cell: Cell, status: Status, step: int, run: Path, warm_up: int = WARM_UP) -> Row:
+def row_of(cell: Cell, status: Status, step: int, run: Path, warm_up: int = WARM_UP_STEPS) -> Row:
     """The row of one run; what is not known is None."""
     counts = Counts.of(cell.config.model)
     full, causal = cell.flops

@@ -7,7 +7,7 @@ from typing import Any
 
 from megalite.base.files import is_file
 from megalite.experiment.folder import Status
-from megalite.train.folder.records import BACK
+from megalite.train.folder.records import RETURN_EVENTS
 from megalite_launch.base.events import Event, read_events
 from megalite_launch.base.outcome import BAD_INPUT, DONE, INTERRUPTED, STOPPED, UNHEALTHY
 from megalite_launch.base.run_folder import RunFolder
@@ -36,7 +36,7 @@ def reached(run: Path, steps: int, evaluates: bool) -> tuple[int, bool]:
         at = line.get("step")
         if not isinstance(at, int):
             continue
-        if line.get("event") in BACK:
+        if line.get("event") in RETURN_EVENTS:
             step, trained, evaluated = min(step, at), min(trained, at), min(evaluated, at)
         elif "event" not in line:
             step = max(step, at)

@@ -7,7 +7,7 @@ from itertools import product
 import numpy as np
 
 from megalite.base.errors import counted
-from megalite.experiment.folder import MEASURED
+from megalite.experiment.folder import EVAL_PREFIX
 from megalite.scaling.forms import Array, error_law, sigmoid
 from megalite.scaling.solver import minimize
 from megalite.scaling.table import Run
@@ -45,13 +45,13 @@ class Task:
 
 def tasks(runs: Sequence[Run], which: str) -> list[Task]:
     """Fit a task for every metric `eval/…` between 0 and 1 that runs have."""
-    names = sorted({name for run in runs for name in run.measured if name.startswith(MEASURED)})
+    names = sorted({name for run in runs for name in run.measured if name.startswith(EVAL_PREFIX)})
     found = []
     for name in names:
         pairs = [(run.number(which), run.measured.get(name, np.nan)) for run in runs]
         some = np.array([(loss, value) for loss, value in pairs if loss > 0 and np.isfinite(value)]).reshape(-1, 2)
         if len(some) and ((some[:, 1] >= 0) & (some[:, 1] <= 1)).all():
-            found.append(_task(name.removeprefix(MEASURED), some[:, 0], some[:, 1]))
+            found.append(_task(name.removeprefix(EVAL_PREFIX), some[:, 0], some[:, 1]))
     return found
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from megalite.base.errors import InputError, listing
 from megalite.base.files import is_file
 from megalite.config.yaml import read_text
-from megalite.experiment.folder import MEASURED, NUMBERS, STATES
+from megalite.experiment.folder import EVAL_PREFIX, NUMBERS, STATES
 
 MOST_BYTES, MOST_RUNS, LARGEST = 64 << 20, 100_000, 1e100
 TEXTS = ("id", "slug", "kind", "rung", "status", "commit")
@@ -56,7 +56,7 @@ def read_results(path: Path) -> Results:
     for name in NEEDED:
         if name not in header:
             raise InputError(f"{path}: has no column {name}; megalite-sweep collect writes the file anew")
-    axes = tuple(name for name in header if name not in (*TEXTS, *NUMBERS) and not name.startswith(MEASURED))
+    axes = tuple(name for name in header if name not in (*TEXTS, *NUMBERS) and not name.startswith(EVAL_PREFIX))
     runs = tuple(_run(path, number, line, axes) for number, line in lines)
     seen: dict[str, int] = {}
     for (number, _), run in zip(lines, runs, strict=True):
@@ -122,7 +122,7 @@ def _run(path: Path, line: int, cells: Mapping[str, str], axes: Sequence[str]) -
     if not cells["id"].strip():
         raise InputError(f"{path}: line {line}: id is empty; every run has one")
     numbers = {name: number_in(path, line, name, cells[name]) for name in NUMBERS if name in cells}
-    measured = {name: number_in(path, line, name, text) for name, text in cells.items() if name.startswith(MEASURED)}
+    measured = {name: number_in(path, line, name, text) for name, text in cells.items() if name.startswith(EVAL_PREFIX)}
     texts = {name: cells.get(name, "").strip() for name in TEXTS}
     return Run(
         texts["id"],

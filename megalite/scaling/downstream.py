@@ -12,8 +12,8 @@ from megalite.scaling.forms import Array, error_law, sigmoid
 from megalite.scaling.solver import minimize
 from megalite.scaling.table import Run
 
-FEWEST = 5  # runs with a task's metric: a sigmoid has four parameters
-CHANGE = 0.02  # of an accuracy over all runs: less tells no curve
+MIN_RUNS = 5  # runs with a task's metric: a sigmoid has four parameters
+MIN_CHANGE = 0.02  # of an accuracy over all runs: less tells no curve
 
 
 @dataclass(frozen=True)
@@ -56,10 +56,10 @@ def tasks(runs: Sequence[Run], which: str) -> list[Task]:
 
 
 def _task(name: str, losses: Array, values: Array) -> Task:
-    if len(losses) < FEWEST:
-        return Task(name, losses, values, why=f"{counted(len(losses), 'run')} measured, and {FEWEST} are needed")
-    if np.ptp(values) < CHANGE or np.ptp(losses) == 0:
-        return Task(name, losses, values, why=f"all runs lie within {np.ptp(values):.3f}; a curve needs {CHANGE}")
+    if len(losses) < MIN_RUNS:
+        return Task(name, losses, values, why=f"{counted(len(losses), 'run')} measured, and {MIN_RUNS} are needed")
+    if np.ptp(values) < MIN_CHANGE or np.ptp(losses) == 0:
+        return Task(name, losses, values, why=f"all runs lie within {np.ptp(values):.3f}; a curve needs {MIN_CHANGE}")
     slope = np.polyfit(losses, values, 1)[0]
     if slope > 0:
         return Task(name, losses, values, why="accuracy falls as the loss falls")

@@ -15,7 +15,7 @@ from megalite.schedule.actions import COMPUTE, OTHER_SIDE, SENDS_BY_KIND, SHARDI
 from megalite.schedule.simulate import Span, Time, Timeline
 from megalite_launch.page.html import escape
 
-INK, PALE_INK, GROUND, WHITE = "#1f2933", "#616e7c", "#eef1f4", "#ffffff"
+INK, GREY, GROUND, WHITE = "#1f2933", "#616e7c", "#eef1f4", "#ffffff"
 SHADES = (Kind.F, Kind.I, Kind.B, Kind.W)  # from light to dark
 FAMILIES = (  # a virtual stage each; told apart under every kind of colour blindness, the first ones best
     ("#a6bbfb", "#7690e1", "#5066b3", "#2f4082"),
@@ -136,7 +136,7 @@ def draw_svg(table: Table, timeline: Timeline, heading: str | None = None) -> st
 def _lane(table: Table, timeline: Timeline, rank: int, top: int, scale: float, font: float) -> Iterator[str]:
     local, longest, left = _local(table), float(timeline.makespan) * scale, _left(table)
     yield _label(MARGIN, top + BOX / 2 + 4, f"rank {rank}", INK)
-    yield _label(left + longest + 10, top + BOX / 2 + 4, _summary(timeline, rank), PALE_INK)
+    yield _label(left + longest + 10, top + BOX / 2 + 4, _summary(timeline, rank), GREY)
     yield _box(left, top, longest, BOX, GROUND)
     for span in timeline.spans[rank]:
         kind, stage, micro = action = span.action

@@ -24,7 +24,7 @@ from megalite.cost.order_costs import costing_of
 from megalite.dry_run.configuration import as_counted, busiest_rank
 from megalite.plan.memory.fit import fit_micro
 from megalite.plan.memory.peak import KINDS, Memory, memory_of_ranks
-from megalite.plan.memory.walk import HOST
+from megalite.plan.memory.walk import HOST_MEMORY
 from megalite.plan.resolved import resolve
 from megalite.plan.traffic.step import step_traffic
 from megalite.plan.traffic.transfers import Traffic, Transfer
@@ -55,8 +55,8 @@ class Checked:
 
     @property
     def memory_agrees(self) -> bool:
-        host = sum(self.memory.of(HOST).values())
-        return _near(self.memory.total, _on_device(self.bytes)) and _near(host, self.bytes.get(HOST, 0))
+        host = sum(self.memory.of(HOST_MEMORY).values())
+        return _near(self.memory.total, _on_device(self.bytes)) and _near(host, self.bytes.get(HOST_MEMORY, 0))
 
     @property
     def traffic_agrees(self) -> bool:
@@ -116,9 +116,9 @@ def _parts(checked: Checked) -> list[tuple[str, RenderableType]]:
 
 def _memory_table(checked: Checked) -> Table:
     shown = table("", "predicted", "counted", "difference", text=("",))
-    for kind in (*KINDS, HOST):
+    for kind in (*KINDS, HOST_MEMORY):
         predicted, counted = sum(checked.memory.of(kind).values()), checked.bytes.get(kind, 0)
-        if kind == HOST and (predicted or counted):
+        if kind == HOST_MEMORY and (predicted or counted):
             shown.add_section()
         if predicted or counted:
             shown.add_row(kind, *_both(predicted, counted))
@@ -185,4 +185,4 @@ def _near(predicted: int, counted: int) -> bool:
 
 
 def _on_device(found: dict[str, int]) -> int:
-    return sum(size for kind, size in found.items() if kind != HOST)
+    return sum(size for kind, size in found.items() if kind != HOST_MEMORY)

@@ -11,7 +11,7 @@ from megalite.plan.pipeline import tables_of
 from megalite.plan.recompute_modes import GIB, Mode, by_rank, held_by_rank, kept_by_rank
 from megalite.plan.resolved import estimated_costs
 from megalite.plan.split import split_of
-from megalite.schedule.generate import AUTO
+from megalite.schedule.generate import AUTO_SCHEDULE
 
 MAX_RATE = 0.01  # the learning rate; larger steps amplify rounding errors beyond the tolerances
 
@@ -198,7 +198,7 @@ def not_compared(config: Config, steps: int) -> list[str]:
         f"the roundings of train.precision {train.precision}": train.precision != "fp64",
         "which layers train.recompute_budget chooses at full size": train.recompute == "budget",
         "the order that auto finds at full size, which --schedule FILE.yaml of megalite show writes": (
-            config.parallel.pipeline.schedule == AUTO
+            config.parallel.pipeline.schedule == AUTO_SCHEDULE
         ),
         "bfloat16 in Newton–Schulz": config.optim.name == "muon" and config.run.device != "cpu",
         "apex": apex,

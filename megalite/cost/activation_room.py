@@ -12,11 +12,11 @@ from megalite.plan.memory.peak import memory_of_ranks
 from megalite.plan.memory.total import Total
 from megalite.plan.pipeline import as_full, micro_batches
 from megalite.plan.resolved import Plan, resolve
-from megalite.schedule.generate import SPLITTING, orders_of
+from megalite.schedule.generate import SPLIT_SCHEDULES, orders_of
 from megalite.schedule.problem import Problem
 
-TRIES = 4  # orders that are searched for a pipeline, each with less room, until a walk finds that one fits
-LESS = 0.99  # of the room that a rank gets in the next try, beside what it lacked
+MAX_TRIES = 4  # orders that are searched for a pipeline, each with less room, until a walk finds that one fits
+ROOM_FACTOR = 0.99  # of the room that a rank gets in the next try, beside what it lacked
 
 
 def room_for(config: Config, costs: OrderCosts, limit: float) -> tuple[float, ...] | None:
@@ -48,7 +48,7 @@ def _found(asked: _Asked, costs: OrderCosts, limit: float) -> tuple[float, ...] 
     problem = Problem(placement(config), few, costs.stages, (), 0.0, False)
     whole = [memory.total for memory in memory_of_ranks(named)]
     room, least = room_beside(whole, problem.peaks(problem.coded(orders)), limit), least_of(config)
-    for _ in range(TRIES):
+    for _ in range(MAX_TRIES):
         if any(have < need for have, need in zip(room, least, strict=True)):
             return None
         tried = replace(costs, room=room)
@@ -62,7 +62,7 @@ def _found(asked: _Asked, costs: OrderCosts, limit: float) -> tuple[float, ...] 
 def _named(config: Config) -> Config | None:
     """`config` with a named schedule that places stages as `auto` does; None if none can run."""
     name = "1f1b" if config.parallel.pipeline.stages_per_rank == 1 else "zbv"
-    if config.train.compile and name in SPLITTING:
+    if config.train.compile and name in SPLIT_SCHEDULES:
         return None
     pipeline = replace(config.parallel.pipeline, schedule=name, memory=None)
     return replace(config, parallel=replace(config.parallel, pipeline=pipeline))
@@ -85,4 +85,4 @@ def memory_under(plan: Plan, m: int) -> list[int]:
 def tightened(room: Sequence[float], memory: Sequence[float], limit: float) -> tuple[float, ...]:
     """Less room for those ranks whose `memory` was more than the limit."""
     over = (size - limit for size in memory)
-    return tuple(LESS * (have - more) if more > 0 else have for have, more in zip(room, over, strict=True))
+    return tuple(ROOM_FACTOR * (have - more) if more > 0 else have for have, more in zip(room, over, strict=True))

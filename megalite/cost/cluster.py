@@ -13,11 +13,11 @@ from megalite.base.errors import InputError, listing
 from megalite.base.json_shape import TEXT, Each, Kind, OrNull, misfits
 from megalite.config.presets import preset_or_file, presets
 from megalite.config.yaml import read_mapping
-from megalite.cost.slowest_gpu import MOST
+from megalite.cost.slowest_gpu import MAX_SPREAD
 
-BEYOND = 1.5  # times the peak: no product that is measured is as fast
-USUAL = 0.8  # share of NVLink's bandwidth that rings reach: 0.78 of NVLink 3, 0.81 of 4, 0.76 of 5 (configs/cluster)
-USUAL_OF = {"a100": "a100_80gb", "h100": "h100_sxm"}  # the cluster that a GPU's plain name means
+MAX_PEAK_RATIO = 1.5  # times the peak: no product that is measured is as fast
+RING_SHARE = 0.8  # of NVLink's bandwidth that rings reach: 0.78 of NVLink 3, 0.81 of 4, 0.76 of 5 (configs/cluster)
+DEFAULT_CLUSTERS = {"a100": "a100_80gb", "h100": "h100_sxm"}  # the cluster that a GPU's plain name means
 PRECISIONS = ("bf16", "fp16", "fp8", "fp32", "fp64")
 
 
@@ -47,7 +47,7 @@ class Link:
     """Connection between GPUs.
 
     bandwidth: bytes/s that each can send. latency: seconds that a collective takes to start. measured: bytes/s that
-    large all-gathers and reductions have reached; without one, USUAL of the bandwidth is taken.
+    large all-gathers and reductions have reached; without one, RING_SHARE of the bandwidth is taken.
     """
 
     bandwidth: float
@@ -57,7 +57,7 @@ class Link:
     @property
     def reached(self) -> float:
         """Bytes/s of each GPU in large collectives."""
-        return self.measured or USUAL * self.bandwidth
+        return self.measured or RING_SHARE * self.bandwidth
 
     def faster(self, factor: float) -> "Link":
         """A link with `factor` times the rates."""
@@ -102,7 +102,9 @@ def _at_most(most: float, unit: str) -> Kind:
 
 
 SPEED, BANDWIDTH, MEMORY = _at_most(1_000_000, "TFLOP/s"), _at_most(1_000_000, "GB/s"), _at_most(10_000, "GiB")
-SPREAD = Kind(f"a number from 0 to {MOST}", lambda value: type(value) in (int, float) and 0 <= value <= MOST)
+SPREAD = Kind(
+    f"a number from 0 to {MAX_SPREAD}", lambda value: type(value) in (int, float) and 0 <= value <= MAX_SPREAD
+)
 COUNT = Kind("a whole number of at least 1", lambda value: type(value) is int and 1 <= value < 1 << 20)
 LINK = {"bandwidth": BANDWIDTH, "latency": _at_most(1_000_000, "microseconds")}
 FILE = {
@@ -140,7 +142,7 @@ def load_cluster(name: str, asked_by: str = "--cluster ") -> Cluster:
 
 def cluster_path(name: str, asked_by: str = "--cluster ") -> Path:
     """The file at the path `name`, or of the cluster of that name. Raises InputError if it can be neither."""
-    return preset_or_file(USUAL_OF.get(name.lower(), name), ("cluster",), asked_by=asked_by)
+    return preset_or_file(DEFAULT_CLUSTERS.get(name.lower(), name), ("cluster",), asked_by=asked_by)
 
 
 def read_cluster(path: Path) -> Cluster:
@@ -164,8 +166,8 @@ def read_cluster(path: Path) -> Cluster:
     if "bf16" not in gpu["peak"]:
         raise InputError(f"{path}: gpu: peak: bf16 is missing")
     peak, measured = gpu["peak"]["bf16"], gpu["measured"].get("bf16", 0)
-    if measured > BEYOND * peak:
-        rule = f"is more than {BEYOND} times its peak of {peak:g}; give both in TFLOP/s, without sparsity"
+    if measured > MAX_PEAK_RATIO * peak:
+        rule = f"is more than {MAX_PEAK_RATIO} times its peak of {peak:g}; give both in TFLOP/s, without sparsity"
         raise InputError(f"{path}: gpu: measured: bf16 = {measured:g}: {rule}")
     island, node = fields["island"], fields["node"]["gpus"]
     if island and (node % island["gpus"] or node == island["gpus"]):

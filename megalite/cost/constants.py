@@ -31,4 +31,4 @@ class Constants:
     spread: float = 0.13
 
 
-FITTED = Constants()
+FITTED_CONSTANTS = Constants()

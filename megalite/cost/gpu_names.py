@@ -3,7 +3,7 @@
 import re
 
 # Variants of a GPU with other power, memory or links are none of these: their clusters are not known.
-DEVICES = {
+DEVICE_PATTERNS = {
     "a100_40gb": r"NVIDIA A100-SXM4-40GB",
     "a100_80gb": r"NVIDIA A100-SXM4-80GB",
     "b200": r"NVIDIA B200",
@@ -22,4 +22,4 @@ DEVICES = {
 
 def cluster_of(device: str) -> str | None:
     """The name of the cluster that has the GPU `device`, as in `NVIDIA H100 80GB HBM3`; None if none is known."""
-    return next((name for name, pattern in DEVICES.items() if re.fullmatch(pattern, device)), None)
+    return next((name for name, pattern in DEVICE_PATTERNS.items() if re.fullmatch(pattern, device)), None)

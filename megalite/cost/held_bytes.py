@@ -40,22 +40,22 @@ class Step(IntEnum):
     B = 4
     B_LAST = 5
     B_ONLY = 6
-    W_FIRST = 7  # and then, W_FIRST + ENDED
+    W_FIRST = 7  # and then, W_FIRST + W_END_OFFSET
     W = 8
     W_LAST = 9
     W_ONLY = 10
 
 
-ENDED = 4  # from a step of W, when all layers have their gradients, to its end
-STEPS = max(Step) + ENDED + 1
+W_END_OFFSET = 4  # from a step of W, when all layers have their gradients, to its end
+STEPS_PER_STAGE = max(Step) + W_END_OFFSET + 1
 
 
 def steps_of(order: Sequence[Action]) -> list[int]:
-    """Steps of a rank's actions in order, each as STEPS · the stage + its step; a W has two."""
+    """Steps of a rank's actions in order, each as STEPS_PER_STAGE · the stage + its step; a W has two."""
     last = {action.stage: index for index, action in enumerate(order)}  # it makes gradients
     begun, made, found = set[int](), set[int](), list[int]()
     for index, (kind, stage, _) in enumerate(order):
-        at = STEPS * stage
+        at = STEPS_PER_STAGE * stage
         if stage not in begun:
             begun.add(stage)
             found.append(at + Step.BEGIN)
@@ -70,7 +70,7 @@ def steps_of(order: Sequence[Action]) -> list[int]:
             found.append(at + place)
             if kind is Kind.W:
                 found[-1] += Step.W - Step.B
-                found.append(found[-1] + ENDED)
+                found.append(found[-1] + W_END_OFFSET)
     return found
 
 
@@ -79,9 +79,9 @@ def most_held(steps: Sequence[int], stages: Mapping[int, StageBytes], each_time:
 
     each_time: gradients are reduced after every micro-batch. at_all: they are reduced.
     """
-    changes = [0.0] * (STEPS * (max(stages) + 1))
+    changes = [0.0] * (STEPS_PER_STAGE * (max(stages) + 1))
     for stage, held in stages.items():
-        changes[STEPS * stage : STEPS * (stage + 1)] = _changes(held, each_time, at_all)
+        changes[STEPS_PER_STAGE * stage : STEPS_PER_STAGE * (stage + 1)] = _changes(held, each_time, at_all)
     return max(accumulate(map(changes.__getitem__, steps)))
 
 

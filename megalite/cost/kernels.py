@@ -5,7 +5,7 @@ from functools import cached_property, lru_cache
 from math import ceil
 
 from megalite.cost.cluster import Gpu
-from megalite.cost.constants import FITTED, Constants
+from megalite.cost.constants import FITTED_CONSTANTS, Constants
 
 TILES = (  # of the result that one multiprocessor makes at a time: rows, columns, share of the best rate
     (256, 128, 1.0),
@@ -19,14 +19,14 @@ TILES = (  # of the result that one multiprocessor makes at a time: rows, column
 )
 DEPTH = 32  # elements of the sum that a tile takes at a time
 SPLITS = (1, 2, 4)  # into how many parts a long sum may be divided, so that more tiles run at once
-LEAST_SPLIT = 512  # elements that such a part takes the time of at least
+MIN_SPLIT_ELEMENTS = 512  # that such a part takes the time of at least
 SPLIT_COST = 0.02  # for every further part, to add up the parts
-ALIGNED = 8  # elements: rows of other lengths cannot be loaded in whole vectors
-UNALIGNED = 2.0  # how much longer such products take
+VECTOR_ELEMENTS = 8  # rows of other lengths cannot be loaded in whole vectors
+MISALIGNMENT_FACTOR = 2.0  # how much longer such products take
 # Watts that a FLOP/s takes, that of bf16 being 1. In fp8, twice as many lower clocks three quarters as far as in bf16,
 # as NVIDIA's runs on H100, B200, GB200 and GB300 show.
 POWER = {"fp8": 0.375}
-BEST = 0.8  # share of the peak that a matrix product reaches at best, where nobody has measured it
+PEAK_SHARE = 0.8  # that a matrix product reaches at best, where nobody has measured it
 
 
 @dataclass(frozen=True)
@@ -34,14 +34,14 @@ class Kernels:
     """Times on a GPU, in seconds. fp8: share of an fp8 product's rate that is left beside the casts of its inputs."""
 
     gpu: Gpu
-    constants: Constants = FITTED
+    constants: Constants = FITTED_CONSTANTS
     fp8: float = 1.0
 
     def matmul(self, m: float, n: float, k: float, batch: int = 1, precision: str = "bf16") -> float:
         """Seconds of a product of [m, k] and [k, n], or `batch` of them at once."""
         work = _tiled(ceil(m), ceil(n), ceil(k), batch, self.gpu.multiprocessors)
-        if any(round(size) % ALIGNED for size in (m, n, k)):
-            work *= UNALIGNED
+        if any(round(size) % VECTOR_ELEMENTS for size in (m, n, k)):
+            work *= MISALIGNMENT_FACTOR
         return max(work / self.rate(precision), self.passes(2 * batch * (m * k + k * n + m * n)))
 
     def passes(self, moved: float) -> float:
@@ -54,7 +54,7 @@ class Kernels:
 
     def rate(self, precision: str) -> float:
         """FLOP/s that large matrix products keep up."""
-        best = self.gpu.measured.get(precision) or BEST * self.gpu.peak.get(precision, self.gpu.peak["bf16"])
+        best = self.gpu.measured.get(precision) or PEAK_SHARE * self.gpu.peak.get(precision, self.gpu.peak["bf16"])
         return best * self._clock(best * POWER.get(precision, 1.0)) * (self.fp8 if precision == "fp8" else 1.0)
 
     def _clock(self, best: float) -> float:
@@ -79,7 +79,7 @@ def _tiled(m: int, n: int, k: int, batch: int, multiprocessors: int) -> float:
     for rows, columns, share in TILES:
         tiles = ceil(m / rows) * ceil(n / columns) * batch
         for parts in SPLITS:
-            deep = ceil(k / parts) if parts == 1 else max(ceil(k / parts), LEAST_SPLIT)
+            deep = ceil(k / parts) if parts == 1 else max(ceil(k / parts), MIN_SPLIT_ELEMENTS)
             waves = ceil(tiles * parts / multiprocessors)
             depth = ceil(deep / DEPTH) * DEPTH
             each = 2 * rows * columns * depth * (1 + SPLIT_COST * (parts - 1))

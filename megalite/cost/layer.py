@@ -9,20 +9,20 @@ from functools import cached_property
 
 from megalite.config.layers import Heads
 from megalite.cost.cluster import Cluster
-from megalite.cost.constants import FITTED, Constants
-from megalite.cost.kernels import ALIGNED, Kernels
+from megalite.cost.constants import FITTED_CONSTANTS, Constants
+from megalite.cost.kernels import VECTOR_ELEMENTS, Kernels
 from megalite.cost.network import Group, Net
-from megalite.cost.program import HOST_BACKWARD, Program, attention_shares
+from megalite.cost.program import HOST_BACKWARD_RATIO, Program, attention_shares
 from megalite.cost.share import Share
 from megalite.plan.parts.part import Product
 from megalite.plan.recompute_modes import Mode
 from megalite.plan.traffic.window import attended_pairs
 
-MERGE = (12, 8)  # bytes for each element of attention's result, to add what other ranks' keys give: forward, backward
-LOOK_UP = 6  # elements read and written for each of the embedding's output, forward and backward
-SHORT = 3  # how sharply the longer of device and host decides; from Megatron's layers, whose kernels differ in length
+MERGE_BYTES = (12, 8)  # for each element of attention's result, to add what other ranks' keys give: forward, backward
+LOOKUP_ELEMENTS = 6  # read and written for each of the embedding's output, forward and backward
+OVERLAP_EXPONENT = 3  # higher: the longer of device and host decides more sharply; from Megatron's layers
 ATTENTION_BACKWARD = 2.5  # operations of fused attention's backward, in those of its forward: scores are made again
-USUAL = 2  # bytes of an element in the precision that programs' bytes are counted in
+REFERENCE_BYTES = 2  # of an element in the precision that programs' bytes are counted in
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,9 @@ class LayerTime:
 class LayerModel:
     """Times of a layer, the embedding and the head, for a rank's `share` done by `program` on `cluster`."""
 
-    def __init__(self, share: Share, program: Program, cluster: Cluster, constants: Constants = FITTED) -> None:
+    def __init__(
+        self, share: Share, program: Program, cluster: Cluster, constants: Constants = FITTED_CONSTANTS
+    ) -> None:
         self.share, self.program, self.cluster = share, program, cluster
         self.overlap = constants.overlap
         self.kernels, self.net = Kernels(cluster.gpu, constants, program.fp8), Net(cluster, constants)
@@ -84,7 +86,7 @@ class LayerModel:
         """The time of a layer. recompute: in place of the share's."""
         program, recompute = self.program, recompute or self.share.recompute
         forward, backward, weights = self._alone
-        launched = program.host, program.host * HOST_BACKWARD
+        launched = program.host, program.host * HOST_BACKWARD_RATIO
         if recompute == "full":
             backward, launched = backward + forward, (launched[0], launched[1] + launched[0])
         elif recompute == "selective" and program.repeats is None:
@@ -127,14 +129,14 @@ class LayerModel:
         weights = self.kernels.matmul(v, share.width, t, precision=precision)
         backward = self.kernels.matmul(t, share.width, v, precision=precision) + weights
         whole = share.vocab if self.program.gathers_logits else v
-        logits = self.kernels.passes(self.program.logit * share.element / USUAL * t * whole)
+        logits = self.kernels.passes(self.program.logit * share.element / REFERENCE_BYTES * t * whole)
         if self.program.gathers_logits:
             forward += self.net.collective("all_gather", share.element * t * whole, self.tp)
         return forward + logits / 3, backward + logits * 2 / 3, weights
 
     def embedding(self) -> float:
         """The look-up, forward and backward."""
-        return self.kernels.passes(LOOK_UP * self.share.element * self.share.tokens * self.share.width)
+        return self.kernels.passes(LOOKUP_ELEMENTS * self.share.element * self.share.tokens * self.share.width)
 
     def _attention(self) -> tuple[float, float]:
         """Scores and values: forward, backward."""
@@ -166,10 +168,10 @@ class LayerModel:
         inner, heads = share.passed
         of_stream, of_ffn = (program.forward, program.backward), (program.forward_ffn, program.backward_ffn)
         each = zip(of_stream, of_ffn, program.heads, strict=True)
-        wider = share.element / USUAL
+        wider = share.element / REFERENCE_BYTES
         merges = {"ring": share.cp - 1, "all_gather": min(1, share.cp - 1), "ulysses": 0}[share.method]
         outputs = sum(each.outputs for each in share.heads)
-        merged = [merges * bytes_moved * outputs / share.tp for bytes_moved in MERGE]
+        merged = [merges * bytes_moved * outputs / share.tp for bytes_moved in MERGE_BYTES]
         there, back = (
             self.kernels.passes(wider * tokens * (stream * a + inner * b + heads * c + more))
             for (a, b, c), more in zip(each, merged, strict=True)
@@ -226,10 +228,10 @@ class LayerModel:
 
 def _aligned(tokens: int) -> int:
     """A number of tokens, in whole vectors: these lie along the features, so that no number of tokens is an odd one."""
-    return -(-tokens // ALIGNED) * ALIGNED
+    return -(-tokens // VECTOR_ELEMENTS) * VECTOR_ELEMENTS
 
 
 def _launched(device: Seconds, host: float) -> Seconds:
     """Seconds of kernels that the host launches one by one: those that are shorter than a launch wait for it."""
     alone = device.total
-    return device + Seconds(host=(alone**SHORT + host**SHORT) ** (1 / SHORT) - alone)
+    return device + Seconds(host=(alone**OVERLAP_EXPONENT + host**OVERLAP_EXPONENT) ** (1 / OVERLAP_EXPONENT) - alone)

@@ -6,12 +6,12 @@ from typing import Any, Literal, NamedTuple
 
 from megalite.config.schema import Config
 from megalite.plan.recompute_modes import MODES, Mode
-from megalite.schedule.generate import AUTO
+from megalite.schedule.generate import AUTO_SCHEDULE
 
 DataMode = Literal["ddp", "zero1", "zero2", "zero3"]
 
 # Keys that a search decides, unless they are pinned.
-SEARCHED = (
+SEARCH_KEYS = (
     "parallel.tp",
     "parallel.cp",
     "parallel.context.method",
@@ -58,7 +58,7 @@ class Choice(NamedTuple):
     def applied(self, config: Config, pins: Mapping[str, Any]) -> Config:
         """`config` with this layout. Pinned fields that are not part of a choice stay as they are."""
         parallel, train = config.parallel, config.train
-        free, searched = "train.recompute" not in pins, self.schedule == AUTO
+        free, searched = "train.recompute" not in pins, self.schedule == AUTO_SCHEDULE
         return replace(
             config,
             parallel=replace(

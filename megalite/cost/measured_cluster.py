@@ -18,7 +18,7 @@ from megalite.base.exit_codes import ExitCode
 from megalite.base.files import check_output, write_new
 from megalite.config.yaml import read_mapping
 from megalite.cost.cluster import cluster_path, read_cluster
-from megalite.cost.slowest_gpu import MOST
+from megalite.cost.slowest_gpu import MAX_SPREAD
 
 # Properties of a GPU that its driver gives, with the unit of cluster files; none where the value is taken as it is.
 PROPERTIES = {"name": None, "multiprocessors": None, "memory": float(2**30), "power": 1.0}
@@ -96,8 +96,8 @@ def write_measured(
 
 
 def _spread(value: Any) -> float:
-    if type(value) not in (int, float) or not 0 <= value <= MOST:
-        rule = f"must be a number from 0 to {MOST}; GPUs of several kinds or sick ones are among these"
+    if type(value) not in (int, float) or not 0 <= value <= MAX_SPREAD:
+        rule = f"must be a number from 0 to {MAX_SPREAD}; GPUs of several kinds or sick ones are among these"
         raise InputError(f"spread = {value!r:.40}: {rule}")
     return float(f"{value:.3g}")
 

@@ -10,7 +10,7 @@ from megalite.plan.model.weights import layer_weights
 from megalite.plan.muon import Matrix, owners, working_bytes
 from megalite.plan.resolved import Plan
 
-SHARE = 0.5  # rate of the Newton–Schulz iteration relative to large products; an assumption
+RATE_SHARE = 0.5  # rate of the Newton–Schulz iteration relative to large products; an assumption
 
 
 def muon_seconds(plan: Plan, timer: Timer) -> float:
@@ -25,7 +25,7 @@ def muon_seconds(plan: Plan, timer: Timer) -> float:
     moved = (replicas, 1) if ranks > replicas else (replicas,)
     size, group = working_bytes(config) * owned, Group(ranks, 1)
     sent = sum(timer.net.collective("all_to_all", size * copies, group) for copies in moved)
-    return flops / (timer.kernels.rate("bf16") * SHARE) + sent
+    return flops / (timer.kernels.rate("bf16") * RATE_SHARE) + sent
 
 
 def _most(plan: Plan, ranks: int) -> tuple[int, int]:

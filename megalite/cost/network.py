@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from megalite.cost.cluster import Cluster
-from megalite.cost.constants import FITTED, Constants
+from megalite.cost.constants import FITTED_CONSTANTS, Constants
 
 Collective = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all"]
 Kind = Collective | Literal["messages"]  # the last: each rank to the next one of its group
@@ -29,7 +29,7 @@ class Net:
     """
 
     cluster: Cluster
-    constants: Constants = FITTED
+    constants: Constants = FITTED_CONSTANTS
     _known: dict[tuple[Kind, Group], Links] = field(default_factory=dict, compare=False, repr=False)
 
     @property

@@ -15,9 +15,17 @@ from megalite.cost.cluster import Cluster
 from megalite.cost.layer import KINDS, Seconds
 from megalite.cost.link_clocks import groups, times, total
 from megalite.cost.muon import muon_seconds
-from megalite.cost.schedule_tables import PICTURED, Cost, costs_of, enough
+from megalite.cost.schedule_tables import PICTURE_ROUNDS, Cost, costs_of, enough
 from megalite.cost.slowest_gpu import waiting
-from megalite.cost.stages import HALVED, HOST_SHARE, WHOLE, Shared, StageTime, Timer, transfer_seconds
+from megalite.cost.stages import (
+    HOST_SHARE,
+    UNSPLIT_SCHEDULES,
+    ZERO_BUBBLES,
+    Shared,
+    StageTime,
+    Timer,
+    transfer_seconds,
+)
 from megalite.plan.memory.activations import Activations
 from megalite.plan.model.size import flops_per_token
 from megalite.plan.pipeline import micro_batches
@@ -26,8 +34,8 @@ from megalite.schedule.actions import Action, Kind, Table
 from megalite.schedule.generate import NAMES
 from megalite.schedule.simulate import Timeline, simulate
 
-UPDATE_ON_HOST = 28  # bytes that AdamW reads and writes for a parameter in host memory
-HOST_MEMORY = 25e9  # bytes/s of host memory that a GPU's process gets; an assumption for eight on a node
+HOST_UPDATE_BYTES = 28  # that AdamW reads and writes for a parameter in host memory
+HOST_BANDWIDTH = 25e9  # bytes/s of host memory that a GPU's process gets; an assumption for eight on a node
 ROUNDING = 1e-12  # relative: what sums of seconds differ by, in which nobody waits
 
 
@@ -225,9 +233,9 @@ def _refuse_impossible(found: Prediction) -> None:
 
 
 def timeline(prediction: Prediction, timer: Timer) -> Timeline:
-    """Return when every action runs in a step that is cut short after PICTURED rounds, for pictures."""
+    """Return when every action runs in a step that is cut short after PICTURE_ROUNDS, for pictures."""
     config = prediction.config
-    table = _table(prediction.plan, timer, enough(config, micro_batches(config), PICTURED))
+    table = _table(prediction.plan, timer, enough(config, micro_batches(config), PICTURE_ROUNDS))
     of = costs_of(table)
     return simulate(
         table, lambda action: seconds_of(of(action), prediction.stages), transfer_seconds(config, timer.net)
@@ -244,16 +252,16 @@ def _pace(plan: Plan, stages: Sequence[StageTime]) -> float:
     """Seconds that another micro-batch adds at least to a long step: a rank's passes, or its reductions, if they take
     longer and pile up."""
     schedule, mode = plan.config.parallel.pipeline.schedule, plan.config.parallel.data.mode
-    whole = schedule in WHOLE
+    whole = schedule in UNSPLIT_SCHEDULES
     most = 0.0
     for rank in range(plan.config.parallel.pp):
         mine = [stages[stage] for stage in plan.stages_of(rank)]
-        back = (sum(stage.halves) if schedule in HALVED else stage.backward.total for stage in mine)
+        back = (sum(stage.halves) if schedule in ZERO_BUBBLES else stage.backward.total for stage in mine)
         computes = sum(stage.forward.total for stage in mine) + sum(back)
         reduces = 0.0
         if mode in ("zero2", "zero3"):
             computes += whole * sum(stage.longer[False] for stage in mine)
-            reduces = (schedule in HALVED) * sum(stage.reduce for stage in mine)
+            reduces = (schedule in ZERO_BUBBLES) * sum(stage.reduce for stage in mine)
         most = max(most, computes, reduces)
     return most
 
@@ -363,5 +371,5 @@ def adamw_seconds(count: float, offloaded: bool, timer: Timer) -> float:
     """Seconds to update `count` parameters with AdamW, whose states may be in host memory."""
     if offloaded:
         moved = 2 * 4 * count / (timer.cluster.gpu.host * HOST_SHARE)
-        return moved + count * UPDATE_ON_HOST / HOST_MEMORY + timer.kernels.passes(4 * count)
+        return moved + count * HOST_UPDATE_BYTES / HOST_BANDWIDTH + timer.kernels.passes(4 * count)
     return timer.kernels.passes(count * timer.program.optimizer)

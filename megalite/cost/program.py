@@ -34,8 +34,8 @@ class Program:
     Weights:
         optimizer: bytes of a parameter that the optimizer reads and writes.
     The host, in seconds:
-        host: in which it launches a layer's forward pass; backward takes HOST_BACKWARD times as long. waits: in which a
-        layer's forward stands still, since the host reads a result before it goes on.
+        host: in which it launches a layer's forward pass; backward takes HOST_BACKWARD_RATIO times as long. waits: in
+        which a layer's forward stands still, since the host reads a result before it goes on.
     Products in 8 bits:
         fp8: their rate relative to what the cluster's file and clocks of bf16 products give: casts of inputs make it
         less, and it is more in that fp8 takes less power. casts: bytes of casts that are passes of their own: in
@@ -87,8 +87,8 @@ MEGALITE = Program(
     optimizer=32,
     wide_keys=True,
 )
-HOST_BACKWARD = 1.9
-ATTENTION = {  # share of the peak in bf16 that fused attention reaches: forward, backward; by kernel and GPU
+HOST_BACKWARD_RATIO = 1.9
+ATTENTION_SHARES = {  # share of the peak in bf16 that fused attention reaches: forward, backward; by kernel and GPU
     ("flash1", "A100"): (0.36, 0.30),
     ("flash1", "H100"): (0.20, 0.155),
     ("flash2", "A100"): (0.62, 0.53),
@@ -98,18 +98,18 @@ ATTENTION = {  # share of the peak in bf16 that fused attention reaches: forward
     ("cudnn", "H100"): (0.56, 0.49),
     ("cudnn", "B200"): (0.55, 0.45),
 }
-OTHER_GPUS = (0.34, 0.29)
-# Shares of these rates for heads of fewer than WIDE elements. FlashAttention 1 has one rate for both; FlashAttention 2
-# on H100 reaches 300 instead of 333 TFLOP/s forward, and 260 instead of 287 backward.
-NARROW: dict[Attention, float] = {"flash1": 1.0, "flash2": 0.9}
-NARROWEST = 0.75
-WIDE = 128
+DEFAULT_SHARES = (0.34, 0.29)
+# Shares of these rates for heads of fewer than WIDE_HEAD_SIZE elements. FlashAttention 1 has one rate for both;
+# FlashAttention 2 on H100 reaches 300 instead of 333 TFLOP/s forward, and 260 instead of 287 backward.
+NARROW_HEAD_FACTORS: dict[Attention, float] = {"flash1": 1.0, "flash2": 0.9}
+DEFAULT_NARROW_FACTOR = 0.75
+WIDE_HEAD_SIZE = 128
 
 
 def attention_shares(kernel: Attention, gpu: str, head_size: int) -> tuple[float, float]:
     """The shares of the peak that a kernel of attention reaches in forward and in backward."""
     kind = next((kind for kind in ("A100", "H100", "H200", "B200", "GB200", "GB300") if kind in gpu), "")
     kind = {"H200": "H100", "GB200": "B200", "GB300": "B200"}.get(kind, kind)
-    shares = ATTENTION.get((kernel, kind), OTHER_GPUS)
-    narrow = NARROW.get(kernel, NARROWEST) if head_size < WIDE else 1.0
+    shares = ATTENTION_SHARES.get((kernel, kind), DEFAULT_SHARES)
+    narrow = NARROW_HEAD_FACTORS.get(kernel, DEFAULT_NARROW_FACTOR) if head_size < WIDE_HEAD_SIZE else 1.0
     return shares[0] * narrow, shares[1] * narrow

@@ -14,7 +14,7 @@ from megalite.schedule.generate import NAMES, orders_of
 from megalite.schedule.reductions import reductions
 
 ROUNDS = 8  # times the ranks of a pipeline: unequal stages take some rounds until each round is like the one before
-PICTURED = 3  # of these rounds, in a picture
+PICTURE_ROUNDS = 3  # of these rounds
 
 
 def enough(config: Config, m: int, rounds: int = ROUNDS) -> int:

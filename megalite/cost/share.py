@@ -8,7 +8,7 @@ from megalite.config.schema import Config
 from megalite.plan.model.weights import embedding
 from megalite.plan.parts.layer import Layer
 from megalite.plan.parts.part import Passed, Product
-from megalite.plan.parts.sizes import BYTES
+from megalite.plan.parts.sizes import PRECISION_BYTES
 from megalite.plan.recompute_modes import Mode
 
 
@@ -51,7 +51,7 @@ class Share:
     @property
     def element(self) -> int:
         """Bytes of an activation's element, and of a weight's in a matrix product."""
-        return BYTES.get(self.precision, 2)
+        return PRECISION_BYTES.get(self.precision, 2)
 
     @property
     def outside(self) -> Literal["bf16", "fp32", "fp64"]:

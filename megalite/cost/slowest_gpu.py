@@ -2,8 +2,8 @@
 
 from statistics import NormalDist
 
-MOST = 0.2  # of a spread: with more, the slowest of many GPUs would hardly run at all
-PUBLISHED = 0.011  # spread of GPUs' speeds that follows from the errors of published rows (docs/planner_evidence.md)
+MAX_SPREAD = 0.2  # with more, the slowest of many GPUs would hardly run at all
+PUBLISHED_SPREAD = 0.011  # of GPUs' speeds: follows from the errors of published rows (docs/planner_evidence.md)
 
 
 def slowest(gpus: int) -> float:
@@ -18,9 +18,9 @@ def waiting(spread: float | None, gpus: int) -> float:
     """Time of a step on GPUs of this spread, relative to that on GPUs of published runs; at least 1.
 
     spread: relative standard deviation of the GPUs' speeds; None where nobody has measured it. Published steps have
-    waited for their slowest GPU, too, so that predictions contain what PUBLISHED makes of it.
+    waited for their slowest GPU, too, so that predictions contain what PUBLISHED_SPREAD makes of it.
     """
     if spread is None:
         return 1.0
     behind = slowest(gpus)
-    return max(1.0, (1 + spread * behind) / (1 + PUBLISHED * behind))
+    return max(1.0, (1 + spread * behind) / (1 + PUBLISHED_SPREAD * behind))

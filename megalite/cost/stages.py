@@ -15,7 +15,7 @@ from megalite.config.layers import LayerKind, layer_kinds
 from megalite.config.schema import Config
 from megalite.cost.activation_room import room_for
 from megalite.cost.cluster import Cluster
-from megalite.cost.constants import FITTED, Constants
+from megalite.cost.constants import FITTED_CONSTANTS, Constants
 from megalite.cost.kernels import Kernels
 from megalite.cost.layer import LayerModel, LayerTime, Seconds
 from megalite.cost.link_clocks import Part, elements, end_links, groups, layer_links, partial_links, times, total
@@ -26,9 +26,9 @@ from megalite.cost.share import Share, share_of
 from megalite.plan.automatic import OrderCosts
 from megalite.plan.automatic import costs_of as sizes_of
 from megalite.plan.memory.activations import Activations
-from megalite.plan.memory.fit import FOR_TENSORS, GIB
+from megalite.plan.memory.fit import GIB, TENSOR_SHARE
 from megalite.plan.model.size import layer_parameters
-from megalite.plan.parts.sizes import BYTES
+from megalite.plan.parts.sizes import PRECISION_BYTES
 from megalite.plan.pipeline import micro_batches, sharding_mode, uses_fsdp
 from megalite.plan.recompute_modes import Mode
 from megalite.plan.resolved import Plan, resolve
@@ -36,9 +36,9 @@ from megalite.schedule.problem import Beside, StageCosts
 
 # By which halves of a backward pass take longer than the whole: of arXiv 2401.10241 (Zero Bubble), table 4 has speeds
 # of 1F1B and ZB-2p, table 5 their bubbles; without these, ZB-2p is 2.4 % slower, and backward is two thirds of a step.
-SPLIT = 0.035
-HALVED = ("zb_h1", "zb_h2", "zbv")  # schedules that split all backward passes; reductions follow each W
-WHOLE = ("1f1b", "gpipe", "interleaved_1f1b")  # schedules with whole backward passes
+SPLIT_OVERHEAD = 0.035
+ZERO_BUBBLES = ("zb_h1", "zb_h2", "zbv")  # they split all backward passes; reductions follow each W
+UNSPLIT_SCHEDULES = ("1f1b", "gpipe", "interleaved_1f1b")  # backward passes are whole
 HOST_SHARE = 0.8  # of the bandwidth to host memory that copies reach; an assumption
 
 
@@ -85,7 +85,7 @@ class StageTime:
     @property
     def halves(self) -> tuple[float, float]:
         """Seconds of an I and a W."""
-        return (1 + SPLIT) * self.inputs, (1 + SPLIT) * self.weights
+        return (1 + SPLIT_OVERHEAD) * self.inputs, (1 + SPLIT_OVERHEAD) * self.weights
 
     def as_costs(self, size: StageCosts) -> StageCosts:
         """Return the costs for a search for an order, with the memory of `size`."""
@@ -108,7 +108,7 @@ class Piece:
 class Timer:
     """Times on a cluster, remembered: a search asks for the same layer in many layouts. program: whose kernels run."""
 
-    def __init__(self, cluster: Cluster, constants: Constants = FITTED, program: Program = MEGALITE) -> None:
+    def __init__(self, cluster: Cluster, constants: Constants = FITTED_CONSTANTS, program: Program = MEGALITE) -> None:
         self.cluster, self.constants, self.program = cluster, constants, program
         self.net, self.tables = Net(cluster, constants), Tables(self.costs)
         self.kernels = Kernels(cluster.gpu, constants)
@@ -168,7 +168,7 @@ class Timer:
         if not with_room or config.parallel.pipeline.memory is not None:
             return costs
         memory = config.batch.memory
-        limit = self.cluster.gpu.memory * FOR_TENSORS if memory is None else memory * GIB
+        limit = self.cluster.gpu.memory * TENSOR_SHARE if memory is None else memory * GIB
         return replace(costs, room=room_for(config, costs, limit))
 
     def costs_of(self, plan: Plan) -> OrderCosts:
@@ -283,7 +283,7 @@ class Shared:
         parallel = config.parallel
         layout, tp = parallel.layout, parallel.tp
         self._net = net
-        self._element = BYTES[config.train.precision]
+        self._element = PRECISION_BYTES[config.train.precision]
         self._gradient = 2 if parallel.data.reduce_precision == "bf16" else max(self._element, 4)
         self._shards = Group(layout.dp_shard * layout.cp if parallel.data.sharded else 1, tp)
         replicas = layout.dp_replicate if parallel.data.sharded else layout.dp * layout.cp

@@ -5,11 +5,11 @@ from megalite.cost.predict import Prediction
 from megalite.cost.whole_run import DAY, HOUR
 from megalite.plan.automatic import OrderCosts
 
-MINUTE, LONG = 60.0, 999.5  # seconds; from LONG on, a time is written in minutes
+MINUTE, MINUTES_THRESHOLD = 60.0, 999.5  # seconds; from MINUTES_THRESHOLD on, a time is written in minutes
 UNITS = (  # of times: from how many seconds on, the seconds of one, and its name
     (2 * DAY, (DAY, "days")),
     (2 * HOUR, (HOUR, "hours")),
-    (LONG, (MINUTE, "minutes")),
+    (MINUTES_THRESHOLD, (MINUTE, "minutes")),
     (0.9995, (1.0, "s")),
     (0.9995e-3, (1e-3, "ms")),
     (0.0, (1e-6, "µs")),
@@ -42,7 +42,7 @@ def number(value: float) -> str:
 def seconds_text(seconds: float, beside: float | None = None) -> str:
     """`1.23 s`, `45.6 ms`, or minutes, hours and days where `seconds`, or those that stand beside them, are as long."""
     length = seconds if beside is None else beside
-    size, name = time_unit(length if length >= LONG else min(seconds, LONG / 2))
+    size, name = time_unit(length if length >= MINUTES_THRESHOLD else min(seconds, MINUTES_THRESHOLD / 2))
     return f"{seconds / size:,.1f} {name}" if size >= MINUTE else f"{number(seconds / size)} {name}"
 
 

@@ -7,9 +7,9 @@ from megalite.cost.stages import HOST_SHARE
 from megalite.plan.model.size import model_parameters
 from megalite_launch.goodput.formulas import Costs, best, between_failures, share
 
-RESTART = 600.0  # seconds from a failure to the first new step; an assumption
+RESTART_SECONDS = 600.0  # from a failure to the first new step; an assumption
 DAY, HOUR = 86_400.0, 3_600.0
-SAVED = 12  # bytes of a parameter and its AdamW states in a checkpoint
+SAVED_BYTES = 12  # of a parameter and its AdamW states in a checkpoint
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ def stall(prediction: Prediction) -> float:
     """Seconds that training waits for a checkpoint: until parameters and states are copied to host memory."""
     parallel = prediction.config.parallel
     shards = parallel.layout.dp_shard * parallel.cp if parallel.data.sharded else 1
-    held = SAVED * model_parameters(prediction.config.model).total / parallel.pp / parallel.tp / shards
+    held = SAVED_BYTES * model_parameters(prediction.config.model).total / parallel.pp / parallel.tp / shards
     return held / (prediction.cluster.gpu.host * HOST_SHARE)
 
 
@@ -48,7 +48,7 @@ def goodput(prediction: Prediction) -> tuple[float, float]:
     `checkpoint.interval` 0 or auto the interval is the one that loses least.
     """
     steps = prediction.config.checkpoint.interval
-    costs = Costs(between_failures(prediction.gpus), save=stall(prediction), restart=RESTART)
+    costs = Costs(between_failures(prediction.gpus), save=stall(prediction), restart=RESTART_SECONDS)
     if steps == "auto" or steps == 0:
         interval = max(best(costs), prediction.seconds)
     else:

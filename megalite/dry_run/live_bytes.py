@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
-COUNTED = (Tensor, torch.nn.Parameter, FakeTensor)  # other subclasses are first taken apart by their own dispatch
+COUNTED_TYPES = (Tensor, torch.nn.Parameter, FakeTensor)  # other subclasses are first taken apart by their own dispatch
 
 
 @dataclass
@@ -61,7 +61,7 @@ class LiveBytes(TorchDispatchMode):
         self._patch.__exit__(*error)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(kind not in COUNTED for kind in types):
+        if any(kind not in COUNTED_TYPES for kind in types):
             return NotImplemented
         result = func(*args, **kwargs or {})
         self._follow_phase()

@@ -41,7 +41,7 @@ from megalite.optim.build import build_optimizer
 from megalite.plan.memory.activations import Activations
 from megalite.plan.memory.fit import fit_micro
 from megalite.plan.memory.peak import enough_micro_batches, rank_memory
-from megalite.plan.memory.walk import HOST
+from megalite.plan.memory.walk import HOST_MEMORY
 from megalite.plan.resolved import Plan, resolve
 from megalite.plan.traffic.transfers import Transfer
 from megalite.train.build import Job, build, build_mesh
@@ -111,7 +111,7 @@ def count_step(job: Job, batch: Micros, fake: FakeTensorMode | None = None) -> t
     states = [state for param in params for state in job.optimizer.states_of(param).values()]
     live = LiveBytes(fake, lambda: job.activity.now[0])
     live.add(params, "parameters")
-    kept_in = HOST if job.config.optim.offload else "optimizer states"
+    kept_in = HOST_MEMORY if job.config.optim.offload else "optimizer states"
     live.add(states, kept_in)
     live.add(job.optimizer.buffers(), kept_in)
     live.add([batch.tokens], "activations")
@@ -126,17 +126,17 @@ def count_step(job: Job, batch: Micros, fake: FakeTensorMode | None = None) -> t
     modules = chain.from_iterable(stage.modules() for stage in job.stages.values())
     hooks = [module.register_forward_pre_hook(see_gathered) for module in modules if isinstance(module, FSDPModule)]
     hooks.append(job.optimizer.register_step_pre_hook(see_gradients))
-    job.memory.watch = lambda host: live.add([host], HOST)  # on a CPU too
+    job.memory.watch = lambda host: live.add([host], HOST_MEMORY)  # on a CPU too
     with live:
         train_step(job, batch, 0)
     job.memory.watch = None
     for hook in hooks:
         hook.remove()
-    found = live.peak(apart=HOST)
+    found = live.peak(apart=HOST_MEMORY)
     if job.config.checkpoint.async_:
         copied = local_parts(State(job.stages, job.optimizer).tensors()).values()
-        found[HOST] = found.get(HOST, 0) + sum(part.nbytes for part in copied)
-    return found, str(live.busy(apart=HOST))
+        found[HOST_MEMORY] = found.get(HOST_MEMORY, 0) + sum(part.nbytes for part in copied)
+    return found, str(live.busy(apart=HOST_MEMORY))
 
 
 def _materialized(job: Job, mesh: Mesh) -> Job:

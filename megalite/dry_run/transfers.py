@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megalite.distributed.mesh import Mesh
-from megalite.dry_run.live_bytes import COUNTED
+from megalite.dry_run.live_bytes import COUNTED_TYPES
 from megalite.plan.traffic.transfers import Transfer
 
 KINDS = {  # operation of PyTorch -> kind of a `Transfer`
@@ -33,7 +33,7 @@ KINDS = {  # operation of PyTorch -> kind of a `Transfer`
     "_c10d_functional::broadcast": "broadcast",
 }
 NAMESPACES = ("c10d", "_c10d_functional")
-SILENT = ("_c10d_functional::wait_tensor", "_c10d_functional::_wrap_tensor_autograd")  # they send nothing
+SILENT_OPERATIONS = ("_c10d_functional::wait_tensor", "_c10d_functional::_wrap_tensor_autograd")  # they send nothing
 
 
 class CountedTransfers(TorchDispatchMode):
@@ -49,13 +49,13 @@ class CountedTransfers(TorchDispatchMode):
         self.found: Counter[Transfer] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(kind not in COUNTED for kind in types):
+        if any(kind not in COUNTED_TYPES for kind in types):
             return NotImplemented
         given = kwargs or {}
         result = func(*args, **given)
         if func.namespace in NAMESPACES:
             name = func.name().partition(".")[0]
-            if name not in SILENT:
+            if name not in SILENT_OPERATIONS:
                 self.found[self._transfer(name, [*args, *given.values()], result)] += 1
         return result
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from megalite.base.errors import InputError
 from megalite.base.files import as_json, read_object, write_whole
-from megalite.experiment.folder import LARGEST, ExperimentFolder, Status, read_status, write_status
+from megalite.experiment.folder import MAX_STATUS_BYTES, ExperimentFolder, Status, read_status, write_status
 from megalite.experiment.pool import Task
 from megalite.experiment.schema import Launch
 from megalite_launch.base.errors import UserError
@@ -17,9 +17,9 @@ from megalite_launch.base.slurm import Call, call
 from megalite_launch.submit.slurm_array import Array, array_script, element_states, largest_array, submitted
 from megalite_launch.submit.slurm_script import CORES
 
-WARNING = 300  # seconds before the time limit in which a run saves
-MOST_TASKS = 1000  # of an array, whatever Slurm allows: its file stays small
-GONE = ("COMPLETED", "CANCELLED", "PREEMPTED", "NODE_FAIL", "BOOT_FAIL", "DEADLINE", "REVOKED")
+WARNING_SECONDS = 300  # seconds before the time limit in which a run saves
+MAX_TASKS = 1000  # of an array, whatever Slurm allows: its file stays small
+END_STATES = ("COMPLETED", "CANCELLED", "PREEMPTED", "NODE_FAIL", "BOOT_FAIL", "DEADLINE", "REVOKED")
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def submit(
     shapes: dict[Shape, list[Task]] = {}
     for task in tasks:
         shapes.setdefault(Shape.of(task.gpus, launch, task.names[0]), []).append(task)
-    size = min(largest_array(ask), MOST_TASKS)
+    size = min(largest_array(ask), MAX_TASKS)
     found = []
     for shape, alike in shapes.items():
         after = ""
@@ -101,7 +101,7 @@ def _submit_one(
         nodes=shape.nodes,
         ranks=shape.ranks,
         log=folder.launches.absolute() / f"{name}-%a.log",
-        warning=int(min(WARNING, max(limit / 4, 1))),
+        warning=int(min(WARNING_SECONDS, max(limit / 4, 1))),
         options=options,
         after=after,
         command=command,
@@ -166,7 +166,7 @@ class Queue:
             return status.now("planned", "was never submitted")
         task = f"{job}_{status.place}"
         state = self.states.get(task, "")
-        if not state or state in GONE:
+        if not state or state in END_STATES:
             told = f"job {task} is {state}" if state else f"Slurm no longer knows job {task}"
             return status.now("planned", f"{told}, and the run is not done")
         if status.state == "submitted" and state in ("TIMEOUT", "OUT_OF_MEMORY", "FAILED"):
@@ -180,7 +180,7 @@ class Queue:
 def _job_of(path: Path) -> str:
     """The job of a launch; empty if its launcher was killed before it knew."""
     try:
-        found = read_object(path, 16 * LARGEST).get("job")
+        found = read_object(path, 16 * MAX_STATUS_BYTES).get("job")
     except InputError:
         return ""
     return found if isinstance(found, str) else ""

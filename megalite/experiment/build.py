@@ -16,9 +16,9 @@ from megalite.experiment.expression import ExpressionError
 from megalite.experiment.read import ExperimentError, Setup
 from megalite.experiment.settings import Settings
 
-ROUNDING = 0.05  # most that rounding to whole sequences or steps may change a number
-SHOWN = 100  # problems
-EACH = 6  # FLOPs of a parameter and token, as scaling laws count compute: C = 6·N·D
+MAX_ROUNDING = 0.05  # most that rounding to whole sequences or steps may change a number
+MAX_LISTED = 100  # problems
+FLOP_FACTOR = 6  # FLOPs of a parameter and token, as scaling laws count compute: C = 6·N·D
 
 
 @dataclass(frozen=True)
@@ -111,11 +111,11 @@ class Builder:
         if not self.problems:
             return
         told: list[Problem] = []
-        for text, runs in list(self.problems.items())[:SHOWN]:
+        for text, runs in list(self.problems.items())[:MAX_LISTED]:
             where = f" (run {runs[0]}{f' and {len(runs) - 1} more' if len(runs) > 1 else ''})" if runs[0] else ""
             told.append(_Told(f"{text}{where}"))
-        if len(self.problems) > SHOWN:
-            told.append(_Told(f"and {len(self.problems) - SHOWN} more"))
+        if len(self.problems) > MAX_LISTED:
+            told.append(_Told(f"and {len(self.problems) - MAX_LISTED} more"))
         raise ExperimentError(self.setup.path, told)
 
     def _note(self, point: Point, error: InputError) -> None:
@@ -147,7 +147,7 @@ class Builder:
         """The steps of a budget, and of a trunk its decay. Raises InputError."""
         wanted = names.tokens / (names("batch.global") * config.model.sequence_length)
         steps = max(round(wanted), 1)
-        if abs(steps / wanted - 1) > ROUNDING:
+        if abs(steps / wanted - 1) > MAX_ROUNDING:
             rule = f"takes {wanted:.3g} steps, and {steps} are off by more than 5 %"
             fix = "use a smaller batch.global, or a larger budget"
             raise InputError([Problem(f"{point.of} = {point.budget:g}", rule, fix)])
@@ -160,7 +160,7 @@ class Builder:
 def _whole(value: float, unit: int, where: str, text: str) -> int:
     """The multiple of `unit` next to `value`. Raises InputError where that is another number altogether."""
     whole = max(round(value / unit), 1) * unit
-    if value <= 0 or abs(whole / value - 1) > ROUNDING:
+    if value <= 0 or abs(whole / value - 1) > MAX_ROUNDING:
         of = f"multiple of {unit}" if unit > 1 else "whole number"
         rule = f"comes to {value:.6g}, and the next {of}, {whole}, is off by more than 5 %"
         fix = "round it in the expression, as with pow2, or change batch.micro or the layout"
@@ -193,7 +193,7 @@ class _Names:
             case "D":
                 return self.tokens
             case "C":
-                return EACH * self.parameters * self.tokens
+                return FLOP_FACTOR * self.parameters * self.tokens
             case "steps":
                 return self.tokens / (self("batch.global") * config.model.sequence_length)
             case "width" | "layers" | "heads" | "sequence_length":
@@ -226,7 +226,7 @@ class _Names:
             case "tokens":
                 return self.point.budget or 0
             case "flops":
-                return (self.point.budget or 0) / (EACH * self.parameters)
+                return (self.point.budget or 0) / (FLOP_FACTOR * self.parameters)
         return self.config.train.steps * self("batch.global") * self.config.model.sequence_length
 
 

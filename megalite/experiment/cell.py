@@ -13,9 +13,9 @@ from megalite.config.schema import Config, Model
 from megalite.experiment.schema import Size
 from megalite.plan.model.size import flops_per_token, model_parameters
 
-DIGITS = 10  # of the hash that names a run
-LONGEST = 60  # characters of a slug
-ELSEWHERE = {"run": ("name", "dir", "cluster"), "checkpoint": (), "log": ()}  # say nothing of what is trained
+HASH_DIGITS = 10  # in a run's name
+MAX_SLUG_LENGTH = 60  # characters
+UNHASHED_KEYS = {"run": ("name", "dir", "cluster"), "checkpoint": (), "log": ()}  # say nothing of what is trained
 
 
 @dataclass(frozen=True)
@@ -95,15 +95,15 @@ def identity(plain: Mapping[str, Any], keeps_layout: bool) -> str:
     a run begins with, and, unless layouts are compared, the layout, as all layouts train alike. Values at their
     defaults are left out as well, so that a key which a later version adds does not change the id of a finished run.
     """
-    kept = {section: value for section, value in plain.items() if section not in ELSEWHERE}
-    kept["run"] = {key: value for key, value in plain["run"].items() if key not in ELSEWHERE["run"]}
+    kept = {section: value for section, value in plain.items() if section not in UNHASHED_KEYS}
+    kept["run"] = {key: value for key, value in plain["run"].items() if key not in UNHASHED_KEYS["run"]}
     kept["checkpoint"] = {"weights": plain["checkpoint"]["weights"]}
     if not keeps_layout:
         del kept["parallel"]
         kept["batch"] = {key: value for key, value in plain["batch"].items() if key not in ("micro", "memory")}
     set_ = _besides(_canonical(kept), _defaults())
     text = json.dumps(set_, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
-    return hashlib.sha256(text.encode()).hexdigest()[:DIGITS]
+    return hashlib.sha256(text.encode()).hexdigest()[:HASH_DIGITS]
 
 
 @cache
@@ -138,7 +138,7 @@ def slug_of(parts: Mapping[str, Any]) -> str:
     """A name for people, of what sets a run apart: `60m-lr0.01-seed1`. Two runs may have the same."""
     words = [_word(key.rpartition(".")[2], value) for key, value in parts.items()]
     text = "-".join(filter(None, words)) or "run"
-    return text[:LONGEST].rstrip("-.") or "run"
+    return text[:MAX_SLUG_LENGTH].rstrip("-.") or "run"
 
 
 def _word(name: str, value: Any) -> str:

@@ -13,12 +13,12 @@ from megalite.cost.stages import Timer
 from megalite.experiment.cell import Cell
 from megalite.experiment.expand import Expanded
 from megalite.layout_search.search import fullest_rank
-from megalite.plan.memory.fit import FOR_TENSORS
+from megalite.plan.memory.fit import TENSOR_SHARE
 from megalite.plan.model.size import flops_per_token, model_parameters
 
-SAVED = 12  # bytes of a parameter with AdamW's moments
-WRITTEN, COPIED = 1e9, 10e9  # bytes/s of a rank: to the disk, and of the copy that training waits for
-FORWARD = 1 / 3  # of a step: what an evaluation of a batch takes
+SAVED_BYTES = 12  # of a parameter with AdamW's moments
+WRITE_BANDWIDTH, COPY_BANDWIDTH = 1e9, 10e9  # bytes/s of a rank: to the disk, and of the copy that training waits for
+FORWARD_SHARE = 1 / 3  # of a step: what an evaluation of a batch takes
 HOUR = 3600.0
 
 
@@ -125,7 +125,7 @@ class Estimator:
         key = _timed_by(cell)
         if key not in self._fitting:
             self._fitting[key] = (
-                fullest_rank(_numbered(cell.config), self.timer).total <= FOR_TENSORS * self.cluster.gpu.memory
+                fullest_rank(_numbered(cell.config), self.timer).total <= TENSOR_SHARE * self.cluster.gpu.memory
             )
         return self._fitting[key]
 
@@ -213,7 +213,7 @@ def _later(expanded: Expanded, costs: Sequence[Cost]) -> float:
 
 def _besides_startup(cell: Cell, steps: int, step: float) -> float:
     """Seconds of `steps` steps of a run, with its evaluations and saves."""
-    return steps * step + _evaluations(cell) * FORWARD * step + _saves(cell)
+    return steps * step + _evaluations(cell) * FORWARD_SHARE * step + _saves(cell)
 
 
 def _evaluations(cell: Cell) -> int:
@@ -229,10 +229,10 @@ def _evaluations(cell: Cell) -> int:
 def _saves(cell: Cell) -> float:
     """Seconds that training stands still for checkpoints; the last one is waited for."""
     checkpoint, steps = cell.config.checkpoint, cell.steps - cell.start
-    size = SAVED * model_parameters(cell.config.model).total / cell.gpus
+    size = SAVED_BYTES * model_parameters(cell.config.model).total / cell.gpus
     interval = checkpoint.interval if isinstance(checkpoint.interval, int) else 0
     times = len(checkpoint.at) + (steps // interval if interval else 0)
-    return size / WRITTEN + times * size / (COPIED if checkpoint.async_ else WRITTEN)
+    return size / WRITE_BANDWIDTH + times * size / (COPY_BANDWIDTH if checkpoint.async_ else WRITE_BANDWIDTH)
 
 
 def _numbered(config: Config) -> Config:

@@ -11,7 +11,7 @@ from megalite.experiment.cell import Cell
 from megalite.experiment.folder import ExperimentFolder
 from megalite.experiment.halving import rounds
 from megalite.experiment.read import Setup
-from megalite.experiment.settings import MOST_RUNS, Settings
+from megalite.experiment.settings import MAX_RUNS, Settings
 from megalite.experiment.systems import system_points
 from megalite.experiment.trunk import share_trunks
 
@@ -45,8 +45,8 @@ def expand(setup: Setup, losses: Losses = lambda _: None) -> Expanded:
     """
     builder = Builder(setup)
     points = list(_points(setup, builder))
-    if len(points) > MOST_RUNS:
-        told = f"makes {len(points):,} runs; at most {MOST_RUNS:,} are allowed"
+    if len(points) > MAX_RUNS:
+        told = f"makes {len(points):,} runs; at most {MAX_RUNS:,} are allowed"
         builder.wrong("the experiment", told, "give fewer values, rungs, budgets or seeds")
         points = []
     found: dict[str, Cell] = {}

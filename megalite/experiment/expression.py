@@ -16,9 +16,9 @@ from typing import Any
 Value = int | float | bool | str | None
 Lookup = Callable[[str], Any]  # of a name; raises KeyError for one that is not known
 
-LONGEST = 500  # characters
-MOST_NODES = 200
-MOST_BITS = 256  # of a whole number; a larger one becomes a float
+MAX_LENGTH = 500  # characters
+MAX_NODES = 200
+MAX_BITS = 256  # of a whole number; a larger one becomes a float
 NAME = re.compile(r"(?P<text>'[^']*'|\"[^\"]*\")|(?<![\w.])(?P<name>[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)+)")
 ARITHMETIC: dict[type[ast.AST], Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,
@@ -32,7 +32,7 @@ ORDER: dict[type[ast.AST], Callable[[Any, Any], bool]] = {
     ast.Gt: operator.gt,
     ast.GtE: operator.ge,
 }
-SAME: dict[type[ast.AST], Callable[[Any, Any], bool]] = {ast.Eq: operator.eq, ast.NotEq: operator.ne}
+EQUALITY: dict[type[ast.AST], Callable[[Any, Any], bool]] = {ast.Eq: operator.eq, ast.NotEq: operator.ne}
 
 
 class ExpressionError(ValueError):
@@ -68,8 +68,8 @@ class Expression:
     @staticmethod
     def parse(text: str) -> "Expression":
         """Raises ExpressionError for a text that is no expression, or is one that could do harm."""
-        if len(text) > LONGEST:
-            raise ExpressionError(f"has {len(text):,} characters; at most {LONGEST} are allowed")
+        if len(text) > MAX_LENGTH:
+            raise ExpressionError(f"has {len(text):,} characters; at most {MAX_LENGTH} are allowed")
         spelled: dict[str, str] = {}
 
         def rename(match: re.Match[str]) -> str:
@@ -86,8 +86,8 @@ class Expression:
         except (ValueError, MemoryError, RecursionError):  # a null byte; nesting without end
             raise ExpressionError("is no expression: it cannot be read") from None
         nodes = list(ast.walk(tree))
-        if len(nodes) > MOST_NODES:
-            raise ExpressionError(f"has {len(nodes)} parts; at most {MOST_NODES} are allowed")
+        if len(nodes) > MAX_NODES:
+            raise ExpressionError(f"has {len(nodes)} parts; at most {MAX_NODES} are allowed")
         called = {id(node.func) for node in nodes if isinstance(node, ast.Call)}
         for node in nodes:
             _allow(node, spelled, called)
@@ -150,7 +150,7 @@ def _allow(node: ast.AST, spelled: dict[str, str], called: set[int]) -> None:
             return
         case ast.Pow() | ast.UAdd() | ast.USub() | ast.Not() | ast.And() | ast.Or():
             return
-        case _ if type(node) in ARITHMETIC | ORDER | SAME:
+        case _ if type(node) in ARITHMETIC | ORDER | EQUALITY:
             return
     known = "numbers, names, + - * / **, comparisons, and, or, not, and " + ", ".join(FUNCTIONS)
     raise ExpressionError(f"has a part of the kind {type(node).__name__}, which is not allowed; there are {known}")
@@ -183,15 +183,15 @@ def _value(node: ast.expr, named: Lookup) -> Any:
 
 
 def _compare(sign: ast.cmpop, a: Any, b: Any) -> bool:
-    if type(sign) in SAME:
-        return bool(SAME[type(sign)](a, b))
+    if type(sign) in EQUALITY:
+        return bool(EQUALITY[type(sign)](a, b))
     return bool(ORDER[type(sign)](_number(a), _number(b)))
 
 
 def _power(base: float, exponent: float) -> int | float:
     """Compute a power: exactly for whole numbers of a moderate size; else as a float, for which it may be too large."""
-    whole = isinstance(base, int) and isinstance(exponent, int) and 0 <= exponent <= MOST_BITS
-    if whole and int(base).bit_length() * exponent <= MOST_BITS:
+    whole = isinstance(base, int) and isinstance(exponent, int) and 0 <= exponent <= MAX_BITS
+    if whole and int(base).bit_length() * exponent <= MAX_BITS:
         return int(base**exponent)
     return math.pow(base, exponent)
 
@@ -210,7 +210,7 @@ def _truth(value: Any) -> bool:
 
 def _bounded(value: Any) -> Any:
     """The value; a huge whole number becomes a float. Raises ExpressionError for one that is not finite."""
-    if isinstance(value, int) and value.bit_length() > MOST_BITS:
+    if isinstance(value, int) and value.bit_length() > MAX_BITS:
         value = float(value)
     if isinstance(value, float) and not math.isfinite(value):
         raise ExpressionError("has a result that is not a finite number")

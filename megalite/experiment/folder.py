@@ -19,9 +19,9 @@ from megalite.base.files import as_json, read_object, write_whole
 
 State = Literal["planned", "submitted", "running", "done", "oom", "diverged", "timeout", "failed"]
 STATES: tuple[State, ...] = get_args(State)
-ENDED: tuple[State, ...] = ("done", "oom", "diverged", "timeout", "failed")
+END_STATES: tuple[State, ...] = ("done", "oom", "diverged", "timeout", "failed")
 RUN_NAME = re.compile(r"[A-Za-z0-9._-]{1,100}-(?P<id>[0-9a-f]{10})")
-LARGEST = 1 << 20  # bytes of a status
+MAX_STATUS_BYTES = 1 << 20
 INDEX = ("id", "name", "kind", "rung", "seed", "state", "step", "steps", "gpus", "attempts", "job", "seconds", "reason")
 NUMBERS = (  # columns of results.csv
     "seed",
@@ -45,7 +45,7 @@ NUMBERS = (  # columns of results.csv
     "peak_memory_bytes",
     "seconds",
 )
-MEASURED = "eval/"  # its columns of what megalite-evaluate has measured begin like this, as in metrics.jsonl
+EVAL_PREFIX = "eval/"  # its columns of what megalite-evaluate has measured begin like this, as in metrics.jsonl
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ class ExperimentFolder:
 def read_status(run: Path) -> Status | None:
     """Read the status of the run in a folder; None if there is none, or none that can be read."""
     try:
-        found = read_object(run / "status.json", LARGEST)
+        found = read_object(run / "status.json", MAX_STATUS_BYTES)
     except InputError:
         return None
     return parse_status(found)

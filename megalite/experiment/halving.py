@@ -8,7 +8,7 @@ from megalite.experiment.build import Builder, Point
 from megalite.experiment.cell import Cell
 from megalite.experiment.schema import Halving
 
-GOES_ON = ("constant", "inverse_sqrt")  # schedules whose rate does not depend on train.steps
+ENDLESS_SCHEDULES = ("constant", "inverse_sqrt")  # schedules whose rate does not depend on train.steps
 
 
 def rounds(
@@ -55,6 +55,6 @@ def _of_round(builder: Builder, point: Point, before: Cell | None, steps: int, n
     if cell is None:
         return None
     cell = replace(cell, round=number)
-    if before is not None and cell.config.schedule.name in GOES_ON:
+    if before is not None and cell.config.schedule.name in ENDLESS_SCHEDULES:
         return replace(cell, parent=before.id, start=before.steps)
     return cell

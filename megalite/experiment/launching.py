@@ -17,7 +17,7 @@ from megalite.experiment.arrays import Queue, submit
 from megalite.experiment.cell import Cell
 from megalite.experiment.expand import Expanded, expand
 from megalite.experiment.folder import (
-    ENDED,
+    END_STATES,
     ExperimentFolder,
     State,
     Status,
@@ -237,7 +237,7 @@ def expanded_now(setup: Setup) -> tuple[Expanded, Known]:
             """The loss of a run; infinite if it has ended without one, None if it has neither ended nor a loss."""
             state = known[cell.id][0].state if cell.id in known else "planned"
             value = found[cell.id].get(metric) if cell.id in found else None
-            return value if value is not None else float("inf") if state in ENDED else None
+            return value if value is not None else float("inf") if state in END_STATES else None
 
         further = expand(setup, loss)
         if len(further.cells) == len(expanded.cells):

@@ -18,15 +18,15 @@ from megalite.base.errors import InputError, counted, printable
 from megalite.base.exit_codes import ExitCode
 from megalite.base.stop_signals import listen, restore
 from megalite.base.terminal import escaping
-from megalite.experiment.folder import ENDED, ExperimentFolder, read_status
+from megalite.experiment.folder import END_STATES, ExperimentFolder, read_status
 from megalite_launch.base.files import appended
 from megalite_launch.base.processes import prepared
 
-LOOK = 0.1  # seconds between two looks at the tasks
-TELL = 2.0  # seconds between two looks at the files of their runs
-VISIBLE = "CUDA_VISIBLE_DEVICES"
+LOOK_SECONDS = 0.1  # seconds between two looks at the tasks
+PROGRESS_SECONDS = 2.0  # seconds between two looks at the files of their runs
+VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 DEVICE = re.compile(r"nvidia\d+")  # in /dev, one for each GPU
-TOLD = 3  # names of runs that the progress shows
+MAX_LISTED = 3  # names of runs that the progress shows
 
 
 @dataclass(frozen=True)
@@ -63,8 +63,8 @@ class Machine:
 
 
 def _visible() -> list[str]:
-    if VISIBLE in os.environ:
-        return [name for name in os.environ[VISIBLE].split(",") if name]
+    if VISIBLE_DEVICES in os.environ:
+        return [name for name in os.environ[VISIBLE_DEVICES].split(",") if name]
     return [str(number) for number in range(sum(bool(DEVICE.fullmatch(name)) for name in os.listdir("/dev")))]
 
 
@@ -122,7 +122,7 @@ class Pool:
             for each in [each for each in self._running if each.process.poll() is not None]:
                 self._running.remove(each)
                 progress.ended(each.task, each.process.returncode)
-            self.pause(LOOK)
+            self.pause(LOOK_SECONDS)
 
     def _start_some(self, waiting: list[Task]) -> None:
         """Start the first tasks for which there is room; a small one may pass a large one that waits for GPUs."""
@@ -142,7 +142,7 @@ class Pool:
         cores = self._cores(slot)
         environment = {**self.environment}
         if devices:
-            environment[VISIBLE] = ",".join(devices)
+            environment[VISIBLE_DEVICES] = ",".join(devices)
         environment.setdefault("OMP_NUM_THREADS", str(max(1, len(cores) // task.gpus)))
         command = [sys.executable, "-m", "megalite.experiment.runner", str(self.folder.path), *task.names]
         command += ["--cores", ",".join(map(str, cores)), *self.command]
@@ -207,12 +207,12 @@ class _Shown:
     def show(self, tasks: Sequence[Task]) -> None:
         """Name the runs at work, and tell which of them are done: a trunk may be long before its branches."""
         if (now := time.monotonic()) >= self.next_look:
-            self.next_look = now + TELL
+            self.next_look = now + PROGRESS_SECONDS
             for task in tasks:
                 self._tell(task)
         names = [name for task in tasks for name in task.names if name not in self.told]
-        more = f" and {len(names) - TOLD} more" if len(names) > TOLD else ""
-        self.bar.update(self.task, description=", ".join(names[:TOLD]) + more)
+        more = f" and {len(names) - MAX_LISTED} more" if len(names) > MAX_LISTED else ""
+        self.bar.update(self.task, description=", ".join(names[:MAX_LISTED]) + more)
 
     def say(self, text: str) -> None:
         self.bar.console.print(f"megalite-sweep: {text}", markup=False, highlight=False, soft_wrap=True)
@@ -229,7 +229,7 @@ class _Shown:
             status = None if name in self.told else read_status(self.folder.run(name))
             if status is not None and (code is not None or status.state == "done"):
                 told = f": {printable(status.reason)}" if status.reason else f" after {status.seconds:.0f} s"
-                if status.state not in ENDED and not status.reason:
+                if status.state not in END_STATES and not status.reason:
                     told = f": its runner has ended with exit code {code}; launches/local.log tells more"
                 self.say(f"{status.state:<9} {name}{told}")
                 self.told.add(name)

@@ -26,7 +26,7 @@ RUNG = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,39}")
 BUDGETS = ("tokens_per_parameter", "tokens", "flops")
 LADDER = ("rungs", *BUDGETS, "trunk")
 SYSTEMS = ("gpus", "scaling", "layouts", "measure")
-MOST = 1e30  # of a budget
+MAX_BUDGET = 1e30
 
 
 class ExperimentError(InputError):
@@ -143,7 +143,7 @@ def _of_kind(experiment: Experiment) -> list[Problem]:
             problems.append(Problem(listing(given, "and") or BUDGETS[0], rule, "keep one"))
         for name in given:
             values = getattr(experiment, name)
-            if not values or len(set(values)) < len(values) or not all(0 < value <= MOST for value in values):
+            if not values or len(set(values)) < len(values) or not all(0 < value <= MAX_BUDGET for value in values):
                 problems.append(Problem(name, "must be a list of different numbers above 0", value=values))
         if experiment.trunk is not None and not 0 < experiment.trunk.decay < 1:
             rule = "must be a share of the steps: above 0 and below 1"
@@ -222,7 +222,7 @@ def _launch(experiment: Experiment, problems: list[Problem]) -> None:
     positive = ("parallel", "gpus", "max_gpu_hours", "flops_per_second", "minutes", "attempts", "cores")
     for name in (*positive, "gpus_per_node", "cpus_per_task"):
         value = getattr(launch, name)
-        if value is not None and not 0 < value <= MOST:
+        if value is not None and not 0 < value <= MAX_BUDGET:
             problems.append(Problem(f"launch.{name}", "must be above 0", value=value))
     if not 0 <= launch.startup <= 1e6:
         problems.append(Problem("launch.startup", "must be seconds, at least 0", value=launch.startup))

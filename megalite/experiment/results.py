@@ -12,13 +12,21 @@ from megalite.base.files import exists, is_file, read_object, write_whole
 from megalite.experiment.cell import Cell, Counts
 from megalite.experiment.cost import Measured
 from megalite.experiment.expand import Expanded
-from megalite.experiment.folder import LARGEST, MEASURED, NUMBERS, ExperimentFolder, Status, cell_text, csv_text
+from megalite.experiment.folder import (
+    EVAL_PREFIX,
+    MAX_STATUS_BYTES,
+    NUMBERS,
+    ExperimentFolder,
+    Status,
+    cell_text,
+    csv_text,
+)
 from megalite.plan.model.size import flops_per_token
-from megalite.train.folder.records import WARM_UP, read_records
+from megalite.train.folder.records import WARM_UP_STEPS, read_records
 
-FIRST = ("id", "slug", "kind", "rung")
-REST = (*NUMBERS, "status", "commit")
-LAST = 0.01  # share of the steps whose mean is the training loss
+FIRST_COLUMNS = ("id", "slug", "kind", "rung")
+RESULT_COLUMNS = (*NUMBERS, "status", "commit")
+LOSS_SHARE = 0.01  # share of the steps whose mean is the training loss
 Row = dict[str, Any]
 
 
@@ -26,10 +34,10 @@ def collect(expanded: Expanded, known: Mapping[str, tuple[Status, int]]) -> list
     """Write `results.csv`. Returns its rows, in the order of the experiment. known: by id, each with its last step."""
     folder = ExperimentFolder(expanded.setup.folder)
     systems = expanded.setup.experiment.measure
-    warm_up = WARM_UP if systems is None else systems.warmup
+    warm_up = WARM_UP_STEPS if systems is None else systems.warmup
     rows = [row_of(cell, *known[cell.id], folder.run(cell.name), warm_up) for cell in expanded.cells]
-    tasks = dict.fromkeys(name for row in rows for name in row if name.startswith(MEASURED))
-    columns = (*FIRST, *expanded.axes, *REST, *tasks)
+    tasks = dict.fromkeys(name for row in rows for name in row if name.startswith(EVAL_PREFIX))
+    columns = (*FIRST_COLUMNS, *expanded.axes, *RESULT_COLUMNS, *tasks)
     write_whole(folder.results, csv_text([columns, *([cell_text(row.get(name)) for name in columns] for row in rows)]))
     return rows
 
@@ -48,7 +56,7 @@ def runs_are_elsewhere(folder: ExperimentFolder) -> bool:
         return False
 
 
-def row_of(cell: Cell, status: Status, step: int, run: Path, warm_up: int = WARM_UP) -> Row:
+def row_of(cell: Cell, status: Status, step: int, run: Path, warm_up: int = WARM_UP_STEPS) -> Row:
     """The row of one run; what is not known is None."""
     counts = Counts.of(cell.config.model)
     full, causal = cell.flops
@@ -75,7 +83,7 @@ def row_of(cell: Cell, status: Status, step: int, run: Path, warm_up: int = WARM
         records = read_records(run / "metrics.jsonl") if step else []
     except InputError:
         records = []
-    tasks = {name: value for record in records for name, value in record.items() if name.startswith(MEASURED)}
+    tasks = {name: value for record in records for name, value in record.items() if name.startswith(EVAL_PREFIX)}
     return row | _losses(records, cell) | _speed(records, cell, warm_up) | {"commit": _commit(run)} | tasks
 
 
@@ -89,7 +97,7 @@ def _losses(records: Sequence[Row], cell: Cell) -> Row:
     }
     if last < cell.steps:
         return {**found, "loss_train": None}
-    first = last - max(floor(LAST * cell.steps), 1)
+    first = last - max(floor(LOSS_SHARE * cell.steps), 1)
     weights = _intervals(trained, cell.start)
     late = [(record["loss"], weight) for record, weight in zip(trained, weights, strict=True) if record["step"] > first]
     return {**found, "loss_train": sum(loss * weight for loss, weight in late) / sum(weight for _, weight in late)}
@@ -108,7 +116,9 @@ def _speed(records: Sequence[Row], cell: Cell, warm_up: int) -> Row:
     begun = timed[0]["step"] - lengths[0] if timed else 0
     warm = [record for record, length in zip(timed, lengths, strict=True) if record["step"] - length >= begun + warm_up]
     rates = sorted(record["tokens_per_second"] / cell.gpus for record in warm)
-    found: Row = dict.fromkeys(REST[REST.index("tokens_per_second_per_gpu") : REST.index("status")])
+    found: Row = dict.fromkeys(
+        RESULT_COLUMNS[RESULT_COLUMNS.index("tokens_per_second_per_gpu") : RESULT_COLUMNS.index("status")]
+    )
     seconds = [
         record["step_seconds"] * length
         for record, length in zip(timed, lengths, strict=True)
@@ -133,7 +143,7 @@ def _commit(run: Path) -> str | None:
     """The commit of the code that the latest start has run."""
     for path in sorted((run / "starts").glob("*.json"), reverse=True):
         try:
-            found = read_object(path, LARGEST).get("commit")
+            found = read_object(path, MAX_STATUS_BYTES).get("commit")
         except InputError:
             continue
         return found if isinstance(found, str) else None

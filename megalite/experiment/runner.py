@@ -22,8 +22,8 @@ from megalite.base.errors import InputError
 from megalite.base.exit_codes import ExitCode
 from megalite.base.files import read_object
 from megalite.base.stop_signals import STOP_SIGNALS, listen
-from megalite.experiment.folder import ENDED, LARGEST, ExperimentFolder, Status, read_status, write_status
-from megalite.experiment.states import KILLED, ended, reached
+from megalite.experiment.folder import END_STATES, MAX_STATUS_BYTES, ExperimentFolder, Status, read_status, write_status
+from megalite.experiment.states import SIGNAL_BASE, ended, reached
 from megalite.train.folder.lock import Lock
 from megalite_launch.base.files import PRIVATE, appended
 from megalite_launch.base.processes import prepared
@@ -32,10 +32,10 @@ from megalite_launch.base.slurm import Slurm
 from megalite_launch.base.texts import escaped
 from megalite_launch.supervise.local_backend import processes_of
 
-LOOK = 0.05  # seconds between two looks
+LOOK_SECONDS = 0.05  # seconds between two looks
 PATIENCE = 300.0  # seconds that processes of a runner that was killed get to save and end
 LAUNCH = Path(megalite_launch.__file__).resolve().parent
-STARTS = ("planned", "submitted", "running")  # states of runs that are to be started
+START_STATES = ("planned", "submitted", "running")  # states of runs that are to be started
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Runner:
             if self.asked or (found is not None and found.state == "submitted"):  # Slurm is about to end this job
                 return ExitCode.STOPPED
         states = [status.state for status in map(read_status, map(self.folder.run, names)) if status is not None]
-        if self.options.discard and all(state in ENDED for state in states):  # else a branch may need its trunk's
+        if self.options.discard and all(state in END_STATES for state in states):  # else a branch may need its trunk's
             for name in names:
                 shutil.rmtree(self.folder.run(name) / "checkpoints", ignore_errors=True)
         return ExitCode.DONE if states == ["done"] * len(names) else ExitCode.FAILED
@@ -96,7 +96,7 @@ class Runner:
                     return
                 if reached(run, status.steps, status.evaluates)[1]:
                     self._end(run, status if status.state == "done" else status.now("done", code=ExitCode.DONE), status)
-                elif status.state in STARTS and self._wait_for_others(run):
+                elif status.state in START_STATES and self._wait_for_others(run):
                     self._start(run, status)
         except InputError as error:  # a full disk, or something in the way of a file of the run folder
             self._give_up(run, str(error))
@@ -109,7 +109,7 @@ class Runner:
         """Note, if that is possible, that a run has to wait until its folder can be written to."""
         say(f"{run.name}: {why}")
         status = read_status(run)
-        if status is not None and status.state in STARTS:
+        if status is not None and status.state in START_STATES:
             with suppress(InputError):
                 write_status(run, status.now("planned", f"its folder cannot be used: {why}"))
 
@@ -124,7 +124,7 @@ class Runner:
         began = time.monotonic()
         for _ in range(self.options.attempts):
             code, timed_out = self._supervise(run, status, arguments)
-            if code <= KILLED or self.asked or not self._wait_for_others(run):
+            if code <= SIGNAL_BASE or self.asked or not self._wait_for_others(run):
                 break  # else somebody has killed the supervisor alone
             arguments, _ = self._arguments(run, status)
         found = ended(run, status, code, timed_out)
@@ -156,7 +156,7 @@ class Runner:
         if checkpoint.is_dir():
             return [config, f"checkpoint.resume={checkpoint}"], None
         before = read_status(parent)
-        if before is None or before.state in STARTS:
+        if before is None or before.state in START_STATES:
             told = f"{status.parent}, from which it goes on at step {status.start}, is not as far"
             return [], status.now("planned", told)
         if before.state == "done":  # its checkpoints were removed: the same run, from the beginning
@@ -194,7 +194,7 @@ class Runner:
             if time.monotonic() >= limit and not timed_out:
                 timed_out = True
                 supervisor.send_signal(signal.SIGTERM)
-            time.sleep(LOOK)
+            time.sleep(LOOK_SECONDS)
         return code if code >= 0 else 128 - code, timed_out
 
     def _kill(self, run: Path, supervisor: subprocess.Popen[bytes]) -> None:
@@ -212,7 +212,7 @@ class Runner:
             if time.monotonic() >= deadline or self.asked:
                 say(f"{run.name}: other processes are at work there still; left to them")
                 return False
-            time.sleep(LOOK)
+            time.sleep(LOOK_SECONDS)
         return True
 
 
@@ -268,7 +268,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def read_tasks(folder: ExperimentFolder, launch: str) -> list[list[str]]:
     """The tasks of a job array, each with the names of its runs."""
-    found = read_object(folder.launches / f"{launch}.json", LARGEST * 16)
+    found = read_object(folder.launches / f"{launch}.json", MAX_STATUS_BYTES * 16)
     return [list(map(str, names)) for names in found["tasks"]]
 
 

@@ -12,9 +12,9 @@ from megalite.base.errors import Problem, listing
 from megalite.config.convert import hint, keys, leaves, sections
 from megalite.experiment.schema import Random
 
-MOST_RUNS = 20_000
+MAX_RUNS = 20_000
 DIGITS = 6  # of numbers that are drawn
-OURS = ("run.name", "run.dir", "run.seed", "checkpoint.resume", "checkpoint.at")  # keys that megalite-sweep sets itself
+OWN_KEYS = ("run.name", "run.dir", "run.seed", "checkpoint.resume", "checkpoint.at")  # megalite-sweep sets them
 RANGES = {"log2": "powers of two", "uniform": "numbers"}
 Settings = dict[str, Any]
 
@@ -48,7 +48,7 @@ def check_key(key: str, where: str, problems: list[Problem]) -> bool:
         problems.append(Problem(where, "is no key of a run's configuration", hint(key)))
     elif known in sections():
         problems.append(Problem(where, "is a section", f"name one of its keys, as in {key}.…"))
-    elif key in OURS:
+    elif key in OWN_KEYS:
         fix = "give experiment.seeds" if key == "run.seed" else "leave it out"
         problems.append(Problem(where, "is set by megalite-sweep itself", fix))
     else:
@@ -94,8 +94,8 @@ def read_axes(
     for key in {name for name in names if names.count(name) > 1}:
         problems.append(Problem(key, "is swept twice: by grid, zip or random", "leave it out of all but one"))
     count = prod(map(len, parts))
-    if count > MOST_RUNS:
-        told = f"makes {count:,} combinations; at most {MOST_RUNS:,} runs are allowed"
+    if count > MAX_RUNS:
+        told = f"makes {count:,} combinations; at most {MAX_RUNS:,} runs are allowed"
         problems.append(Problem("grid", told, "give fewer values, or draw some of them with random"))
     if problems:
         return Axes(tuple(names))
@@ -110,7 +110,7 @@ def _values(value: Any, where: str, problems: list[Problem]) -> list[Any]:
         numbers = value["log2"]
         if isinstance(numbers, list) and len(numbers) in (2, 3) and all(map(_is_number, numbers)):
             first, last, step = (*numbers, 1)[:3]
-            if -100 <= first <= last <= 100 and step > 0 and (last - first) / step <= MOST_RUNS:
+            if -100 <= first <= last <= 100 and step > 0 and (last - first) / step <= MAX_RUNS:
                 return [_whole(2.0 ** (first + i * step)) for i in range(int((last - first) / step + 1e-9) + 1)]
         rule = "must be [first, last, step] of exponents from -100 to 100, ascending, as in [-10, -6, 0.5]"
         problems.append(Problem(f"{where}.log2", rule, value=numbers))
@@ -128,8 +128,8 @@ def _draw(over: Settings, drawn: Random, problems: list[Problem]) -> list[Settin
             problems.append(Problem(f"random.over.{key}", f"must be a list to choose from, {ranges}", value=value))
     if not over:
         problems.append(Problem("random.over", "is empty", "name the keys to draw values of"))
-    if not 1 <= drawn.count <= MOST_RUNS:
-        problems.append(Problem("random.count", f"must be from 1 to {MOST_RUNS:,}", value=drawn.count))
+    if not 1 <= drawn.count <= MAX_RUNS:
+        problems.append(Problem("random.count", f"must be from 1 to {MAX_RUNS:,}", value=drawn.count))
     if len(problems) > before:
         return []
     source = random.Random(drawn.seed)

@@ -7,7 +7,7 @@ from typing import Any
 
 from megalite.base.files import is_file
 from megalite.experiment.folder import Status
-from megalite.train.folder.records import BACK
+from megalite.train.folder.records import RETURN_EVENTS
 from megalite_launch.base.events import Event, read_events
 from megalite_launch.base.outcome import BAD_INPUT, DONE, INTERRUPTED, STOPPED, UNHEALTHY
 from megalite_launch.base.run_folder import RunFolder
@@ -18,11 +18,11 @@ MEMORY = re.compile(
     r"out[ -]of[ -]memory|OutOfMemory|OUT_OF_MEMORY|oom[ -_]kill|can('t|not) allocate memory|MemoryError",
     re.IGNORECASE,
 )
-SAVING = re.compile(r"could not be written|it is not saved|cannot be written to")  # of checkpoints, not of training
-KILLED = 128  # exit codes above: a signal has ended a process
-GONE = "its folder was removed or could not be written to"
-REQUEUED = "Slurm starts it again"
-LONGEST = 300  # characters of a reason
+SAVE_PROBLEM = re.compile(r"could not be written|it is not saved|cannot be written to")  # not of training
+SIGNAL_BASE = 128  # with exit codes above, a signal has ended a process
+FOLDER_LOSS = "its folder was removed or could not be written to"
+REQUEUE_REASON = "Slurm starts it again"
+MAX_REASON_LENGTH = 300  # characters
 
 
 def reached(run: Path, steps: int, evaluates: bool) -> tuple[int, bool]:
@@ -36,7 +36,7 @@ def reached(run: Path, steps: int, evaluates: bool) -> tuple[int, bool]:
         at = line.get("step")
         if not isinstance(at, int):
             continue
-        if line.get("event") in BACK:
+        if line.get("event") in RETURN_EVENTS:
             step, trained, evaluated = min(step, at), min(trained, at), min(evaluated, at)
         elif "event" not in line:
             step = max(step, at)
@@ -89,17 +89,17 @@ def ended(run: Path, status: Status, code: int, timed_out: bool) -> Status:
     cause, said = _last_attempt(events)
     known = {"code": code}
     if events and events[-1]["event"] == "requeue":
-        return status.now("submitted", REQUEUED, **known)
+        return status.now("submitted", REQUEUE_REASON, **known)
     if timed_out or cause == "timeout":
         return status.now("timeout", f"its time was over at step {step} of {status.steps}", **known)
     if MEMORY.search(said):
         return status.now("oom", _short(said), **known)
     if code == UNHEALTHY:  # the supervisor's too, where the folder of the run was removed or cannot be written to
-        diverged = cause == SICK and not SAVING.search(said)
-        return status.now("diverged" if diverged else "failed", _short(said if cause == SICK else GONE), **known)
+        diverged = cause == SICK and not SAVE_PROBLEM.search(said)
+        return status.now("diverged" if diverged else "failed", _short(said if cause == SICK else FOLDER_LOSS), **known)
     if code in (STOPPED, INTERRUPTED):
         return status.now("planned", f"stopped at step {step} of {status.steps}, and goes on from there", **known)
-    if code > KILLED:
+    if code > SIGNAL_BASE:
         told = f"its supervisor was killed at step {step} of {status.steps}; often for want of memory"
         return status.now("failed", told, **known)
     if code == DONE:
@@ -130,4 +130,4 @@ def _short(text: str) -> str:
     """The end of a text, on one line: of a traceback, that is the error."""
     lines = [line.strip() for line in text.splitlines() if line.strip()] or [""]
     shown = lines[-1] if any("Traceback" in line for line in lines) else " ".join(lines)
-    return shown if len(shown) <= LONGEST else shown[:LONGEST] + " …"
+    return shown if len(shown) <= MAX_REASON_LENGTH else shown[:MAX_REASON_LENGTH] + " …"

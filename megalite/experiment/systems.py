@@ -16,9 +16,9 @@ from megalite.experiment.read import Setup
 from megalite.experiment.schema import Measure
 from megalite.experiment.settings import Settings, flattened, read_axes
 from megalite.layout_search.search import search
-from megalite.plan.memory.fit import FOR_TENSORS
+from megalite.plan.memory.fit import TENSOR_SHARE
 
-MOST_PLANNED = 50
+MAX_PLANNED_LAYOUTS = 50
 WAYS = "give {plan: 5}, a list such as [{parallel.tp: 2}], or {grid: {parallel.tp: [1, 2]}}"
 
 
@@ -58,7 +58,7 @@ def _layouts(setup: Setup, builder: Builder, counts: Sequence[int], axes: Settin
     if layouts is None:
         layouts = [{}]
     if isinstance(layouts, dict):
-        if list(layouts) == ["plan"] and type(layouts["plan"]) is int and 1 <= layouts["plan"] <= MOST_PLANNED:
+        if list(layouts) == ["plan"] and type(layouts["plan"]) is int and 1 <= layouts["plan"] <= MAX_PLANNED_LAYOUTS:
             yield from _planned(setup, builder, counts, layouts["plan"], axes)
             return
         if list(layouts) != ["grid"] or not isinstance(layouts["grid"], dict):
@@ -90,7 +90,7 @@ def _planned(
         builder.wrong("layouts.plan", "needs to know the cluster", "set launch.cluster, as in h100_sxm")
         return
     timer = Timer(load_cluster(name, "launch.cluster = "))
-    limit = timer.cluster.gpu.memory * FOR_TENSORS
+    limit = timer.cluster.gpu.memory * TENSOR_SHARE
     weak = setup.experiment.scaling == "weak"
     found: list[Settings] = []
     for gpus in counts:

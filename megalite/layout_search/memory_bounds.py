@@ -14,15 +14,15 @@ from megalite.cost.schedule_tables import Tables, filled
 from megalite.layout_search.micro_batches_in_flight import flight
 from megalite.plan.memory.activations import Activations
 from megalite.plan.model.size import layer_parameters
-from megalite.plan.parts.sizes import BYTES
+from megalite.plan.parts.sizes import PRECISION_BYTES
 from megalite.plan.pipeline import placement
 from megalite.plan.recompute_modes import Mode, every_nth
 from megalite.plan.split import balance
-from megalite.schedule.generate import NAMES, V_SHAPED
+from megalite.schedule.generate import NAMES, V_SCHEDULES
 
 N = TypeVar("N", int, float)
 Alike = tuple[tuple[int, ...], bool, bool]  # a stage: its layers' kinds, and whether it is the first and the last
-ONCE = ("ddp", "zero1")  # modes whose gradients are reduced once a step
+SINGLE_REDUCTION_MODES = ("ddp", "zero1")  # modes whose gradients are reduced once a step
 
 
 class Each(NamedTuple):
@@ -64,7 +64,7 @@ class Estimate:
         self._parameters = self.before(self.layer_parameters)
         self.matrix = config.model.vocab_size * config.model.width
         self._all = self._parameters[-1] + self.matrix * (1 if config.model.tie_embeddings else 2)
-        self._element = BYTES[config.train.precision]
+        self._element = PRECISION_BYTES[config.train.precision]
         self._wide = max(self._element, 4)
         self._gradient = 2 if config.parallel.data.reduce_precision == "bf16" else self._wide
         self._known: dict[tuple[object, ...], Activations] = {}
@@ -113,7 +113,9 @@ class Estimate:
         parameters = first.parameters
         found = max(self._all / choice.pp * max(held, after), parameters * after, parameters * held + most)
         if beside is not None:
-            found = max(found, parameters * (held + (whole if choice.mode in ONCE else reduced)) + beside)
+            found = max(
+                found, parameters * (held + (whole if choice.mode in SINGLE_REDUCTION_MODES else reduced)) + beside
+            )
         return found
 
     def _activations(self, choice: Choice, first: First) -> tuple[float, float | None]:
@@ -144,7 +146,7 @@ class Estimate:
             held = {stage: known[what] for stage, what in mine.items()}
             steps = tables.steps(config, few, rank)
             states = self._held(choice, rank) * self.each(choice).states + inputs
-            most = max(most, states + most_held(steps, held, choice.mode not in ONCE, managed))
+            most = max(most, states + most_held(steps, held, choice.mode not in SINGLE_REDUCTION_MODES, managed))
             if most > room:
                 break
         return most
@@ -223,7 +225,7 @@ class Estimate:
 
     def _held(self, choice: Choice, rank: int) -> float:
         """Parameters of a pipeline rank, those of norms and of a second matrix of a tied embedding aside."""
-        key = choice.pp, self._virtual(choice), choice.schedule in V_SHAPED, rank, choice.split
+        key = choice.pp, self._virtual(choice), choice.schedule in V_SCHEDULES, rank, choice.split
         if key not in self._of_rank:
             split, owners = self.split(choice), self.owners(choice)
             ends = list(accumulate(split, initial=0))
@@ -243,7 +245,7 @@ class Estimate:
 
     def owners(self, choice: Choice) -> Sequence[int]:
         """By stage, its pipeline rank."""
-        key = choice.pp, self._virtual(choice), choice.schedule in V_SHAPED
+        key = choice.pp, self._virtual(choice), choice.schedule in V_SCHEDULES
         if key not in self._placements:
             self._placements[key] = placement(self.scheduled(choice))
         return self._placements[key]

@@ -3,7 +3,7 @@
 from functools import lru_cache
 from typing import NamedTuple
 
-from megalite.schedule.generate import AUTO, V_SHAPED
+from megalite.schedule.generate import AUTO_SCHEDULE, V_SCHEDULES
 from megalite.schedule.orders import first_rounds
 
 
@@ -30,13 +30,13 @@ def flight(schedule: str, p: int, m: int, v: int) -> Flight:
     if schedule in ("1f1b", "zb_h1", "zb_h2"):
         most = 2 * p - 1 if schedule == "zb_h2" else p
         return Flight(min(m, most), None if some is None else min(some, most))
-    if schedule in V_SHAPED:
+    if schedule in V_SCHEDULES:
         return Flight(min(m, 2 * p), min(m - 1, 2 * p) if m > p else None)
     if schedule == "interleaved_1f1b":
         ahead = 2 * (p - 1) + 1
         most = min(v * m, (v - 1) * first_rounds(p, m)[0] + ahead)
         return Flight(most, (v - 1) * p + ahead if m >= max(2 * p, 3) else None)
-    return Flight(1 if schedule == AUTO else 0, None)
+    return Flight(1 if schedule == AUTO_SCHEDULE else 0, None)
 
 
 class Flights(NamedTuple):
@@ -56,7 +56,7 @@ def flights(schedule: str, p: int, m: int, v: int) -> Flights:
     if schedule == "interleaved_1f1b":
         ahead = (v - 1) * first_rounds(p, m)[0] + 1
         most = [min(v * m, ahead + 2 * ranks) for ranks in after]
-    elif schedule in V_SHAPED:
+    elif schedule in V_SCHEDULES:
         most = [2 * p if m >= 2 * p else min(m, p)] * p
     elif schedule == "gpipe":
         most = [m] * p

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from megalite.cost.stages import HALVED
-from megalite.schedule.generate import V_SHAPED
+from megalite.cost.stages import ZERO_BUBBLES
+from megalite.schedule.generate import V_SCHEDULES
 
 ROUNDING = 1e-9  # of a layer
 
@@ -103,7 +103,7 @@ class Passes:
         first = split[0]
         there, back = self.forward[first] + self.embedding[0], self.backward[first] + self.embedding[1]
         way = self.split_way(longer) + (m - 1) * max(there, back)
-        if schedule not in V_SHAPED:
+        if schedule not in V_SCHEDULES:
             return way
         counts, (forward, inputs, weights) = longest_path(schedule, len(split) // 2, m), shortest
         return max(way, counts[0] * forward + longer * (counts[1] * inputs + counts[2] * weights))
@@ -164,7 +164,7 @@ def halved(schedule: str, split: Sequence[int], m: int) -> tuple[int, int]:
     A test counts them in the schedules.
     """
     layers, fewest, p = sum(split), min(split), len(split) // 2
-    if schedule in HALVED:
+    if schedule in ZERO_BUBBLES:
         return m, m * layers
     if schedule != "dualpipev" or m < 2 * p:
         return 0, 0
@@ -269,4 +269,4 @@ class Waits(NamedTuple):
     way: float
 
 
-NO_LONGER = Longer((0.0, 0.0), (0.0, 0.0), (0.0, 0.0), 0.0)
+NO_EXTENSION = Longer((0.0, 0.0), (0.0, 0.0), (0.0, 0.0), 0.0)

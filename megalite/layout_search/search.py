@@ -25,7 +25,7 @@ from megalite.cost.schedule_tables import filled
 from megalite.cost.stages import Timer
 from megalite.layout_search.space import Space
 from megalite.layout_search.time_bounds import Shape
-from megalite.layout_search.uneven_splits import MISSED
+from megalite.layout_search.uneven_splits import MAX_LIMIT_FACTOR
 from megalite.plan.memory.peak import Memory, each_rank
 from megalite.plan.memory.total import Total
 from megalite.plan.memory.total import fullest as fullest_of
@@ -34,15 +34,15 @@ from megalite.plan.resolved import Plan, resolve
 from megalite.schedule.actions import Action, Kind
 from megalite.schedule.generate import NAMES
 
-WANTED = 10  # results
-ALL_RANKS = 16  # of a pipeline: in longer ones, only the first result has the memory of every rank walked through
+RESULT_COUNT = 10
+MAX_WALKED_RANKS = 16  # of a pipeline: in longer ones, all ranks are walked through for the first result only
 
 
 @dataclass(frozen=True)
 class Result:
     """A layout that fits. memory: bytes of its fullest pipeline rank.
 
-    With more than ALL_RANKS ranks, only those most likely to be the fullest are looked at, except for the first result.
+    With more than MAX_WALKED_RANKS, only those most likely to be the fullest are looked at, but for the first result.
     """
 
     choice: Choice
@@ -121,7 +121,7 @@ def search(
     limit: float,
     pins: Mapping[str, Any] | None = None,
     *,
-    wanted: int = WANTED,
+    wanted: int = RESULT_COUNT,
     offload: bool = False,
     exhaustive: bool = False,
     tell: Callable[[Found], object] = lambda _: None,
@@ -133,7 +133,8 @@ def search(
     with what is found so far, before each walk.
     """
     with _uncollected():
-        for missed in (MISSED, inf):  # if nothing fits, layers are moved however little the default split would fit
+        # If nothing fits, layers are moved however little the default split would fit.
+        for missed in (MAX_LIMIT_FACTOR, inf):
             found = Found()
             _look(
                 Space(config, gpus, timer, pins or {}, offload, limit, missed), found, limit, wanted, exhaustive, tell
@@ -232,8 +233,8 @@ def _walked(space: Space, choice: Choice, planned: Plan, limit: float, found: Fo
     if not (plan := _checked(space, planned)):
         return None
     found.walked += 1
-    needed = 0 if choice.pp <= ALL_RANKS else _likely_fullest(plan, limit)
-    if needed <= limit and (not found.results or choice.pp <= ALL_RANKS):
+    needed = 0 if choice.pp <= MAX_WALKED_RANKS else _likely_fullest(plan, limit)
+    if needed <= limit and (not found.results or choice.pp <= MAX_WALKED_RANKS):
         needed = _all_ranks(plan, space.timer, limit)
     if not found.fits(needed, choice, limit):
         return None

@@ -15,20 +15,22 @@ from megalite.config.rules.numbers import every_divisor
 from megalite.config.schema import SCHEDULES, Config
 from megalite.cost.layout_choice import Choice, DataMode, Method, Recomputed, mode_of
 from megalite.cost.share import share_of
-from megalite.cost.stages import WHOLE, Timer
+from megalite.cost.stages import UNSPLIT_SCHEDULES, Timer
 from megalite.layout_search.memory_bounds import Estimate, mixed
 from megalite.layout_search.pipeline_bounds import Passes
-from megalite.layout_search.time_bounds import VIRTUAL, Least, Shape
-from megalite.layout_search.uneven_splits import MISSED, Moves
+from megalite.layout_search.time_bounds import VIRTUAL_STAGES, Least, Shape
+from megalite.layout_search.uneven_splits import MAX_LIMIT_FACTOR, Moves
 from megalite.plan.pipeline import of_file
-from megalite.schedule.actions import MOST_ACTIONS, Table
-from megalite.schedule.generate import AUTO, NAMES, SPLITTING, actions_of
+from megalite.schedule.actions import MAX_ACTIONS, Table
+from megalite.schedule.generate import AUTO_SCHEDULE, NAMES, SPLIT_SCHEDULES, actions_of
 
 # Where in a choice the schedule begins, how states are shared out, and what is offloaded.
-SCHEDULE, SHARING, OFFLOADING = map(Choice._fields.index, ("schedule", "replicas", "offload_activations"))
-LARGEST_MICRO = 32  # sequences in a micro-batch
-LARGEST_CP = 64
-SHORTEST = 1024  # positions of a sequence that a context-parallel rank has at least
+SCHEDULE_INDEX, SHARING_INDEX, OFFLOADING_INDEX = map(
+    Choice._fields.index, ("schedule", "replicas", "offload_activations")
+)
+MAX_MICRO_SIZE = 32  # sequences in a micro-batch
+MAX_CP = 64
+MIN_RANK_POSITIONS = 1024  # positions of a sequence that a context-parallel rank has at least
 
 
 class Scheduled(NamedTuple):
@@ -60,7 +62,7 @@ class Space:
         pins: Mapping[str, Any],
         offload: bool,
         limit: float = inf,
-        missed: float = MISSED,
+        missed: float = MAX_LIMIT_FACTOR,
     ) -> None:
         self.config, self.gpus, self.timer, self.pins, self.offload = config, gpus, timer, pins, offload
         self.model = config.model
@@ -109,7 +111,7 @@ class Space:
 
     def pipelines(self, first: Choice) -> Iterator[Choice]:
         """A shape's first layout under each schedule that it can have, and that is not too long."""
-        head, tail = first[:SCHEDULE], first[SHARING:]
+        head, tail = first[:SCHEDULE_INDEX], first[SHARING_INDEX:]
         for name, virtual in self._schedules(first).names:
             yield Choice._make((*head, name, virtual, *tail))
 
@@ -125,9 +127,9 @@ class Space:
 
     def layouts(self, shape: Shape, pipeline: Choice) -> Iterator[tuple[float, Choice]]:
         """The layouts of a shape with the schedule of `pipeline`, each with a lower bound of its seconds."""
-        head, split, offloading = pipeline[:SHARING], pipeline.split, list(self._offloading(pipeline.schedule))
+        head, split, offloading = pipeline[:SHARING_INDEX], pipeline.split, list(self._offloading(pipeline.schedule))
         for bound, shared in self.sharings(shape):
-            sharing = shared[SHARING:OFFLOADING]
+            sharing = shared[SHARING_INDEX:OFFLOADING_INDEX]
             for offloads in offloading:
                 yield bound, Choice._make((*head, *sharing, *offloads, split))
 
@@ -143,7 +145,7 @@ class Space:
     def _context(self, tp: int) -> list[int]:
         length = self.model.sequence_length
         fitting = every_divisor(self.gpus // tp)
-        return [cp for cp in fitting if cp == 1 or (cp <= LARGEST_CP and length // cp >= SHORTEST)]
+        return [cp for cp in fitting if cp == 1 or (cp <= MAX_CP and length // cp >= MIN_RANK_POSITIONS)]
 
     def _methods(self, tp: int, cp: int) -> Iterator[Method]:
         length, heads = self.model.sequence_length, self.model.heads
@@ -161,7 +163,7 @@ class Space:
 
     def _with_batches(self, tp: int, cp: int, method: Method, pp: int, dp: int) -> Iterator[Choice]:
         each = self.config.batch.global_ // dp
-        micros = every_divisor(each, LARGEST_MICRO)
+        micros = every_divisor(each, MAX_MICRO_SIZE)
         split = tuple(self.config.parallel.pipeline.split or ()) if "parallel.pipeline.split" in self.pins else None
         activations, optimizer = (
             bool(self.pins.get(key, self.offload)) for key in ("train.offload_activations", "optim.offload")
@@ -215,7 +217,9 @@ class Space:
                 rank = self.estimate.first(first._replace(schedule=name, virtual=virtual))
                 parameters = min(parameters, rank.parameters)
                 layers = min(layers, rank.most * min(map(sum, rank.stages)))
-            self._scheduled[key] = Scheduled(names, any(name not in WHOLE for name, _ in names), parameters, layers)
+            self._scheduled[key] = Scheduled(
+                names, any(name not in UNSPLIT_SCHEDULES for name, _ in names), parameters, layers
+            )
         return self._scheduled[key]
 
     def _can_be_placed(self, pp: int, m: int, schedule: str, virtual: int | None) -> bool:
@@ -230,7 +234,7 @@ class Space:
     @cached_property
     def file(self) -> Table | None:
         """The schedule of the pinned file, if one is pinned. Raises InputError for a bad file."""
-        schedule = self.pins.get("parallel.pipeline.schedule", AUTO)
+        schedule = self.pins.get("parallel.pipeline.schedule", AUTO_SCHEDULE)
         return None if schedule in SCHEDULES else of_file(schedule)
 
     def _named(self, first: Choice) -> Iterator[tuple[str, int | None]]:
@@ -240,9 +244,9 @@ class Space:
         if self.file is not None:
             yield self.pins[key], self.pins.get(of, self.file.stages // self.file.ranks)
             return
-        if self.pins.get(key) == AUTO:
+        if self.pins.get(key) == AUTO_SCHEDULE:
             for virtual in self._pinned(of, lambda: [None] if pp == 1 else [None, 2]):
-                yield AUTO, virtual
+                yield AUTO_SCHEDULE, virtual
             return
         if pp == 1 and key not in self.pins:
             yield "1f1b", None
@@ -251,7 +255,7 @@ class Space:
         names = ["1f1b", "interleaved_1f1b", *(["zb_h1", "zb_h2", "zbv", "dualpipev"] if splits else [])]
         for name in self._pinned(key, lambda: names):
             if name == "interleaved_1f1b":
-                for virtual in self._pinned(of, lambda: VIRTUAL):
+                for virtual in self._pinned(of, lambda: VIRTUAL_STAGES):
                     yield name, virtual
             elif self.pins.get(of) in (None, SCHEDULES[name]):
                 yield name, None
@@ -278,7 +282,7 @@ class Space:
 
     def _offloading(self, schedule: str) -> Iterator[tuple[bool, bool]]:
         either = [False, True] if self.offload else [False]
-        free = [False] if self.config.train.compile or schedule in SPLITTING else either
+        free = [False] if self.config.train.compile or schedule in SPLIT_SCHEDULES else either
         for activations in self._pinned("train.offload_activations", lambda: free):
             for optimizer in self._pinned("optim.offload", lambda: either):
                 yield activations, optimizer
@@ -286,4 +290,4 @@ class Space:
 
 def _can_be_planned(pp: int, m: int, schedule: str, virtual: int | None) -> bool:
     """Return whether a schedule is not too long. The length of one in a file is known when it is read."""
-    return schedule not in SCHEDULES or actions_of(schedule, pp, m, virtual or SCHEDULES[schedule]) <= MOST_ACTIONS
+    return schedule not in SCHEDULES or actions_of(schedule, pp, m, virtual or SCHEDULES[schedule]) <= MAX_ACTIONS

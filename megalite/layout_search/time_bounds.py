@@ -16,10 +16,10 @@ from megalite.cost.link_clocks import Part
 from megalite.cost.network import Group
 from megalite.cost.predict import adamw_seconds
 from megalite.cost.schedule_tables import ROUNDS, enough
-from megalite.cost.stages import HALVED, SPLIT, WHOLE, Shared, Timer, beside
-from megalite.layout_search.memory_bounds import ONCE, Estimate, mixed
+from megalite.cost.stages import SPLIT_OVERHEAD, UNSPLIT_SCHEDULES, ZERO_BUBBLES, Shared, Timer, beside
+from megalite.layout_search.memory_bounds import SINGLE_REDUCTION_MODES, Estimate, mixed
 from megalite.layout_search.pipeline_bounds import (
-    NO_LONGER,
+    NO_EXTENSION,
     Exchanged,
     Longer,
     Moved,
@@ -32,10 +32,10 @@ from megalite.layout_search.pipeline_bounds import (
 )
 from megalite.layout_search.rank_waits import Ranks
 from megalite.schedule.actions import Kind
-from megalite.schedule.generate import NAMES, SPLITTING, V_SHAPED
+from megalite.schedule.generate import NAMES, SPLIT_SCHEDULES, V_SCHEDULES
 from megalite.schedule.orders import first_rounds
 
-VIRTUAL = (2, 3, 4, 6, 8)  # stages of a rank under interleaved_1f1b
+VIRTUAL_STAGES = (2, 3, 4, 6, 8)  # stages of a rank under interleaved_1f1b
 
 
 @dataclass(frozen=True, eq=False)  # which makes it a quick key
@@ -96,20 +96,21 @@ class Least:
     def of_pipeline(self, shape: Shape, choice: Choice) -> float:
         """Seconds of the best layout with this schedule."""
         m, waiting, hop = shape.micro_batches, self._waits_of(shape, choice), self._hop(shape.choice)
-        halves, most = 1 + SPLIT * (choice.schedule in HALVED), max(waiting.back, waiting.way + 2 * waiting.hops * hop)
+        halves = 1 + SPLIT_OVERHEAD * (choice.schedule in ZERO_BUBBLES)
+        most = max(waiting.back, waiting.way + 2 * waiting.hops * hop)
         for each in waiting.chains:
             most = max(most, m * (each.there + halves * each.back) + each.wait + each.hops * hop)
         return max(shape.computes, most) + self._least_update(shape.passes.layers, choice)
 
     def of_any_split(self, shape: Shape, choice: Choice) -> float:
         """Seconds of the best layout with this schedule, whatever its split. choice: with the default one."""
-        passes, halves, computes = shape.passes, choice.schedule in HALVED, shape.computes
-        way = passes.split_way(1 + SPLIT * halves)
-        if choice.schedule in WHOLE:
+        passes, halves, computes = shape.passes, choice.schedule in ZERO_BUBBLES, shape.computes
+        way = passes.split_way(1 + SPLIT_OVERHEAD * halves)
+        if choice.schedule in UNSPLIT_SCHEDULES:
             way = passes.there + passes.back + (shape.micro_batches - 1) * sum(passes.head[:2])
         way += 2 * self._ranks_of(choice).hops[-1] * self._hop(shape.choice)
         if len(passes.kinds) == 1:
-            computes = max(computes, self._slowest(shape, choice, NO_LONGER))
+            computes = max(computes, self._slowest(shape, choice, NO_EXTENSION))
         return max(computes, way) + self._least_update(passes.layers, choice)
 
     def of_unsplit(self, shape: Shape, choice: Choice) -> float:
@@ -121,8 +122,8 @@ class Least:
 
     def _slowest(self, shape: Shape, choice: Choice, more: Longer) -> float:
         """Seconds that some rank waits and computes, whatever the split. more: by how much passes are longer."""
-        passes, m, pp, whole = shape.passes, shape.micro_batches, choice.pp, choice.schedule in WHOLE
-        halves, (forward, backward, _) = 1 + SPLIT * (choice.schedule in HALVED), passes.kinds[0]
+        passes, m, pp, whole = shape.passes, shape.micro_batches, choice.pp, choice.schedule in UNSPLIT_SCHEDULES
+        halves, (forward, backward, _) = 1 + SPLIT_OVERHEAD * (choice.schedule in ZERO_BUBBLES), passes.kinds[0]
         forward, backward = forward + more.layer[0], backward + more.layer[1]
         layer, embedding, head = (
             forward + halves * backward,
@@ -132,7 +133,7 @@ class Least:
             ),
         )
         found = m * slowest(passes.layers, pp, layer, head)
-        if choice.schedule in V_SHAPED:
+        if choice.schedule in V_SCHEDULES:
             return found
         stages, before = choice.virtual or SCHEDULES[choice.schedule], forward + whole * backward
         return max(found, slowest_waiting(passes.layers, pp, stages, m * layer, (m * embedding, m * head), before))
@@ -147,13 +148,13 @@ class Least:
         """Seconds of a layout."""
         m, data, passes = shape.micro_batches, self._exchanges(choice), shape.passes
         split = self.estimate.split(choice)
-        whole, halves = choice.schedule in WHOLE, 1 + SPLIT * (choice.schedule in HALVED)
+        whole, halves = choice.schedule in UNSPLIT_SCHEDULES, 1 + SPLIT_OVERHEAD * (choice.schedule in ZERO_BUBBLES)
         waiting = self._waits_of(shape, choice)
         found = waiting.chains
         more, hop = self._longer(shape, choice, data), self._hop(shape.choice)
         both, summed = more.layer[0] + more.layer[1] * whole, data.least.reduced + data.least.summed
         once = ends_once = 0.0
-        if whole and choice.mode in ONCE:  # the last backward passes are longer
+        if whole and choice.mode in SINGLE_REDUCTION_MODES:  # the last backward passes are longer
             once = self._grown(passes.most[1] + data.most.added, summed, self._least_of(shape, choice)[1])
             reduced, added = data.end.reduced + data.end.summed, data.end.added
             ends = [passes.embedding[1], *([passes.head[1]] if len(split) == 1 else [])]
@@ -166,10 +167,10 @@ class Least:
             last = (
                 (each.layers_before + each.first) * once
                 + ends_once
-                + (choice.schedule in HALVED) * each.fewest * summed
+                + (choice.schedule in ZERO_BUBBLES) * each.fewest * summed
             )
             most = max(most, computes + waits + last)
-        for turn in self._turns(shape, choice) if choice.mode in ONCE else ():
+        for turn in self._turns(shape, choice) if choice.mode in SINGLE_REDUCTION_MODES else ():
             most = max(most, self._turn(turn, m, data, hop, once))
         start = self._start(shape, choice, data, split[0])
         computes = max(shape.computes, self._mean(shape, choice, data, whole), start + most)
@@ -220,15 +221,15 @@ class Least:
                 known[key] = {
                     Kind.F: forward + there + more.stage,
                     Kind.B: back,
-                    Kind.I: (1 + SPLIT) * (back - weights),
-                    Kind.W: (1 + SPLIT) * weights,
+                    Kind.I: (1 + SPLIT_OVERHEAD) * (back - weights),
+                    Kind.W: (1 + SPLIT_OVERHEAD) * weights,
                 }
             found.append(known[key])
         return found
 
     def _paces(self, stages: Sequence[Mapping[Kind, float]], choice: Choice) -> list[float]:
         """By rank: seconds of a micro-batch."""
-        paces, halves = [0.0] * choice.pp, 1 + SPLIT * (choice.schedule in HALVED)
+        paces, halves = [0.0] * choice.pp, 1 + SPLIT_OVERHEAD * (choice.schedule in ZERO_BUBBLES)
         for seconds, rank in zip(stages, self.estimate.owners(choice), strict=True):
             paces[rank] += seconds[Kind.F] + halves * seconds[Kind.B]
         return paces
@@ -242,26 +243,26 @@ class Least:
             self.timer.constants,
             choice.mode == "zero3",
         )
-        reduced = (data.all.reduced + 2 * data.end.reduced) * (whole and choice.mode not in ONCE)
+        reduced = (data.all.reduced + 2 * data.end.reduced) * (whole and choice.mode not in SINGLE_REDUCTION_MODES)
         forward = beside(forward + zero3 * copied, zero3 * gathered, constants)
         backward = beside(backward + zero3 * copied + added, zero3 * gathered + reduced, constants)
         return shape.micro_batches * (forward + backward) / choice.pp
 
     def _sent(self, shape: Shape, choice: Choice, data: Exchanged) -> float:
         """Seconds for which the wires of data parallelism are busy with each micro-batch, on an average rank."""
-        if choice.mode in ONCE:
+        if choice.mode in SINGLE_REDUCTION_MODES:
             return 0.0
         gathered = 2 * (data.all.gathered + 2 * data.end.gathered) * (choice.mode == "zero3")
         return shape.micro_batches * (gathered + data.all.reduced + 2 * data.end.reduced) / choice.pp
 
     def _longer(self, shape: Shape, choice: Choice, data: Exchanged) -> Longer:
         """Seconds that copies, gathers and reductions of each micro-batch add to passes."""
-        whole = choice.schedule in WHOLE
+        whole = choice.schedule in UNSPLIT_SCHEDULES
         key = shape, choice.mode, choice.replicas, whole, choice.offload_activations
         if (known := self._longer_passes.get(key)) is not None:
             return known
         passes, zero3 = shape.passes, choice.mode == "zero3"
-        reduces = choice.mode not in ONCE and whole
+        reduces = choice.mode not in SINGLE_REDUCTION_MODES and whole
 
         def longer(alone: Sequence[float], moved: Moved, least: Sequence[float | None]) -> tuple[float, float]:
             copied, gathered = zero3 * moved.copied, zero3 * moved.gathered
@@ -301,7 +302,7 @@ class Least:
 
         None begins before a micro-batch has come through all stages, and replicas are summed each time.
         """
-        if choice.mode in ONCE or schedule not in SPLITTING:
+        if choice.mode in SINGLE_REDUCTION_MODES or schedule not in SPLIT_SCHEDULES:
             return 0.0
         each, _ = halved(schedule, self.estimate.split(choice), shape.micro_batches)
         reduced = data.all.reduced + data.all.summed + 2 * (data.end.reduced + data.end.summed)
@@ -383,14 +384,14 @@ class Least:
         if key not in self._waits:
             ranks, m, passes = self._ranks_of(choice), shape.micro_batches, shape.passes
             back = way = 0.0
-            if choice.schedule in WHOLE:
+            if choice.schedule in UNSPLIT_SCHEDULES:
                 way = passes.there + passes.back + (m - 1) * sum(passes.head[:2])
-            elif choice.schedule in SPLITTING:
-                longer = 1 + SPLIT * (choice.schedule in HALVED)
-                shortest = ranks.shortest(passes) if choice.schedule in V_SHAPED else (0.0, 0.0, 0.0)
+            elif choice.schedule in SPLIT_SCHEDULES:
+                longer = 1 + SPLIT_OVERHEAD * (choice.schedule in ZERO_BUBBLES)
+                shortest = ranks.shortest(passes) if choice.schedule in V_SCHEDULES else (0.0, 0.0, 0.0)
                 back = passes.split_back(choice.schedule, m, ranks.split, longer, shortest)
                 way = passes.split_way(longer)
-            found = ranks.chains(passes, choice.schedule in WHOLE)
+            found = ranks.chains(passes, choice.schedule in UNSPLIT_SCHEDULES)
             self._waits[key] = Waits(found, ranks.hops[-1], back, way)
         return self._waits[key]
 

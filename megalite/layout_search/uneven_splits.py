@@ -14,19 +14,19 @@ from typing import NamedTuple
 
 from megalite.config.schema import SCHEDULES
 from megalite.cost.layout_choice import Choice
-from megalite.cost.stages import HALVED, SPLIT, WHOLE
-from megalite.layout_search.memory_bounds import ONCE, Estimate
+from megalite.cost.stages import SPLIT_OVERHEAD, UNSPLIT_SCHEDULES, ZERO_BUBBLES
+from megalite.layout_search.memory_bounds import SINGLE_REDUCTION_MODES, Estimate
 from megalite.layout_search.micro_batches_in_flight import Flights, flights
 from megalite.layout_search.pipeline_bounds import ROUNDING
 from megalite.layout_search.time_bounds import Least, Shape
 from megalite.schedule.generate import NAMES
 
-NEARLY, MISSED = 0.8, 1.3  # of the limit: between these is the estimate of a default split whose layers are moved
-FASTER = 5e-3  # by which the slowest rank must become faster for layers to be moved though all fits
-SLOWER = 1.25  # times as long as necessary may the slowest rank take
+MIN_LIMIT_FACTOR, MAX_LIMIT_FACTOR = 0.8, 1.3  # where layers are moved, the default split's estimate is between these
+MIN_SPEEDUP = 5e-3  # by which the slowest rank must become faster for layers to be moved though all fits
+MAX_SLOWDOWN = 1.25  # times as long as necessary may the slowest rank take
 BLOCKS = 8  # of ranks, in which it is looked whether any split may fit
-MANY = 1 << 30  # layers: more than any model has
-TRIED = 2  # splits of a layout that are estimated to fit, as the estimate is a little below the walk
+MAX_LAYERS = 1 << 30  # layers: more than any model has
+MAX_FITTING_SPLITS = 2  # splits of a layout that are estimated to fit, as the estimate is a little below the walk
 
 
 class Held(NamedTuple):
@@ -42,7 +42,8 @@ class Held(NamedTuple):
     def rooms(self, limit: float) -> list[int]:
         """Layers with which each rank holds at most `limit` bytes."""
         return [
-            int(min(MANY, max(0.0, limit - base) / layer)) for layer, base in zip(self.layer, self.base, strict=True)
+            int(min(MAX_LAYERS, max(0.0, limit - base) / layer))
+            for layer, base in zip(self.layer, self.base, strict=True)
         ]
 
     def flattest(self, most: Sequence[int], fewest: Sequence[int], layers: int) -> list[int]:
@@ -113,7 +114,7 @@ class Load:
     @cached_property
     def ceiling(self) -> int:
         """Layers: at least as many as any rank has on any level."""
-        return int(SLOWER * self.seconds(self.ranks.default) / self.layer) + 1
+        return int(MAX_SLOWDOWN * self.seconds(self.ranks.default) / self.layer) + 1
 
     @cached_property
     def quickest(self) -> list[int]:
@@ -140,7 +141,7 @@ class Load:
         """Flag: the default split has a slower rank than necessary."""
         now, ranks = self.seconds(self.ranks.default), len(self.ranks.stages)
         fullest = -(-sum(self.ranks.default) // ranks) * self.layer  # some rank has as many layers, whatever the split
-        return now > (1 + FASTER) * fullest and now > (1 + FASTER) * self.seconds(self.quickest)
+        return now > (1 + MIN_SPEEDUP) * fullest and now > (1 + MIN_SPEEDUP) * self.seconds(self.quickest)
 
     @cached_property
     def levels(self) -> list[list[int]]:
@@ -148,7 +149,7 @@ class Load:
         each other, one more."""
         slowest = self.seconds(self.quickest)
         first = [int((slowest - outer) / self.layer + ROUNDING) for outer in self.outer]
-        more = 1 + int((SLOWER - 1) * slowest / self.layer)
+        more = 1 + int((MAX_SLOWDOWN - 1) * slowest / self.layer)
         return [list(map(max, self.ranks.fewest, [most + number for most in first])) for number in range(more)]
 
     def seconds(self, layers: Sequence[int]) -> float:
@@ -183,7 +184,7 @@ class Moves:
     missed: times the limit that a layout may be estimated to need under the default split.
     """
 
-    def __init__(self, estimate: Estimate, least: Least, limit: float, missed: float = MISSED) -> None:
+    def __init__(self, estimate: Estimate, least: Least, limit: float, missed: float = MAX_LIMIT_FACTOR) -> None:
         self.estimate, self.least, self.limit, self.missed = estimate, least, limit, missed
         self._ranks: dict[tuple[object, ...], Ranks] = {}
         self._loads: dict[tuple[object, ...], Load] = {}
@@ -215,7 +216,7 @@ class Moves:
             key = states, offloads = self._states(shape, layout), layout.offload_activations
             if key not in known:
                 needed = max([each * (not offloads) + states * parameters for each, parameters in ranks])
-                near = needed > NEARLY * self.limit or load.slow
+                near = needed > MIN_LIMIT_FACTOR * self.limit or load.slow
                 known[key] = near and needed <= self.missed * self.limit and self._may_fit(shape, layout)
             if known[key]:
                 yield max(bound, self.least.of_unsplit(shape, layout)) if self._alike else bound, layout
@@ -233,7 +234,7 @@ class Moves:
         step, total = -(-ranks // BLOCKS), 0
         for begin in range(0, ranks, step):  # all of a block as its last rank, which holds least
             block = chunks[begin : begin + step]
-            total += len(block) * min(load.ceiling, int(min(MANY, limit / (states + block[-1] * kept))))
+            total += len(block) * min(load.ceiling, int(min(MAX_LAYERS, limit / (states + block[-1] * kept))))
         return total >= layers
 
     def splits(self, shape: Shape, layout: Choice) -> Iterator[tuple[float, tuple[int, ...]]]:
@@ -241,7 +242,7 @@ class Moves:
         load = self._load(shape, layout)
         held, fitting, known = self._held(shape, layout, load), 0, {tuple(load.ranks.default)}
         rooms, layers = held.rooms(self.limit), shape.passes.layers
-        layer, whole = self._layer(shape, layout), layout.schedule in WHOLE
+        layer, whole = self._layer(shape, layout), layout.schedule in UNSPLIT_SCHEDULES
         for most in load.levels:
             if sum(map(min, most, rooms)) < layers:
                 continue
@@ -252,7 +253,7 @@ class Moves:
             split = load.split(ranks)
             yield self._bound(shape.micro_batches, layer, whole, load, ranks, split), split
             fitting += 1
-            if fitting == TRIED:
+            if fitting == MAX_FITTING_SPLITS:
                 break
 
     def _layer(self, shape: Shape, layout: Choice) -> tuple[float, float]:
@@ -283,7 +284,7 @@ class Moves:
         """Work of the ranks of a layout."""
         key = shape, choice.schedule, choice.virtual
         if key not in self._loads:
-            passes, halves = shape.passes, 1 + SPLIT * (choice.schedule in HALVED)
+            passes, halves = shape.passes, 1 + SPLIT_OVERHEAD * (choice.schedule in ZERO_BUBBLES)
             self._loads[key] = Load(
                 self._ranks_of(choice),
                 halves,
@@ -304,7 +305,7 @@ class Moves:
         each = self.estimate.each(choice)
         states = each.states + each.gathered
         if self._flying(shape, choice).beside:
-            states += each.whole if choice.mode in ONCE else each.reduced
+            states += each.whole if choice.mode in SINGLE_REDUCTION_MODES else each.reduced
         return states
 
     def _flying(self, shape: Shape, choice: Choice) -> Flights:

@@ -31,7 +31,7 @@ from megalite.plan.parts.attention import GroupedQueryPart
 from megalite.plan.parts.swiglu import SwiGLUPart
 from megalite_kernels import linear_cross_entropy
 
-AUTO = Kernels()
+AUTO_KERNELS = Kernels()
 
 
 class Layer(nn.Module):
@@ -105,7 +105,7 @@ class Decoder(nn.Module):
         layers: range,
         first: bool = True,
         last: bool = True,
-        kernels: Kernels = AUTO,
+        kernels: Kernels = AUTO_KERNELS,
     ) -> None:
         super().__init__()
         self.model, self.first, self.tied = model, first, last and model.tie_embeddings

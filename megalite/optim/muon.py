@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from megalite.optim.exchange import Arriving, Exchange, Views
 from megalite.optim.newton_schulz import COEFFICIENTS, SCALES, newton_schulz, scale, working_dtype
-from megalite.plan.muon import BUCKET, Box, Matrix, MuonPlan, boxes
+from megalite.plan.muon import BUCKET_BYTES, Box, Matrix, MuonPlan, boxes
 from megalite_kernels import FusedAdamW
 
 
@@ -67,7 +67,7 @@ class Muon(torch.optim.Optimizer):
         weight_decay: float = 0.1,
         scale: str = "match_rms_adamw",
         coefficients: tuple[float, float, float] = COEFFICIENTS,
-        bucket_bytes: int = BUCKET,
+        bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
         options = {"lr": lr, "momentum": momentum, "nesterov": nesterov, "steps": steps, "weight_decay": weight_decay}
         super().__init__(params, {**options, "scale": scale, "coefficients": coefficients})

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from megalite.parallel.host_memory import HostMemory
 from megalite.parallel.offload import to_host
-from megalite.plan.model.optimizer_states import ADAMW
+from megalite.plan.model.optimizer_states import ADAMW_STATES
 from megalite_kernels import fused_adamw
 
 
@@ -82,7 +82,7 @@ class HostAdamW(torch.optim.Optimizer):
     def _update(
         group: dict[str, Any], state: dict[str, Any], weight: Tensor, grad: Tensor, skipped: Tensor | None
     ) -> None:
-        first, second = (state[name].to_local() for name in ADAMW)
+        first, second = (state[name].to_local() for name in ADAMW_STATES)
         fused_adamw(
             [weight],
             [grad],
@@ -99,5 +99,7 @@ class HostAdamW(torch.optim.Optimizer):
 
 def _empty_state(param: DTensor) -> dict[str, Tensor]:
     local = param.to_local().detach()
-    moments = {name: DTensor(torch.zeros_like(local, device="cpu"), param._spec, requires_grad=False) for name in ADAMW}
+    moments = {
+        name: DTensor(torch.zeros_like(local, device="cpu"), param._spec, requires_grad=False) for name in ADAMW_STATES
+    }
     return {"step": torch.zeros((), dtype=torch.float32), **moments}

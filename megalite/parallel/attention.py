@@ -23,7 +23,7 @@ from megalite.parallel import explicit
 from megalite.parallel.blocks import Block, reachable, triangles
 
 ops = torch.ops.aten
-FULL = Scores()
+FULL_SCORES = Scores()
 
 
 class Kernels(NamedTuple):
@@ -47,7 +47,9 @@ def empty_result(q: Tensor) -> tuple[Tensor, Tensor]:
     return torch.zeros_like(q, dtype=wide), q.new_full((b, h, s), -torch.inf, dtype=wide)
 
 
-def attend(out: Tensor, lse: Tensor, q: Tensor, kv: Tensor, blocks: Iterable[Block], kind: Scores = FULL) -> None:
+def attend(
+    out: Tensor, lse: Tensor, q: Tensor, kv: Tensor, blocks: Iterable[Block], kind: Scores = FULL_SCORES
+) -> None:
     """Merge the attention of q `[s, b, h, e]` over kv `[s', 2, b, k, e]` into the result `out`, `lse`, in place.
 
     kind: says how scores are made; blocks have its window already.
@@ -70,7 +72,7 @@ def attend_backward(
     out: Tensor,
     lse: Tensor,
     blocks: Iterable[Block],
-    kind: Scores = FULL,
+    kind: Scores = FULL_SCORES,
 ) -> None:
     """Add the gradients of q and kv from `blocks` to `dq` and `dkv`, in place. `out` and `lse` are the final ones."""
     kernels = _kernels(q, kind)

@@ -35,7 +35,7 @@ from megalite.parallel.sequence import Documents, Method, Sequences, gaps, missi
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]  # q [s, b, h, e], k and v [s, b, k, e] → [s, b, h, e]
 Gaps = Sequence[tuple[slice, Sequence[Block]]]
-FULL = Scores()
+FULL_SCORES = Scores()
 
 
 def attention(
@@ -44,7 +44,7 @@ def attention(
     length: int,
     device: torch.device,
     documents: Sequence[Documents] | None = None,
-    kind: Scores = FULL,
+    kind: Scores = FULL_SCORES,
 ) -> Attention:
     """Causal attention for a micro-batch of sequences of `length`, spread over `group` (None: not spread).
 
@@ -102,7 +102,7 @@ class Ring:
 
     steps: Sequence[Sequence[Block]]
     group: dist.ProcessGroup | None
-    kind: Scores = FULL
+    kind: Scores = FULL_SCORES
 
     @torch.compiler.disable
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -116,7 +116,7 @@ class Fetching:
     own: Sequence[Block]
     far: Gaps
     exchange: Exchange
-    kind: Scores = FULL
+    kind: Scores = FULL_SCORES
 
     @torch.compiler.disable
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

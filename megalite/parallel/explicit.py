@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from megalite.parallel.blocks import Block
-from megalite.plan.memory.attention import ROWS, SCORES
+from megalite.plan.memory.attention import MAX_SCORES, ROWS
 
 
 def forward(
@@ -106,7 +106,7 @@ def _steps(block: Block, q: Tensor, k: Tensor) -> Iterator[tuple[slice, slice, T
         longest = last - first
         if block.documents and block.left is not None:
             longest = min(longest, block.left + ROWS)
-        step = max(1, min(ROWS, SCORES // (longest * q.shape[1] * q.shape[2])))
+        step = max(1, min(ROWS, MAX_SCORES // (longest * q.shape[1] * q.shape[2])))
         for start in range(begin, end, step):
             stop = min(start + step, end)
             start_of_keys = first if block.left is None else max(first, start + shift - block.left)

@@ -13,7 +13,7 @@ from weakref import finalize
 import torch
 from torch import Tensor
 
-PORTABLE = 1  # cudaHostRegisterPortable: page-locked for every device
+PORTABLE_FLAG = 1  # cudaHostRegisterPortable: page-locked for every device
 
 log = logging.getLogger("megalite")
 
@@ -72,7 +72,7 @@ class HostMemory:
         if not self._refused:
             pages = -(-size // PAGESIZE) * PAGESIZE
             block = torch.frombuffer(mmap(-1, pages), dtype=torch.uint8)
-            error = int(torch.cuda.cudart().cudaHostRegister(block.data_ptr(), pages, PORTABLE))
+            error = int(torch.cuda.cudart().cudaHostRegister(block.data_ptr(), pages, PORTABLE_FLAG))
             if error == 0:
                 self._registered.add(block.data_ptr())
                 return block[:size]

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from megalite.distributed.collectives import all_gather, start_gather, start_reduce_scatter
 from megalite.parallel.parameter import add_gradient, part
-from megalite.parallel.product import PLAIN, Prepared, Product
+from megalite.parallel.product import PLAIN_PRODUCT, Prepared, Product
 
 
 class WeightGradients:
@@ -50,7 +50,7 @@ def linears(
     weights: Sequence[Tensor],
     group: dist.ProcessGroup | None = None,
     gradients: WeightGradients | None = None,
-    product: Product = PLAIN,
+    product: Product = PLAIN_PRODUCT,
     factor: float = 1.0,
 ) -> Sequence[Tensor]:
     """factor · x Wᵀ for every weight; with a `group`, x is first gathered over it along the sequence.

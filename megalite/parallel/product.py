@@ -64,14 +64,14 @@ def _product(x: Tensor, y: Tensor, factor: float) -> Tensor:
     return torch.addmm(x.new_zeros(()), x, y, beta=0, alpha=factor)
 
 
-PLAIN = Plain()
+PLAIN_PRODUCT = Plain()
 METHODS = ("prepare", "forward", "input_gradient", "weight_gradient")
 
 
 def product_of(name: str) -> Product:
     """The product that `train.product` names: `plain`, or `MODULE:OBJECT`. Raises ValueError if there is none."""
     if name == "plain":
-        return PLAIN
+        return PLAIN_PRODUCT
     module, _, attribute = name.partition(":")
     try:
         found = getattr(importlib.import_module(module), attribute)

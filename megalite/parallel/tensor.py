@@ -17,7 +17,7 @@ from torch.distributed.tensor import Shard
 from megalite.distributed.collectives import reduce_scatter
 from megalite.parallel.linear import WeightGradients, linears
 from megalite.parallel.parameter import parameter, part
-from megalite.parallel.product import PLAIN, Product
+from megalite.parallel.product import PLAIN_PRODUCT, Product
 from megalite.plan.model.roles import EMBEDDING, Role
 
 
@@ -25,7 +25,7 @@ class Linear(nn.Module):
     """A layer of matrix products. `gradients` collects the weight gradients that a split backward puts off."""
 
     gradients: WeightGradients | None = None
-    product: Product = PLAIN
+    product: Product = PLAIN_PRODUCT
 
     def __init__(self, role: Role) -> None:
         super().__init__()

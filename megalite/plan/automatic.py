@@ -26,11 +26,11 @@ from megalite.config.schema import Config, Model
 from megalite.plan.memory.activations import Activations
 from megalite.plan.memory.repeated_layers import parts_of
 from megalite.plan.model.size import by_stage, head_forward_flops, layer_forward_flops, layer_matrix_flops
-from megalite.plan.recompute_modes import FORWARDS, GIB, Mode, every_nth
+from megalite.plan.recompute_modes import FORWARD_PASSES, GIB, Mode, every_nth
 from megalite.plan.split import split_of
 from megalite.schedule.actions import Table
 from megalite.schedule.communication import communicate
-from megalite.schedule.generate import AUTO, placement_of
+from megalite.schedule.generate import AUTO_SCHEDULE, placement_of
 from megalite.schedule.problem import Beside, StageCosts
 from megalite.schedule.search import Found, least_memory, search
 from megalite.schedule.simulate import COLUMN
@@ -108,7 +108,7 @@ def found(wanted: Wanted) -> Found:
 def build(wanted: Wanted) -> Table:
     """The order that is found, with its transfers."""
     order, times = found(wanted), tuple(stage.times for stage in wanted.costs.stages)
-    name = AUTO if order.name == AUTO else f"{AUTO} ({order.name})"
+    name = AUTO_SCHEDULE if order.name == AUTO_SCHEDULE else f"{AUTO_SCHEDULE} ({order.name})"
     return Table(name, wanted.m, wanted.placement, communicate(order.orders, wanted.placement, times), times)
 
 
@@ -198,7 +198,7 @@ def _flops(model: Model, layers: Sequence[tuple[LayerKind, Mode]]) -> Flops:
     @cache
     def one(kind: LayerKind, mode: Mode) -> Flops:
         whole, matrices = layer_forward_flops(model, kind), layer_matrix_flops(model, kind)
-        again = (FORWARDS[mode] - FORWARDS["none"]) * whole
+        again = (FORWARD_PASSES[mode] - FORWARD_PASSES["none"]) * whole
         return whole, matrices + 2 * (whole - matrices) + again, matrices
 
     each = [one(*layer) for layer in layers]
@@ -215,4 +215,4 @@ def _with_head(stage: Flops, head: float, chunks: bool) -> Flops:
 def placement(config: Config) -> tuple[int, ...]:
     """By stage, the pipeline rank that owns it."""
     pipeline = config.parallel.pipeline
-    return placement_of(AUTO, config.parallel.pp, pipeline.stages_per_rank)
+    return placement_of(AUTO_SCHEDULE, config.parallel.pp, pipeline.stages_per_rank)

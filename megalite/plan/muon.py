@@ -21,8 +21,8 @@ from megalite.plan.resolved import Plan
 
 Box = tuple[range, range]  # rows and columns
 
-BUCKET = 256 << 20  # bytes of buffers on a rank: enough for messages of a MiB to 64 peers, and little beside 80 GB
-MOST_PIECES = 100_000  # pieces of matrices on ranks that are planned one by one, which takes a second
+BUCKET_BYTES = 256 << 20  # of buffers on a rank: enough for messages of a MiB to 64 peers, little beside 80 GB
+MAX_PIECES = 100_000  # pieces of matrices on ranks that are planned one by one, which takes a second
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Buffers:
     arrived: int
 
 
-NONE = Buffers(0, 0, 0)
+NO_BUFFERS = Buffers(0, 0, 0)
 
 
 def elements(box: Box) -> int:
@@ -148,7 +148,7 @@ class MuonPlan:
     without work.
     """
 
-    def __init__(self, matrices: Sequence[Matrix], itemsize: int, bucket_bytes: int = BUCKET) -> None:
+    def __init__(self, matrices: Sequence[Matrix], itemsize: int, bucket_bytes: int = BUCKET_BYTES) -> None:
         self.matrices, self.itemsize, self.ranks = matrices, itemsize, len(matrices[0].boxes)
         self.owners = owners([matrix.flops for matrix in matrices], self.ranks)
         self.buckets = self._buckets(bucket_bytes)
@@ -196,8 +196,8 @@ class MuonPlan:
 
         parameter_bytes: bytes of one element of a parameter. The step counted clips gradients and may be skipped.
         """
-        there = [*(self._buffers(self.gathered(bucket)) for bucket in self.buckets), [NONE] * self.ranks]
-        back = [*(self._buffers(self.returned(bucket)) for bucket in self.buckets), [NONE] * self.ranks]
+        there = [*(self._buffers(self.gathered(bucket)) for bucket in self.buckets), [NO_BUFFERS] * self.ranks]
+        back = [*(self._buffers(self.returned(bucket)) for bucket in self.buckets), [NO_BUFFERS] * self.ranks]
         found = []
         for rank in range(self.ranks):
             part = [parameter_bytes * self._largest_part(bucket, rank) for bucket in self.buckets] + [0]
@@ -310,10 +310,10 @@ def step_temporaries(plan: Plan, pp: int) -> int:
     if not matrices:
         return 0
     itemsize = working_bytes(config)
-    if len(matrices) * replicas * shards * layout.tp <= MOST_PIECES:
+    if len(matrices) * replicas * shards * layout.tp <= MAX_PIECES:
         return max(MuonPlan(matrices, itemsize).temporaries(8 if config.train.precision == "fp64" else 4))
     m, n = max(sorted(matrix.shape) for matrix in matrices)
-    return 3 * BUCKET + itemsize * (3 * m * n + m * m)
+    return 3 * BUCKET_BYTES + itemsize * (3 * m * n + m * m)
 
 
 def working_bytes(config: Config) -> int:

@@ -8,16 +8,16 @@ from megalite.config.schema import SCHEDULES, Config
 from megalite.plan import automatic
 from megalite.plan.automatic import Costing, Wanted, check_limit, wanted
 from megalite.plan.batches import batch_sizes
-from megalite.schedule.actions import MOST_ACTIONS, Table
+from megalite.schedule.actions import MAX_ACTIONS, Table
 from megalite.schedule.check import check
 from megalite.schedule.communication import add_sharding
 from megalite.schedule.file import read
-from megalite.schedule.generate import AUTO, SPLITTING, actions_of, bubble_of, build, placement_of
+from megalite.schedule.generate import AUTO_SCHEDULE, SPLIT_SCHEDULES, actions_of, bubble_of, build, placement_of
 from megalite.schedule.orders import first_rounds
 from megalite.schedule.simulate import simulate
 
-SHOWN = 8  # the most problems of a schedule that a message lists
-MIDDLE = 5  # steps of a full pipeline, or rounds; more of them hold no more memory
+MAX_LISTED = 8  # problems of a schedule in a message
+MIDDLE_STEPS = 5  # steps of a full pipeline, or rounds; more of them hold no more memory
 
 
 def micro_batches(config: Config) -> int:
@@ -34,7 +34,7 @@ def fullest_steps(config: Config) -> list[int]:
     """
     alone = config.batch.micro_size * config.parallel.layout.dp
     sizes = batch_sizes(config)
-    if config.parallel.pipeline.schedule == AUTO:
+    if config.parallel.pipeline.schedule == AUTO_SCHEDULE:
         return [size // alone for size in sizes]
     if config.parallel.pipeline.schedule != "interleaved_1f1b":
         return [sizes[-1] // alone]
@@ -47,13 +47,13 @@ def as_full(config: Config, m: int) -> int:
     A rank holds most when the pipeline is full. From then on the rank repeats the same actions.
     """
     p, pipeline = config.parallel.pp, config.parallel.pipeline
-    if pipeline.schedule not in SCHEDULES or pipeline.schedule in ("gpipe", AUTO):
+    if pipeline.schedule not in SCHEDULES or pipeline.schedule in ("gpipe", AUTO_SCHEDULE):
         return m  # a file, and an order that was searched, are for one m; gpipe holds all m
     if pipeline.schedule != "interleaved_1f1b":
-        return min(m, 3 * p + MIDDLE)
+        return min(m, 3 * p + MIDDLE_STEPS)
     rounds = first_rounds(p, m)
     larger = sum(rounds) - 2 * p
-    return min(m, p * (MIDDLE + 2) + larger) if rounds[0] <= p + 1 and len(rounds) == 2 else m
+    return min(m, p * (MIDDLE_STEPS + 2) + larger) if rounds[0] <= p + 1 and len(rounds) == 2 else m
 
 
 def table_of(config: Config, m: int | None = None, costing: Costing | None = None) -> Table:
@@ -68,7 +68,7 @@ def table_of(config: Config, m: int | None = None, costing: Costing | None = Non
     m = m or micro_batches(config)
     mode = sharding_mode(config)
     _refuse_endless(config, m)
-    if pipeline.schedule == AUTO:
+    if pipeline.schedule == AUTO_SCHEDULE:
         table = _searched(wanted(config, m, costing), mode)
     else:
         version = None if pipeline.schedule in SCHEDULES else _version(Path(pipeline.schedule))
@@ -102,7 +102,7 @@ def bubble(config: Config, costing: Costing | None = None) -> float:
     for `table_of`. Raises InputError for a bad schedule file.
     """
     pipeline = config.parallel.pipeline
-    if pipeline.schedule == AUTO:
+    if pipeline.schedule == AUTO_SCHEDULE:
         return automatic.idle(wanted(config, micro_batches(config), costing))
     if pipeline.schedule not in SCHEDULES:
         return float(simulate(table_of(config)).bubble)
@@ -116,15 +116,15 @@ def check_schedule(config: Config) -> None:
     _refuse_endless(config, micro_batches(config))
     if pipeline.schedule not in SCHEDULES:
         table_of(config)
-    elif pipeline.schedule == AUTO:
+    elif pipeline.schedule == AUTO_SCHEDULE:
         check_limit(config)
-    elif pipeline.schedule in SPLITTING:
+    elif pipeline.schedule in SPLIT_SCHEDULES:
         _refuse_compiled(config)
 
 
 def can_be_planned(config: Config, m: int) -> bool:
-    """Return whether the schedule of `m` micro-batches has at most MOST_ACTIONS, counted without building it."""
-    return actions(config, m) <= MOST_ACTIONS
+    """Return whether the schedule of `m` micro-batches has at most MAX_ACTIONS, counted without building it."""
+    return actions(config, m) <= MAX_ACTIONS
 
 
 def actions(config: Config, m: int) -> int:
@@ -141,7 +141,7 @@ def _refuse_endless(config: Config, m: int) -> None:
     stages = config.parallel.pp * config.parallel.pipeline.stages_per_rank
     rule = (
         f"makes {m:,} micro-batches a step, on {stages:,} stages: a pipeline schedule of {actions(config, m):,} "
-        f"actions, more than the {MOST_ACTIONS:,} that can be planned"
+        f"actions, more than the {MAX_ACTIONS:,} that can be planned"
     )
     fix = (
         "use fewer sequences (this is not a number of tokens), a larger batch.micro, or more data-parallel ranks "
@@ -162,13 +162,13 @@ def _checked(schedule: str, p: int, m: int, v: int, mode: str | None, version: t
 @lru_cache(maxsize=8)
 def _searched(wanted: Wanted, mode: str | None) -> Table:
     """The table of `auto`, cached likewise."""
-    return _ready(automatic.build(wanted), AUTO, mode)
+    return _ready(automatic.build(wanted), AUTO_SCHEDULE, mode)
 
 
 def _ready(table: Table, schedule: str, mode: str | None) -> Table:
     """The table, checked, with the sharding of `mode`; None: without FSDP2."""
     if problems := check(table):
-        raise InputError(f"parallel.pipeline.schedule={schedule}: " + "; ".join(problems[:SHOWN]))
+        raise InputError(f"parallel.pipeline.schedule={schedule}: " + "; ".join(problems[:MAX_LISTED]))
     return sharded(table, mode)
 
 

@@ -19,11 +19,11 @@ from megalite.base.terminal import memory as memory_size
 from megalite.config.schema import Train
 from megalite.plan.model.size import by_stage
 from megalite.schedule.actions import Action, Table
-from megalite.schedule.simulate import LIVE
+from megalite.schedule.simulate import LIVE_CHANGES
 
 Mode = Literal["none", "selective", "full"]
 MODES: tuple[Mode, ...] = ("none", "selective", "full")
-FORWARDS: dict[Mode, float] = {"none": 3.0, "selective": 3.1, "full": 4.0}  # a layer's time, in its forward passes
+FORWARD_PASSES: dict[Mode, float] = {"none": 3.0, "selective": 3.1, "full": 4.0}  # that take a layer's time
 GIB = 1 << 30
 T = TypeVar("T")
 
@@ -48,8 +48,8 @@ def in_flight(table: Table, rank: int) -> dict[int, int]:
     """By stage of a rank: the most micro-batches whose activations it holds at once."""
     now, most = Counter[int](), dict.fromkeys(table.stages_of(rank), 0)
     for item in table.programs[rank]:
-        if isinstance(item, Action) and item.kind in LIVE:
-            now[item.stage] += LIVE[item.kind]
+        if isinstance(item, Action) and item.kind in LIVE_CHANGES:
+            now[item.stage] += LIVE_CHANGES[item.kind]
             most[item.stage] = max(most[item.stage], now[item.stage])
     return most
 

@@ -15,15 +15,15 @@ from megalite.scaling.table import Run
 from megalite.train.folder.records import read_records
 from megalite_launch.page.charts import thinned
 
-POINTS = 120  # of a curve in the picture; a page has hundreds of curves
-RUNS = 300
+CURVE_POINTS = 120  # of a curve in the picture; a page has hundreds of curves
+MAX_RUNS = 300
 Curve = list[tuple[float, float]]
 
 
 def pictures(found: Found) -> tuple[list[Picture], list[str]]:
     """The picture, where runs have metrics, and sentences about files that cannot be read."""
     curves, wrong = dict[str, tuple[Run, Curve]](), list[str]()
-    for run in found.results.runs[:RUNS]:
+    for run in found.results.runs[:MAX_RUNS]:
         path = found.folder / "runs" / run.name / "metrics.jsonl"
         if not is_file(path):
             continue
@@ -33,7 +33,7 @@ def pictures(found: Found) -> tuple[list[Picture], list[str]]:
             wrong.append(str(error))
             continue
         if len(points) > 1:
-            curves[run.name] = run, thinned(sorted(dict(points).items()), POINTS)
+            curves[run.name] = run, thinned(sorted(dict(points).items()), CURVE_POINTS)
     if not curves:
         return [], wrong
     by_tokens = all(run.number("batch_global") > 0 and run.number("sequence_length") > 0 for run, _ in curves.values())
@@ -76,7 +76,7 @@ def _picture(found: Found, curves: dict[str, tuple[Run, Curve]], by_tokens: bool
 
     rows = [[name, *point] for name, (_, curve) in curves.items() for point in curve]
     told = f"Training losses of {counted(len(curves), 'run')}."
-    if len(found.results.runs) > RUNS:
-        told += f" The first {RUNS} runs are drawn."
+    if len(found.results.runs) > MAX_RUNS:
+        told += f" The first {MAX_RUNS} runs are drawn."
     header = ["run", "tokens" if by_tokens else "steps", "loss"]
     return Picture("curves", "Loss curves", told, header, rows, paint)

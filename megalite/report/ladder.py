@@ -8,7 +8,7 @@ import numpy as np
 from megalite.base.errors import counted
 from megalite.report.axes import flops_text, logarithmic, loss_text
 from megalite.report.found import Found
-from megalite.report.picture import INK, MARK, PALE, Picture, beside, colours, in_legend
+from megalite.report.picture import GREY, INK, MARK, Picture, beside, colours, in_legend
 from megalite.report.pictures import ticker
 from megalite.scaling.bootstrap import interval
 from megalite.scaling.forms import Array
@@ -16,9 +16,9 @@ from megalite.scaling.law import FLOPS
 from megalite.scaling.show import number
 from megalite.scaling.table import Run
 
-CLOSE = 0.03  # relative: sizes, tokens, ratios or budgets that differ by less are one series
-FINE = 60  # points of a drawn law
-FURTHER = 100.0  # times the largest budget, up to which laws are drawn
+SERIES_TOLERANCE = 0.03  # relative: sizes, tokens, ratios or budgets that differ by less are one series
+LAW_POINTS = 60
+REACH = 100.0  # times the largest budget, up to which laws are drawn
 
 
 def pictures(found: Found) -> list[Picture]:
@@ -40,7 +40,7 @@ def series(values: Array) -> list[Array]:
     """Places of values that are alike, from the lowest."""
     order, found = np.argsort(values, kind="stable"), list[list[int]]()
     for at in order:
-        if found and values[at] <= values[found[-1][0]] * (1 + CLOSE):
+        if found and values[at] <= values[found[-1][0]] * (1 + SERIES_TOLERANCE):
             found[-1].append(int(at))
         else:
             found.append([int(at)])
@@ -70,7 +70,7 @@ def _by_size(found: Found) -> Picture:
     groups = series(levels)
 
     def of(places: Array) -> tuple[str, Array, Array, Array]:
-        level, line = float(np.median(levels[places])), np.geomspace(n.min(), n.max(), FINE)
+        level, line = float(np.median(levels[places])), np.geomspace(n.min(), n.max(), LAW_POINTS)
         return f"{name} {text(level)}", line, line, tokens_of(level, line)
 
     def paint(figure: Any) -> None:
@@ -87,7 +87,7 @@ def _by_tokens(found: Found) -> Picture:
     groups = series(n)
 
     def of(places: Array) -> tuple[str, Array, Array, Array]:
-        size, line = float(np.median(n[places])), np.geomspace(d[places].min() / 1.3, d[places].max() * 1.3, FINE)
+        size, line = float(np.median(n[places])), np.geomspace(d[places].min() / 1.3, d[places].max() * 1.3, LAW_POINTS)
         return f"N {number(size)}", line, np.full_like(line, size), line
 
     def paint(figure: Any) -> None:
@@ -142,12 +142,12 @@ def _envelope(found: Found) -> Picture:
         if drawn:
             axes.plot(drawn["flops"], drawn["loss"], color=INK, lw=2.4, alpha=0.55, label="envelope")
         if found.losses is not None:
-            line = np.geomspace(flops.min(), flops.max() * FURTHER, FINE)
+            line = np.geomspace(flops.min(), flops.max() * REACH, LAW_POINTS)
             law, several = found.losses
             axes.plot(line, law.best_loss(line), "--", color=INK, lw=1.3, label="best by the law")
             if several is not None:
                 bands = [interval(0, np.asarray(several.best_loss(at)), len(runs)) for at in line]
-                axes.fill_between(line, [b.low for b in bands], [b.high for b in bands], color=PALE, alpha=0.3, lw=0)
+                axes.fill_between(line, [b.low for b in bands], [b.high for b in bands], color=GREY, alpha=0.3, lw=0)
         logarithmic(axes, "x", "FLOPs, 6·N·D", flops_text)
         logarithmic(axes, "y", "loss, nats per token", loss_text)
         beside(axes)
@@ -158,7 +158,7 @@ def _envelope(found: Found) -> Picture:
         told += "; the wide line is the envelope of approach 1"
     if found.losses is not None:
         told += (
-            f"; the broken one is the lowest loss that the law gives for a budget, up to {FURTHER:g} times the largest"
+            f"; the broken one is the lowest loss that the law gives for a budget, up to {REACH:g} times the largest"
         )
         told += ", with its band" if found.losses[1] is not None else ""
     return Picture("envelope", "Loss by FLOPs", told + ".", ["run", "N", "flops", "loss"], rows, paint)
@@ -176,11 +176,11 @@ def _residuals(found: Found) -> Picture:
         for at, (places, colour) in enumerate(zip(groups, colours(len(groups)), strict=True)):
             words = f"N {number(float(np.median(n[places])))}" if at in named else None
             left.plot(FLOPS * n[places] * d[places], off[places], "o", color=colour, label=words)
-        left.axhline(0, color=PALE, lw=1)
+        left.axhline(0, color=GREY, lw=1)
         logarithmic(left, "x", "FLOPs, 6·N·D", flops_text)
         left.set_ylabel("measured / law - 1")
         left.yaxis.set_major_formatter(ticker.PercentFormatter(1))
-        right.hist(off, bins=min(24, max(6, len(off) // 4)), orientation="horizontal", color=PALE, alpha=0.7)
+        right.hist(off, bins=min(24, max(6, len(off) // 4)), orientation="horizontal", color=GREY, alpha=0.7)
         right.set_xlabel("runs")
         right.grid(axis="y", visible=True)
         right.legend(*left.get_legend_handles_labels(), loc="upper left", bbox_to_anchor=(1.0, 1.0), borderaxespad=0.2)
@@ -199,7 +199,7 @@ def _held_out(found: Found) -> Picture:
             zip(sorted({row["rung"] for row in rows}), colours(len({row["rung"] for row in rows})), strict=True)
         )
         losses = [row["measured"] for row in rows] + [row["predicted"][0] for row in rows]
-        left.plot([min(losses), max(losses)], [min(losses), max(losses)], color=PALE, lw=1)
+        left.plot([min(losses), max(losses)], [min(losses), max(losses)], color=GREY, lw=1)
         for row in rows:
             value, low, high = row["predicted"]
             bars = [[value - low], [high - value]] if low is not None else None
@@ -210,7 +210,7 @@ def _held_out(found: Found) -> Picture:
             right.plot([], [], "o", color=shade, label=rung)
         left.set_xlabel("measured loss")
         left.set_ylabel("predicted loss")
-        right.axhline(0, color=PALE, lw=1)
+        right.axhline(0, color=GREY, lw=1)
         logarithmic(right, "x", "FLOPs / largest fitted", lambda value: f"{value:.3g}")
         right.set_ylabel("predicted / measured - 1")
         right.yaxis.set_major_formatter(ticker.PercentFormatter(1))
@@ -230,7 +230,7 @@ def _optimum(found: Found) -> Picture:
     law, several = found.best
     runs = found.used
     flops = FLOPS * found.column(runs, "N") * found.column(runs, "D")
-    line = np.geomspace(flops.min(), flops.max() * FURTHER, FINE)
+    line = np.geomspace(flops.min(), flops.max() * REACH, LAW_POINTS)
     values = [np.asarray(each) for each in law.optimum(line)]
     bands: list[list[Any]] = [[], []]
     if several is not None:
@@ -250,7 +250,7 @@ def _optimum(found: Found) -> Picture:
                 x, best = np.array([(each["flops"], each["best"]) for each in budgets]).T
                 y = best if side == 0 else x / FLOPS / best
                 axes.plot(x, y, "D", color=INK, markersize=4.5, label="isoFLOP vertices")
-            axes.axvline(flops.max(), color=PALE, ls=":", lw=1.2, label="largest budget")
+            axes.axvline(flops.max(), color=GREY, ls=":", lw=1.2, label="largest budget")
             logarithmic(axes, "x", "FLOPs, 6·N·D", flops_text)
             logarithmic(axes, "y", {"N_opt": "best N, parameters", "D_opt": "best D, tokens"}[name])
         beside(pair[1])
@@ -286,7 +286,7 @@ def isoflop(found: Found) -> list[Picture]:
             n, loss = found.column(runs, "N"), found.column(runs, "loss")
             axes.plot(n, loss, "o", color=colour, label=f"C {flops_text(each['flops'])}" if at in named else None)
             if not each["why"]:
-                line = np.geomspace(n.min(), n.max(), FINE)
+                line = np.geomspace(n.min(), n.max(), LAW_POINTS)
                 curve = each["lowest"] + each["curvature"] * (np.log(line) - np.log(each["best"])) ** 2
                 axes.plot(line, curve, color=colour, lw=1.1)
                 axes.plot(each["best"], each["lowest"], "D", color=INK, markersize=5, markerfacecolor=MARK)

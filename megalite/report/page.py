@@ -37,8 +37,8 @@ summary { cursor: pointer; color: var(--pale); }
   details > *:not(summary) { display: block; }
 }
 </style>"""
-WIDE, BROAD = ' class="broad"', 7.5  # inches from which a picture takes the whole width
-MOST_ROWS = 1000  # runs in the table of the page; results.csv has all
+BROAD_CSS, BREADTH = ' class="broad"', 7.5  # inches from which a picture takes the whole width
+MAX_ROWS = 1000  # runs in the table of the page; results.csv has all
 
 
 def page(found: Found, drawn: Sequence[tuple[str, Sequence[Drawn]]], notes: Sequence[str], configuration: str) -> str:
@@ -78,7 +78,7 @@ def _mind(found: Found, notes: Sequence[str]) -> str:
 
 def _pictures(heading: str, some: Sequence[Drawn]) -> str:
     figures = [
-        f"<figure{WIDE if each.picture.size[0] > BROAD else ''}><h3>{escape(each.picture.title)}</h3>{each.svg}"
+        f"<figure{BROAD_CSS if each.picture.size[0] > BREADTH else ''}><h3>{escape(each.picture.title)}</h3>{each.svg}"
         f"<figcaption>{escape(printable(each.picture.told))}</figcaption></figure>"
         for each in some
     ]
@@ -97,7 +97,7 @@ def _tables(found: Found) -> list[str]:
 def _runs(found: Found) -> str:
     """A row for every run; columns that are empty throughout are left out."""
     results = found.results
-    runs = results.runs[:MOST_ROWS]
+    runs = results.runs[:MAX_ROWS]
     columns = {
         name: [_value(run.axes[name]) for run in runs]
         for name in results.axes
@@ -111,8 +111,8 @@ def _runs(found: Found) -> str:
     for at, run in enumerate(runs):
         made.add_row(printable(run.slug), *(cells[at] for cells in columns.values()), run.status)
     told = ""
-    if len(results.runs) > MOST_ROWS:
-        told = paragraph(f"The first {MOST_ROWS:,} of {len(results.runs):,} runs; results.csv has all.", "pale")
+    if len(results.runs) > MAX_ROWS:
+        told = paragraph(f"The first {MAX_ROWS:,} of {len(results.runs):,} runs; results.csv has all.", "pale")
     return as_html(made) + told
 
 

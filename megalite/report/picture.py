@@ -11,14 +11,14 @@ from megalite.report.pictures import plain, pyplot
 from megalite_launch.page.html import escape
 from megalite_launch.page.style import COLOURS
 
-INK, PALE, LINE, PAPER = "#1f2933", "#5d6b78", "#cdd4db", "#ffffff"
-VARIABLES = {INK: "var(--ink)", PALE: "var(--pale)", LINE: "var(--line)", PAPER: "var(--paper)"}
+INK, GREY, LINE, PAPER = "#1f2933", "#5d6b78", "#cdd4db", "#ffffff"
+VARIABLES = {INK: "var(--ink)", GREY: "var(--pale)", LINE: "var(--line)", PAPER: "var(--paper)"}
 RAMP = ("#3f72b8", "#27a3a3", "#4f9e63", "#b5a02c", "#df8a1f", "#c9473f")  # of what has an order; in both schemes
 MARK = "#c9473f"
-MOST_SERIES = 10  # in a legend; those between are left out of it
-DOTS = 150  # per inch of a PNG
-LOOK: Any = {
-    "axes.edgecolor": PALE,
+MAX_SERIES = 10  # in a legend; those between are left out of it
+DPI = 150  # of a PNG
+RC_SETTINGS: Any = {
+    "axes.edgecolor": GREY,
     "axes.facecolor": "none",
     "axes.labelcolor": INK,
     "axes.axisbelow": True,
@@ -39,8 +39,8 @@ LOOK: Any = {
     "svg.fonttype": "none",
     "svg.hashsalt": "megalite",
     "text.color": INK,
-    "xtick.color": PALE,
-    "ytick.color": PALE,
+    "xtick.color": GREY,
+    "ytick.color": GREY,
     "xtick.labelcolor": INK,
     "ytick.labelcolor": INK,
 }
@@ -71,7 +71,7 @@ class Drawn:
 
 def drawn(picture: Picture) -> Drawn:
     """Draw a picture."""
-    with pyplot.rc_context(LOOK):
+    with pyplot.rc_context(RC_SETTINGS):
         figure = pyplot.figure(figsize=picture.size, layout="constrained")
         try:
             picture.paint(figure)
@@ -80,7 +80,7 @@ def drawn(picture: Picture) -> Drawn:
             vector, raster = io.StringIO(), io.BytesIO()
             nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))
             figure.savefig(vector, format="svg", transparent=True, metadata=nothing)
-            figure.savefig(raster, format="png", dpi=DOTS)
+            figure.savefig(raster, format="png", dpi=DPI)
         finally:
             pyplot.close(figure)
     return Drawn(picture, inline(vector.getvalue(), picture), raster.getvalue(), as_csv(picture))
@@ -138,9 +138,9 @@ def kinds(count: int) -> list[str]:
 
 def in_legend(count: int) -> set[int]:
     """Places of the series, among `count`, that a legend names: all, or some between the first and the last."""
-    if count <= MOST_SERIES:
+    if count <= MAX_SERIES:
         return set(range(count))
-    return {round(at * (count - 1) / (MOST_SERIES - 1)) for at in range(MOST_SERIES)}
+    return {round(at * (count - 1) / (MAX_SERIES - 1)) for at in range(MAX_SERIES)}
 
 
 def beside(axes: Any, **more: Any) -> None:

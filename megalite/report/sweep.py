@@ -11,10 +11,10 @@ from megalite.report.picture import INK, Picture, beside, colours, in_legend, la
 from megalite.scaling.downstream import Task
 from megalite.scaling.show import number
 
-FINE = 60
+LINE_POINTS = 60
 PANEL = 8  # cells of a panel
 PANELS = 6
-KNOWN = {"optim.lr": "rate", "batch.global": "batch"}
+KEY_NAMES = {"optim.lr": "rate", "batch.global": "batch"}
 
 
 def pictures(found: Found) -> list[Picture]:
@@ -43,7 +43,7 @@ def _bowls(scan: Mapping[str, Any]) -> Picture:
                 words = label(cell["label"].removeprefix(f"{title}, ")) if at in named else None
                 axes.plot(x, y, "o", color=colour, label=words, ms=4)
                 if cell["best"] is not None:
-                    line = np.geomspace(min(cell["near"]), max(cell["near"]), FINE)
+                    line = np.geomspace(min(cell["near"]), max(cell["near"]), LINE_POINTS)
                     away = np.log(line / cell["best"])
                     axes.plot(line, cell["lowest"] * np.exp(cell["curvature"] * away**2), color=colour, lw=1.1)
                     axes.plot(cell["best"], cell["lowest"], "D", color=INK, markerfacecolor=colour, ms=5.5)
@@ -61,7 +61,7 @@ def _bowls(scan: Mapping[str, Any]) -> Picture:
     rows = [[cell["label"], *point, cell["best"]] for cell in cells for point in cell["points"]]
     size = (3.1 * max(min(len(panels), 3), 1.7), 3.5 * -(-len(panels) // 3))
     header = ["cell", key, "loss", "best"]
-    return Picture(f"bowls_{KNOWN[key]}", f"Loss by {key}", told, header, rows, paint, size)
+    return Picture(f"bowls_{KEY_NAMES[key]}", f"Loss by {key}", told, header, rows, paint, size)
 
 
 def _panels(cells: list[Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any]]]:
@@ -94,7 +94,7 @@ def _best(scan: Mapping[str, Any]) -> Picture:
             shown = label(words or "vertices") if at in named else None
             axes.plot(x, [cell["best"] for cell in some], "D", color=colour, label=shown)
             if law := laws.get(family):
-                line = np.geomspace(min(x), max(x), FINE)
+                line = np.geomspace(min(x), max(x), LINE_POINTS)
                 logs = law["constant"][0] + law["exponents"].get(axis, [0.0])[0] * np.log(line)
                 for name in _others(law, axis):
                     logs = logs + law["exponents"][name][0] * np.log(some[0][name])
@@ -106,7 +106,7 @@ def _best(scan: Mapping[str, Any]) -> Picture:
     rows = [[cell["label"], cell["N"], cell["D"], cell["batch"], cell["best"]] for cell in cells]
     told = "Vertices of cells that have one; lines are power laws through them." if laws else "Vertices; no power law."
     header = ["cell", "N", "D", "batch", "best"]
-    return Picture(f"best_{KNOWN[key]}", f"Best {key}", told, header, rows, paint)
+    return Picture(f"best_{KEY_NAMES[key]}", f"Best {key}", told, header, rows, paint)
 
 
 def _others(law: Mapping[str, Any] | None, axis: str) -> list[str]:
@@ -137,7 +137,7 @@ def downstream(found: Found) -> list[Picture]:
                 np.array([two["most"], two["ln_k"], two["gamma"]]),
             )
             span = float(np.ptp(losses))
-            line = np.linspace(losses.min() - 0.3 * span, losses.max() + 0.1 * span, FINE)
+            line = np.linspace(losses.min() - 0.3 * span, losses.max() + 0.1 * span, LINE_POINTS)
             axes.plot(line, task.accuracy(line), color=colours(2)[0], label="sigmoid")
             axes.plot(line, 1 - task.error_rate(line), "--", color=colours(2)[1], label="error law")
             axes.plot(losses, row["values"], "o", color=INK, ms=4)

@@ -8,12 +8,12 @@ import numpy as np
 
 from megalite.base.errors import counted
 from megalite.plan.memory.fit import GIB
-from megalite.report.picture import INK, MARK, PALE, Picture, beside, colours, in_legend, kinds, label
+from megalite.report.picture import GREY, INK, MARK, Picture, beside, colours, in_legend, kinds, label
 from megalite.report.pictures import ticker
 from megalite.scaling.table import Results, Run
 
-SPEED, LOW, HIGH = (f"tokens_per_second_per_gpu{end}" for end in ("", "_low", "_high"))
-BARS = 60  # of memory
+SPEED, SPEED_LOW, SPEED_HIGH = (f"tokens_per_second_per_gpu{end}" for end in ("", "_low", "_high"))
+MAX_BARS = 60  # of memory
 
 
 def pictures(results: Results) -> list[Picture]:
@@ -63,7 +63,7 @@ def _medians(gpus: Sequence[float], values: Sequence[float]) -> tuple[list[float
 
 def _speed(layouts: dict[str, list[Run]]) -> Picture:
     rows: list[list[Any]] = [
-        [name, run.slug, run.number("gpus"), run.number(SPEED), run.number(LOW), run.number(HIGH)]
+        [name, run.slug, run.number("gpus"), run.number(SPEED), run.number(SPEED_LOW), run.number(SPEED_HIGH)]
         for name, runs in layouts.items()
         for run in _with(runs, SPEED)
     ]
@@ -74,8 +74,14 @@ def _speed(layouts: dict[str, list[Run]]) -> Picture:
         for at, ((name, runs), colour) in enumerate(zip(layouts.items(), kinds(len(layouts)), strict=True)):
             some = _with(runs, SPEED)
             x, y = [[run.number(column) for run in some] for column in ("gpus", SPEED)]
-            below = [max(run.number(SPEED) - run.number(LOW), 0) if isfinite(run.number(LOW)) else 0 for run in some]
-            above = [max(run.number(HIGH) - run.number(SPEED), 0) if isfinite(run.number(HIGH)) else 0 for run in some]
+            below = [
+                max(run.number(SPEED) - run.number(SPEED_LOW), 0) if isfinite(run.number(SPEED_LOW)) else 0
+                for run in some
+            ]
+            above = [
+                max(run.number(SPEED_HIGH) - run.number(SPEED), 0) if isfinite(run.number(SPEED_HIGH)) else 0
+                for run in some
+            ]
             axes.errorbar(
                 x, y, (below, above), fmt="o", color=colour, capsize=3, label=label(name) if at in named else None
             )
@@ -104,7 +110,7 @@ def _efficiency(layouts: dict[str, list[Run]]) -> Picture:
 
     def paint(figure: Any) -> None:
         axes = figure.add_subplot()
-        axes.axhline(1, color=PALE, linestyle="--", label="ideal")
+        axes.axhline(1, color=GREY, linestyle="--", label="ideal")
         named = in_legend(len(layouts))
         for at, (name, colour) in enumerate(zip(layouts, kinds(len(layouts)), strict=True)):
             x, y = zip(*[(gpus, share) for layout, gpus, share in rows if layout == name], strict=True)
@@ -157,7 +163,7 @@ def _mfu(layouts: dict[str, list[Run]]) -> Picture:
 
 def _memory(runs: Sequence[Run], results: Results) -> Picture:
     words = {run.id: name for name, some in by_layout(results).items() for run in some}
-    shown = sorted(runs, key=lambda run: (words[run.id], run.number("gpus")))[:BARS]
+    shown = sorted(runs, key=lambda run: (words[run.id], run.number("gpus")))[:MAX_BARS]
     rows: list[list[Any]] = [
         [words[run.id], run.number("gpus"), _blank(run.number("peak_memory_bytes")), run.status] for run in shown
     ]
@@ -194,8 +200,8 @@ def _memory(runs: Sequence[Run], results: Results) -> Picture:
 
     height = max(2.2, 0.9 + 0.16 * len(rows) + 0.25 * len({row[0] for row in rows}))
     told = "A cross marks what ran out of memory."
-    if len(runs) > BARS:
-        told += f" The first {BARS} of {len(runs)} are drawn."
+    if len(runs) > MAX_BARS:
+        told += f" The first {MAX_BARS} of {len(runs)} are drawn."
     return Picture(
         "memory",
         "Memory by layout",

@@ -8,7 +8,7 @@ from megalite.scaling.forms import Array
 from megalite.scaling.law import FLOPS, Number
 from megalite.scaling.parabola import line
 
-FEWEST = 2  # budgets with a best size
+MIN_BUDGETS = 2  # budgets with a best size
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ from megalite.scaling.allocation import Allocation, allocation
 from megalite.scaling.forms import Array
 from megalite.scaling.law import FLOPS
 
-PLACES = 200  # budgets at which curves are compared
-SIZES = 3
+BUDGET_COUNT = 200  # budgets at which curves are compared
+MIN_SIZES = 3
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ def fit1(sizes: Array, tokens: Array, losses: Array) -> Fit1:
     found = envelope(sizes, tokens, losses)
     if found is None:
         raise InputError(
-            f"approach 1 needs {SIZES} sizes with runs on several numbers of tokens each, whose budgets overlap"
+            f"approach 1 needs {MIN_SIZES} sizes with runs on several numbers of tokens each, whose budgets overlap"
         )
     flops, best, loss = found
     kinds = len(np.unique(best))
@@ -66,18 +66,18 @@ def envelope(sizes: Array, tokens: Array, losses: Array) -> tuple[Array, Array, 
         if len(places) > 1:
             mean = np.bincount(where, np.log(losses[of])) / np.bincount(where)
             curves.append((float(sizes[of][0]), places, mean))
-    if len(curves) < SIZES:
+    if len(curves) < MIN_SIZES:
         return None
     spans = [(np.log(FLOPS * size) + places[0], np.log(FLOPS * size) + places[-1]) for size, places, _ in curves]
-    budgets = np.linspace(min(low for low, _ in spans), max(high for _, high in spans), PLACES)
-    table = np.full((len(curves), PLACES), np.inf)
+    budgets = np.linspace(min(low for low, _ in spans), max(high for _, high in spans), BUDGET_COUNT)
+    table = np.full((len(curves), BUDGET_COUNT), np.inf)
     for row, (size, places, mean) in enumerate(curves):
         at = budgets - np.log(FLOPS * size)
         within = (at >= places[0]) & (at <= places[-1])
         table[row, within] = np.interp(at[within], places, mean)
     best = np.argmin(table, axis=0)
     known = np.isfinite(table)
-    columns = np.arange(PLACES)
+    columns = np.arange(BUDGET_COUNT)
     below = np.array([known[: best[at], at].any() for at in columns])
     above = np.array([known[best[at] + 1 :, at].any() for at in columns])
     inner = below & above  # a size below and one above were tried at that budget, and are worse

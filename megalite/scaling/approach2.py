@@ -10,12 +10,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from megalite.base.errors import InputError, counted
-from megalite.scaling.allocation import FEWEST, Allocation, allocation
+from megalite.scaling.allocation import MIN_BUDGETS, Allocation, allocation
 from megalite.scaling.forms import Array
-from megalite.scaling.parabola import FEWEST as SIZES
+from megalite.scaling.parabola import MIN_PLACES as SIZES
 from megalite.scaling.parabola import Parabola, parabola
 
-SAME = 0.1  # by which budgets may differ, relatively, to be one
+BUDGET_TOLERANCE = 0.1  # by which budgets may differ, relatively, to be one
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ def budgets_of(flops: Array) -> list[Array]:
     """The places of runs whose budgets are alike, the smallest budget first."""
     order, found = np.argsort(flops, kind="stable"), list[list[int]]()
     for at in order:
-        if found and flops[at] <= flops[found[-1][0]] * (1 + SAME):
+        if found and flops[at] <= flops[found[-1][0]] * (1 + BUDGET_TOLERANCE):
             found[-1].append(int(at))
         else:
             found.append([int(at)])
@@ -54,12 +54,12 @@ def fit2(sizes: Array, flops: Array, losses: Array, weights: Array | None = None
     """Fit n runs. weights: `[g, n]`, of draws. Raises InputError where fewer than two budgets have a best size."""
     budgets = [_budget(sizes, flops, losses, places) for places in budgets_of(flops)]
     used = [budget for budget in budgets if budget.curve is not None]
-    if len(used) < FEWEST:
+    if len(used) < MIN_BUDGETS:
         why = Counter(budget.why for budget in budgets if budget.why)
         told = "; ".join(f"{text} ({counted(count, 'budget')})" for text, count in why.most_common(3))
         raise InputError(
             f"{len(used)} of {counted(len(budgets), 'budget')} has a best size between the outermost ones, and "
-            f"approach 2 needs {FEWEST}: {told}"
+            f"approach 2 needs {MIN_BUDGETS}: {told}"
         )
     of = np.array([budget.flops for budget in used])
     curves = [budget.curve for budget in used if budget.curve is not None]

@@ -15,11 +15,11 @@ EXPONENTS, FLOORS = (
     (0.2, 0.4, 0.7),
     (0.2, 0.6, 0.9),
 )  # of guesses: of alpha and beta, and of E as a share of the lowest loss
-STEEPEST, FLATTEST = 3.0, 0.01  # bounds of alpha and beta
-LEAST_FLOOR = 1e-3  # of E, as a share of the lowest loss: below, E cannot be told from 0
-FEWEST, DISTINCT = 6, 3  # runs, and different N and D: below that, five parameters follow from nothing
-ALIKE = 0.02  # of the spread of ln N and ln D: what is left of one of them without the other
-SINGULAR = 1e-9  # reciprocal condition number of the scaled normal matrix, below which parameters cannot be told apart
+MAX_EXPONENT, MIN_EXPONENT = 3.0, 0.01  # bounds of alpha and beta
+MIN_FLOOR = 1e-3  # of E, as a share of the lowest loss: below, E cannot be told from 0
+MIN_RUNS, MIN_VALUES = 6, 3  # runs, and different N and D: below that, five parameters follow from nothing
+MIN_SPREAD_RATIO = 0.02  # of the spread of ln N and ln D: what is left of one of them without the other
+MIN_CONDITION = 1e-9  # reciprocal, of the scaled normal matrix: below it, parameters cannot be told apart
 
 
 @dataclass(frozen=True)
@@ -52,19 +52,19 @@ def check_points(parameters: Array, tokens: Array, losses: Array) -> None:
         if not (np.isfinite(values) & (values > 0)).all():
             bad = values[~(np.isfinite(values) & (values > 0))][0]
             raise InputError(f"{name}: one is {bad:g}; all must be finite numbers above 0; leave that run out")
-    if len(losses) < FEWEST:
+    if len(losses) < MIN_RUNS:
         raise InputError(
-            f"{runs}: approach 3 has five parameters and needs at least {FEWEST} runs; add sizes or budgets"
+            f"{runs}: approach 3 has five parameters and needs at least {MIN_RUNS} runs; add sizes or budgets"
         )
     for name, values in (("sizes N", parameters), ("numbers of tokens D", tokens)):
-        if (found := len(np.unique(np.round(np.log(values), 6)))) < DISTINCT:
+        if (found := len(np.unique(np.round(np.log(values), 6)))) < MIN_VALUES:
             raise InputError(
-                f"{runs} have {found} different {name}: approach 3 needs at least {DISTINCT}; add runs of others"
+                f"{runs} have {found} different {name}: approach 3 needs at least {MIN_VALUES}; add runs of others"
             )
     centred = np.stack([np.log(parameters), np.log(tokens)], axis=1)
     centred = centred - centred.mean(axis=0)
     spread = np.linalg.svd(centred / np.sqrt(np.mean(centred**2, axis=0)), compute_uv=False)
-    if spread[-1] < ALIKE * spread[0]:
+    if spread[-1] < MIN_SPREAD_RATIO * spread[0]:
         together = (
             "N and D rise together" if np.sum(centred.prod(axis=1)) > 0 else "D falls as N rises, as in one budget"
         )
@@ -89,8 +89,8 @@ def starts(parameters: Array, tokens: Array, losses: Array) -> Array:
 def bounds(losses: Array) -> tuple[Array, Array]:
     """Lower and upper bounds of the solver's parameters. A and B are effectively unbounded."""
     floor = np.log(losses.min())
-    low = [-60.0, -60.0, floor + np.log(LEAST_FLOOR), FLATTEST, FLATTEST]
-    high = [60.0, 60.0, floor + np.log(2.0), STEEPEST, STEEPEST]
+    low = [-60.0, -60.0, floor + np.log(MIN_FLOOR), MIN_EXPONENT, MIN_EXPONENT]
+    high = [60.0, 60.0, floor + np.log(2.0), MAX_EXPONENT, MAX_EXPONENT]
     return np.array(low), np.array(high)
 
 
@@ -158,7 +158,7 @@ def _caveats(found: Minima, slopes: Array, low: Array, high: Array) -> tuple[str
         told.append("The solver was still moving when its rounds ended; the parameters are not final.")
     scaled = slopes / np.maximum(np.sqrt(np.sum(slopes**2, axis=0)), 1e-300)
     values = np.linalg.svd(scaled, compute_uv=False)
-    if values[-1] < np.sqrt(SINGULAR) * values[0]:
+    if values[-1] < np.sqrt(MIN_CONDITION) * values[0]:
         told.append("The parameters cannot be told apart: other laws fit these runs as well (singular Jacobian).")
     few = found.agreeing()
     if few < len(found.objective):

@@ -9,14 +9,14 @@ import numpy as np
 
 from megalite.scaling.forms import Array
 
-NOMINAL = 0.9
-HANGS = 0.97  # leverage of a run above which draws tell nothing of what its noise does to the law
+COVERAGE = 0.9
+MAX_LEVERAGE = 0.97  # leverage of a run above which draws tell nothing of what its noise does to the law
 SEED = 20240415  # of all draws, so that the same results give the same intervals
 
 
 @dataclass(frozen=True)
 class Interval:
-    """A value, and where NOMINAL of the draws lie. draws: those that gave a number."""
+    """A value, and where COVERAGE of the draws lie. draws: those that gave a number."""
 
     value: float
     low: float
@@ -66,6 +66,6 @@ def interval(value: float, drawn: Array, runs: int, logarithmic: bool = False) -
     finite = drawn[np.isfinite(drawn)]
     if not len(finite):
         return Interval(float(value), np.nan, np.nan, 0)
-    low, middle, high = np.percentile(finite, [50 * (1 - NOMINAL), 50, 50 * (1 + NOMINAL)])
+    low, middle, high = np.percentile(finite, [50 * (1 - COVERAGE), 50, 50 * (1 + COVERAGE)])
     stretch = np.sqrt(runs / max(runs - 1, 1))
     return Interval(float(value), middle + (low - middle) * stretch, middle + (high - middle) * stretch, len(finite))

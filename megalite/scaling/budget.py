@@ -17,7 +17,7 @@ from megalite.cost.stages import Timer
 from megalite.cost.whole_run import HOUR, Run, run_of
 from megalite.experiment.folder import cell_text
 from megalite.layout_search.search import Result, search
-from megalite.plan.memory.fit import FOR_TENSORS
+from megalite.plan.memory.fit import TENSOR_SHARE
 from megalite.scaling.bootstrap import Interval, interval
 from megalite.scaling.forms import Array
 from megalite.scaling.law import FLOPS
@@ -28,8 +28,8 @@ from megalite.scaling.show import number
 from megalite.scaling.stored import Stored
 from megalite.scaling.table import Results, cell_value
 
-FIRST_MFU, ROUNDS, SETTLED = 0.4, 12, 0.005  # of the search for the budget that GPU-hours are
-WITHIN = 1.05  # times a bound of the fitted runs that still count as within them
+FIRST_MFU, ROUNDS, BUDGET_TOLERANCE = 0.4, 12, 0.005  # of the search for the budget that GPU-hours are
+RANGE_TOLERANCE = 1.05  # times a bound of the fitted runs that still count as within them
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ def buy(
     for _ in range(ROUNDS):
         found = _for_flops(stored, rule, base, rates, budget, machine)
         taken = gpu_hours if found.run is None else found.run.gpu_hours
-        if abs(gpu_hours / taken - 1) < SETTLED:
+        if abs(gpu_hours / taken - 1) < BUDGET_TOLERANCE:
             return found
         budget *= gpu_hours / taken
     told = f"It takes {taken:,.1f} GPU-hours; sizes and layouts come in steps, and none is nearer."
@@ -166,9 +166,9 @@ def _distance(stored: Stored, flops: float, size: float, tokens: float, told: li
     away = []
     for name, value in values.items():
         low, high = span[name]
-        if value > high * WITHIN:
+        if value > high * RANGE_TOLERANCE:
             away.append(f"{name} {value / high:,.3g} times the largest fitted, {number(high)}")
-        elif value < low / WITHIN:
+        elif value < low / RANGE_TOLERANCE:
             away.append(f"{name} {low / value:,.3g} times below the smallest fitted, {number(low)}")
     if away:
         told.append(
@@ -251,7 +251,7 @@ def _at(law: Mapping[str, Any], known: Mapping[str, float], key: str, told: list
         logs += exponent * np.log(known[name])
         low, high = law["spans"][name]
         beyond = max(known[name] / high, low / known[name])
-        if beyond > WITHIN:
+        if beyond > RANGE_TOLERANCE:
             told.append(f"The law of {key} is used {beyond:.3g} times beyond the {name} that it was fitted to.")
     return float(np.exp(logs))
 
@@ -265,7 +265,7 @@ def _rounded(batch: float, gpus: int) -> int:
 def _planned(config: Config, tokens: float, machine: Machine) -> tuple[Result, Run]:
     cluster = machine.cluster
     asked = replace(config, run=replace(config.run, device="cuda"))
-    found = search(asked, machine.gpus, Timer(cluster), cluster.gpu.memory * FOR_TENSORS, wanted=1)
+    found = search(asked, machine.gpus, Timer(cluster), cluster.gpu.memory * TENSOR_SHARE, wanted=1)
     if not found.results:
         shape = config.model
         why = "none divides the batch and the model"

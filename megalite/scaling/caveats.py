@@ -6,16 +6,16 @@ import numpy as np
 
 from megalite.base.errors import counted
 from megalite.scaling.approach3 import Fit3
-from megalite.scaling.bootstrap import HANGS
+from megalite.scaling.bootstrap import MAX_LEVERAGE
 from megalite.scaling.kaplan import FitKaplan
-from megalite.scaling.methods import FEWEST_DRAWN, Fitted
+from megalite.scaling.methods import MIN_BOOTSTRAP_RUNS, Fitted
 from megalite.scaling.points import Chosen
 from megalite.scaling.settings import Settings
 
-FEW_RUNS, SHORT_SPAN, FEW_STEPS = 25, 1.5, 1000  # below these, docs/scaling.md tells what was measured
-LITTLE = 0.95  # R²
-OUTLIER = 6.0  # robust standard deviations of a residual
-APART = 0.08  # of exponents by different ways
+MIN_RUNS, MIN_DECADES, MIN_STEPS = 25, 1.5, 1000  # below these, docs/scaling.md tells what was measured
+MIN_R_SQUARED = 0.95
+OUTLIER_DEVIATIONS = 6.0  # robust standard deviations of a residual
+MAX_EXPONENT_GAP = 0.08  # of exponents by different ways
 
 
 def caveats(chosen: Chosen, fits: Mapping[str, Mapping[str, Fitted]], settings: Settings) -> list[str]:
@@ -24,17 +24,17 @@ def caveats(chosen: Chosen, fits: Mapping[str, Mapping[str, Fitted]], settings: 
     spans = [("parameters", sizes), ("tokens", points.tokens)]
     for name, values in spans:
         decades = float(np.log10(values.max() / values.min()))
-        if decades < SHORT_SPAN:
+        if decades < MIN_DECADES:
             told.append(
                 f"The {name} of the fitted runs span {decades:.1f} decades. Span matters more than the number of runs: "
-                f"below {SHORT_SPAN} decades exponents are off by up to .1."
+                f"below {MIN_DECADES} decades exponents are off by up to .1."
             )
-    if len(points) < FEW_RUNS:
-        told.append(f"{counted(len(points), 'run')} were fitted; with fewer than {FEW_RUNS}, intervals are wide.")
-    if len(points) < FEWEST_DRAWN and settings.bootstrap:
-        told.append(f"There are no intervals: drawing fewer than {FEWEST_DRAWN} runs again tells none.")
+    if len(points) < MIN_RUNS:
+        told.append(f"{counted(len(points), 'run')} were fitted; with fewer than {MIN_RUNS}, intervals are wide.")
+    if len(points) < MIN_BOOTSTRAP_RUNS and settings.bootstrap:
+        told.append(f"There are no intervals: drawing fewer than {MIN_BOOTSTRAP_RUNS} runs again tells none.")
     steps = np.array([run.number("steps") for run in points.runs])
-    if np.isfinite(steps).any() and np.nanmin(steps) < FEW_STEPS:
+    if np.isfinite(steps).any() and np.nanmin(steps) < MIN_STEPS:
         few = points.runs[int(np.nanargmin(steps))].name
         told.append(
             f"The shortest fitted run has {np.nanmin(steps):,.0f} steps ({few}). Runs of few steps are behind their "
@@ -53,7 +53,7 @@ def _hanging(fits: Mapping[str, Fitted], chosen: Chosen) -> list[str]:
     """Laws that hang on one run, which therefore have no intervals."""
     told: dict[str, list[str]] = {}
     for fitted in fits.values():
-        if isinstance(fitted.fit, Fit3 | FitKaplan) and fitted.fit.leverage.max() >= HANGS:
+        if isinstance(fitted.fit, Fit3 | FitKaplan) and fitted.fit.leverage.max() >= MAX_LEVERAGE:
             told.setdefault(chosen.fitted.runs[int(np.argmax(fitted.fit.leverage))].name, []).append(fitted.method)
     return [
         f"The law of {' and '.join(methods)} has no intervals: it goes through {name} whatever its loss is, so nothing "
@@ -68,7 +68,7 @@ def _of_fit(fitted: Fitted, chosen: Chosen) -> list[str]:
     told, residuals = list(fitted.fit.caveats), fitted.fit.residuals
     logs = np.log(chosen.fitted.losses)
     explained = 1 - float(np.sum(residuals**2) / np.sum((logs - logs.mean()) ** 2))
-    if explained < LITTLE:
+    if explained < MIN_R_SQUARED:
         told.append(
             f"The law explains {max(explained, 0.0):.0%} of the variance of the losses (R²), and runs of a ladder "
             "usually give over 99 %: do not predict with it before you know why."
@@ -76,7 +76,7 @@ def _of_fit(fitted: Fitted, chosen: Chosen) -> list[str]:
     scale = 1.4826 * float(np.median(np.abs(residuals - np.median(residuals))))
     for at in np.argsort(-np.abs(residuals))[:3]:
         off = float(residuals[at] - np.median(residuals))
-        if abs(off) > max(OUTLIER * scale, 1e-4):
+        if abs(off) > max(OUTLIER_DEVIATIONS * scale, 1e-4):
             told.append(
                 f"{chosen.fitted.runs[at].name} is far from the law: its measured loss is {-residuals[at]:+.1%} off. "
                 "Look at that run; the sensitivity table tells what the highest losses do to the law."
@@ -92,7 +92,7 @@ def _apart(fits: Mapping[str, Mapping[str, Fitted]], settings: Settings) -> list
         for name, each in fits.items()
         if each[settings.method].law is not None
     }
-    if len(by_definition) > 1 and max(by_definition.values()) - min(by_definition.values()) > APART:
+    if len(by_definition) > 1 and max(by_definition.values()) - min(by_definition.values()) > MAX_EXPONENT_GAP:
         words = ", ".join(f"{value:.2f} ({name})" for name, value in by_definition.items())
         told.append(f"The exponent of N_opt depends on what counts as a parameter: {words}. Compare like with like.")
     by_method = {
@@ -100,7 +100,7 @@ def _apart(fits: Mapping[str, Mapping[str, Fitted]], settings: Settings) -> list
         for name, each in fits[settings.parameters].items()
         if each.law is not None and name != "kaplan"
     }
-    if len(by_method) > 1 and max(by_method.values()) - min(by_method.values()) > APART:
+    if len(by_method) > 1 and max(by_method.values()) - min(by_method.values()) > MAX_EXPONENT_GAP:
         words = ", ".join(f"{value:.2f} ({name})" for name, value in by_method.items())
         told.append(f"The methods disagree about the exponent of N_opt: {words}.")
     return told

@@ -7,13 +7,13 @@ from itertools import product
 import numpy as np
 
 from megalite.base.errors import counted
-from megalite.experiment.folder import MEASURED
+from megalite.experiment.folder import EVAL_PREFIX
 from megalite.scaling.forms import Array, error_law, sigmoid
 from megalite.scaling.solver import minimize
 from megalite.scaling.table import Run
 
-FEWEST = 5  # runs with a task's metric: a sigmoid has four parameters
-CHANGE = 0.02  # of an accuracy over all runs: less tells no curve
+MIN_RUNS = 5  # runs with a task's metric: a sigmoid has four parameters
+MIN_CHANGE = 0.02  # of an accuracy over all runs: less tells no curve
 
 
 @dataclass(frozen=True)
@@ -45,21 +45,21 @@ class Task:
 
 def tasks(runs: Sequence[Run], which: str) -> list[Task]:
     """Fit a task for every metric `eval/…` between 0 and 1 that runs have."""
-    names = sorted({name for run in runs for name in run.measured if name.startswith(MEASURED)})
+    names = sorted({name for run in runs for name in run.measured if name.startswith(EVAL_PREFIX)})
     found = []
     for name in names:
         pairs = [(run.number(which), run.measured.get(name, np.nan)) for run in runs]
         some = np.array([(loss, value) for loss, value in pairs if loss > 0 and np.isfinite(value)]).reshape(-1, 2)
         if len(some) and ((some[:, 1] >= 0) & (some[:, 1] <= 1)).all():
-            found.append(_task(name.removeprefix(MEASURED), some[:, 0], some[:, 1]))
+            found.append(_task(name.removeprefix(EVAL_PREFIX), some[:, 0], some[:, 1]))
     return found
 
 
 def _task(name: str, losses: Array, values: Array) -> Task:
-    if len(losses) < FEWEST:
-        return Task(name, losses, values, why=f"{counted(len(losses), 'run')} measured, and {FEWEST} are needed")
-    if np.ptp(values) < CHANGE or np.ptp(losses) == 0:
-        return Task(name, losses, values, why=f"all runs lie within {np.ptp(values):.3f}; a curve needs {CHANGE}")
+    if len(losses) < MIN_RUNS:
+        return Task(name, losses, values, why=f"{counted(len(losses), 'run')} measured, and {MIN_RUNS} are needed")
+    if np.ptp(values) < MIN_CHANGE or np.ptp(losses) == 0:
+        return Task(name, losses, values, why=f"all runs lie within {np.ptp(values):.3f}; a curve needs {MIN_CHANGE}")
     slope = np.polyfit(losses, values, 1)[0]
     if slope > 0:
         return Task(name, losses, values, why="accuracy falls as the loss falls")

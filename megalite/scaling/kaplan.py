@@ -7,13 +7,13 @@ import numpy as np
 
 from megalite.base.errors import InputError
 from megalite.scaling.approach3 import check_points
-from megalite.scaling.bootstrap import HANGS, leverage
+from megalite.scaling.bootstrap import MAX_LEVERAGE, leverage
 from megalite.scaling.forms import Array, kaplan
 from megalite.scaling.law import FLOPS, Number
 from megalite.scaling.solver import minimize
 
 RHO, KAPPA = (0.3, 0.7, 1.2), (0.05, 0.1, 0.3)  # of guesses
-LOW, HIGH = (-300.0, -300.0, 0.01, 1e-3), (300.0, 300.0, 10.0, 3.0)
+LOW_BOUNDS, HIGH_BOUNDS = (-300.0, -300.0, 0.01, 1e-3), (300.0, 300.0, 10.0, 3.0)
 
 
 @dataclass(frozen=True)
@@ -80,13 +80,13 @@ def fit_kaplan(
     target = np.log(losses)
     level = float(np.median(target))
     guesses = [[level / k - np.log(2), level / k - np.log(2), rho, k] for rho, k in product(RHO, KAPPA)]
-    found = minimize(kaplan, inputs - centre, target, np.array(guesses), delta=delta, low=LOW, high=HIGH)
+    found = minimize(kaplan, inputs - centre, target, np.array(guesses), delta=delta, low=LOW_BOUNDS, high=HIGH_BOUNDS)
     if not np.isfinite(found.objective[found.best]):
         raise InputError(f"{len(losses)} runs: Kaplan's law fits none of the guesses")
     best = found.parameters[found.best]
     held = leverage(kaplan(best[None], inputs - centre)[1][0])
     drawn = None
-    if weights is not None and held.max() < HANGS:
+    if weights is not None and held.max() < MAX_LEVERAGE:
         again = minimize(
             kaplan,
             inputs - centre,
@@ -94,8 +94,8 @@ def fit_kaplan(
             np.repeat(best[None], len(weights), axis=0),
             delta=delta,
             weights=weights,
-            low=LOW,
-            high=HIGH,
+            low=LOW_BOUNDS,
+            high=HIGH_BOUNDS,
             step=1e-5,
         )
         drawn = Kaplan.of(again.parameters, centre)

@@ -10,8 +10,8 @@ from megalite.base.errors import InputError
 from megalite.scaling.allocation import Allocation
 from megalite.scaling.approach1 import Fit1, drawn1, fit1
 from megalite.scaling.approach2 import Fit2, fit2
-from megalite.scaling.approach3 import FEWEST, Fit3, fit3, refit
-from megalite.scaling.bootstrap import HANGS, draws
+from megalite.scaling.approach3 import MIN_RUNS, Fit3, fit3, refit
+from megalite.scaling.bootstrap import MAX_LEVERAGE, draws
 from megalite.scaling.forms import Array
 from megalite.scaling.kaplan import FitKaplan, Kaplan, fit_kaplan
 from megalite.scaling.law import Law
@@ -25,7 +25,7 @@ KINDS: Mapping[str, type[Law] | type[Kaplan] | type[Allocation]] = {
     "approach2": Allocation,
     "kaplan": Kaplan,
 }
-FEWEST_DRAWN = 9  # runs: with fewer, draws of them tell no interval
+MIN_BOOTSTRAP_RUNS = 9  # with fewer, draws of them tell no interval
 
 
 @dataclass(frozen=True)
@@ -42,13 +42,13 @@ class Fitted:
 def fit_all(points: Points, definition: str, settings: Settings) -> dict[str, Fitted]:
     """Every method that these runs allow. Raises InputError if that of the settings is not among them."""
     sizes, tokens, losses = points.size[definition], points.tokens, points.losses
-    samples = settings.bootstrap if len(points) >= FEWEST_DRAWN else 0
-    weights = draws(len(points), samples, FEWEST) if samples else None
+    samples = settings.bootstrap if len(points) >= MIN_BOOTSTRAP_RUNS else 0
+    weights = draws(len(points), samples, MIN_RUNS) if samples else None
 
     def third() -> Fitted:
         fit = fit3(sizes, tokens, losses, settings.delta)
         drawn = None
-        if weights is not None and fit.leverage.max() < HANGS:
+        if weights is not None and fit.leverage.max() < MAX_LEVERAGE:
             drawn = refit(fit, sizes, tokens, losses, settings.delta, weights)
         return Fitted("approach3", fit.law, drawn, fit)
 

@@ -6,9 +6,9 @@ import numpy as np
 
 from megalite.scaling.forms import Array
 
-FEWEST = 3  # different places that a parabola needs
-FLAT = 1e-9  # curvature over the range, as a share of the largest value: below that there is no vertex
-DISTINCT = 1e-9
+MIN_PLACES = 3  # different places that a parabola needs
+MIN_CURVATURE = 1e-9  # curvature over the range, as a share of the largest value: below that there is no vertex
+PLACE_TOLERANCE = 1e-9
 
 
 @dataclass(frozen=True)
@@ -34,14 +34,14 @@ def parabola(x: Array, y: Array, weights: Array | None = None) -> Parabola:
     u = (x - centre) / scale
     powers = np.stack([np.ones_like(u), u, u * u], axis=1)
     drawn = weights > 0
-    places = np.unique(np.round(u / DISTINCT))
-    distinct = sum((drawn & (np.round(u / DISTINCT) == place)).any(axis=1) for place in places)
-    enough = np.asarray(distinct) >= FEWEST
+    places = np.unique(np.round(u / PLACE_TOLERANCE))
+    distinct = sum((drawn & (np.round(u / PLACE_TOLERANCE) == place)).any(axis=1) for place in places)
+    enough = np.asarray(distinct) >= MIN_PLACES
     square = np.einsum("gn,ni,nj->gij", weights, powers, powers)
     right = np.einsum("gn,ni,gn->gi", weights, powers, y)
     square[~enough] = np.eye(3)
     first, slope, bend = np.linalg.solve(square, right[:, :, None])[:, :, 0].T
-    flat = ~(bend > FLAT * np.max(np.abs(y), axis=1, initial=1e-300))
+    flat = ~(bend > MIN_CURVATURE * np.max(np.abs(y), axis=1, initial=1e-300))
     bend = np.where(flat, np.nan, bend)
     vertex = -slope / (2 * bend)
     left = np.min(np.where(drawn, u, np.inf), axis=1)

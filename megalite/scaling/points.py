@@ -12,7 +12,7 @@ from megalite.scaling.law import FLOPS
 from megalite.scaling.settings import DEFINITIONS, Settings
 from megalite.scaling.table import Results, Run
 
-ALIKE = 1e-6  # relative: parameters or tokens that differ by less are the same
+SIZE_TOLERANCE = 1e-6  # relative: parameters or tokens that differ by less are the same
 
 
 @dataclass(frozen=True)
@@ -155,7 +155,7 @@ def _named_out(kept: list[Run], settings: Settings, dropped: list[tuple[Run, str
 def _cell(run: Run) -> tuple[int, int]:
     """N and D, as whole numbers that are equal where they differ by rounding alone."""
     size = next(value for value in (run.number(f"n_{name}") for name in DEFINITIONS) if value > 0)
-    return round(np.log(size) / ALIKE), round(np.log(run.number("tokens")) / ALIKE)
+    return round(np.log(size) / SIZE_TOLERANCE), round(np.log(run.number("tokens")) / SIZE_TOLERANCE)
 
 
 def _noise(kept: Sequence[Run], which: str) -> float | None:

@@ -18,12 +18,12 @@ from megalite.base.errors import counted
 from megalite.scaling.approach2 import budgets_of
 from megalite.scaling.bootstrap import draws
 from megalite.scaling.forms import Array
-from megalite.scaling.parabola import FEWEST, Parabola, parabola
+from megalite.scaling.parabola import MIN_PLACES, Parabola, parabola
 from megalite.scaling.table import Results, Run
 
 Setting = Mapping[str, float | str]
 RATE, BATCH = "optim.lr", "batch.global"
-BESIDE = 2  # different values on each side of the lowest
+NEIGHBOURS = 2  # different values on each side of the lowest
 ESTIMATOR = "vertex of ln(loss) as a parabola of the logarithm, through the lowest point and up to two on each side"
 
 
@@ -268,13 +268,13 @@ def _cell(
     def none(why: str, near: Array = places) -> Cell:
         return made(near, None, why)
 
-    if len(different) < FEWEST:
-        return none(f"{counted(len(different), 'value')} with a loss, and {FEWEST} are needed")
+    if len(different) < MIN_PLACES:
+        return none(f"{counted(len(different), 'value')} with a loss, and {MIN_PLACES} are needed")
     means = np.array([losses[values == value].mean() for value in different])
     lowest = int(np.argmin(means))
     if lowest in (0, len(different) - 1):
         return none(f"the {'largest' if lowest else 'smallest'} value with a loss has the lowest one")
-    window = different[max(lowest - BESIDE, 0) : lowest + BESIDE + 1]
+    window = different[max(lowest - NEIGHBOURS, 0) : lowest + NEIGHBOURS + 1]
     near = places[np.isin(values, window)]
     curve = parabola(np.log(seen.values[near]), seen.losses[near])
     if not curve.inside[0]:

@@ -10,8 +10,8 @@ from megalite import __version__
 from megalite.base.errors import InputError
 from megalite.scaling.approach1 import Fit1
 from megalite.scaling.approach2 import Budget, Fit2
-from megalite.scaling.approach3 import FEWEST, Fit3, fit3
-from megalite.scaling.bootstrap import NOMINAL, interval
+from megalite.scaling.approach3 import MIN_RUNS, Fit3, fit3
+from megalite.scaling.bootstrap import COVERAGE, interval
 from megalite.scaling.caveats import caveats
 from megalite.scaling.downstream import Task, tasks
 from megalite.scaling.forms import Array
@@ -32,7 +32,7 @@ Plain = dict[str, Any]
 def record(results: Results, settings: Settings) -> Plain:
     """Everything that the finished runs of a ladder or a sweep tell. Raises InputError where that is nothing."""
     found: Plain = {"version": VERSION, "megalite": __version__, "kind": settings.kind, "name": settings.name}
-    found["settings"] = asdict(settings) | {"interval": NOMINAL}
+    found["settings"] = asdict(settings) | {"interval": COVERAGE}
     chosen = choose(results, settings)
     scanned = scans(results, chosen.fitted.which, settings.parameters, settings.bootstrap)
     told = list(chosen.caveats)
@@ -237,7 +237,7 @@ def _sensitivity(chosen: Chosen, settings: Settings) -> Plain:
         return plain_law(law) | {"exponent": float(law.exponent)}
 
     own = settings.drop if isinstance(settings.drop, int) else 0
-    drops = [each for each in sorted({*DROPS, own}) if len(whole) - each >= FEWEST + 2 or each == own]
+    drops = [each for each in sorted({*DROPS, own}) if len(whole) - each >= MIN_RUNS + 2 or each == own]
     return {
         "drop": [{"drop": each} | row(without_highest(whole, each), settings.delta) for each in drops],
         "delta": [{"delta": each} | row(points, each) for each in sorted({*DELTAS, settings.delta}, reverse=True)],

@@ -10,9 +10,9 @@ from megalite.base.errors import InputError
 from megalite.config.schema import Model
 from megalite.plan.model.size import model_parameters
 
-WIDEST, DEEPEST = 1 << 18, 1 << 12
-SHAPE = 0.3  # how much a relative difference of width / layers counts beside one of N
-HALVES, HALF = 3, 0.02  # factors of two that heads should have, for tensor parallelism, and what one less counts
+MAX_WIDTH, MAX_LAYERS = 1 << 18, 1 << 12
+SHAPE_WEIGHT = 0.3  # how much a relative difference of width / layers counts beside one of N
+HEAD_HALVINGS, HALVING_WEIGHT = 3, 0.02  # factors of two in heads, for tensor parallelism; what one less counts
 
 
 def size_of(model: Model, definition: str) -> int:
@@ -68,9 +68,9 @@ class Rule:
             return replace(large, width=width, layers=layers, heads=heads, kv_heads=heads // group, ffn=ffn)
 
         def deep(steps: int) -> int:
-            return min(max(round(steps * unit / aspect), 1), DEEPEST)
+            return min(max(round(steps * unit / aspect), 1), MAX_LAYERS)
 
-        low, high = 1, max(WIDEST // unit, 1)
+        low, high = 1, max(MAX_WIDTH // unit, 1)
         if size_of(model(high, deep(high)), self.definition) < size:
             raise InputError(
                 f"N = {size:.3g}: is larger than any model that can be described; ask for a smaller budget"
@@ -84,8 +84,9 @@ class Rule:
 
         def away(candidate: Model) -> float:
             shape = abs(log(candidate.width / candidate.layers / aspect))
-            halves = min((candidate.kv_heads & -candidate.kv_heads).bit_length() - 1, HALVES)
-            return abs(log(size_of(candidate, self.definition) / size)) + SHAPE * shape + HALF * (HALVES - halves)
+            halves = min((candidate.kv_heads & -candidate.kv_heads).bit_length() - 1, HEAD_HALVINGS)
+            off = abs(log(size_of(candidate, self.definition) / size))
+            return off + SHAPE_WEIGHT * shape + HALVING_WEIGHT * (HEAD_HALVINGS - halves)
 
         near = [
             model(steps, layers)

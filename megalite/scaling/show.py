@@ -12,8 +12,8 @@ from megalite.base.terminal import console, sections, table
 from megalite.scaling.law import NAMES
 
 Part = tuple[str, RenderableType]
-NAMED = {"approach1": "1, envelope", "approach2": "2, isoFLOP", "approach3": "3, parametric", "kaplan": "Kaplan"}
-DEFINED = {"with_head": "layers + output layer", "total": "all", "non_embedding": "layers"}
+METHOD_NAMES = {"approach1": "1, envelope", "approach2": "2, isoFLOP", "approach3": "3, parametric", "kaplan": "Kaplan"}
+DEFINITION_NAMES = {"with_head": "layers + output layer", "total": "all", "non_embedding": "layers"}
 
 
 def show(found: Mapping[str, Any]) -> None:
@@ -56,7 +56,7 @@ def facts(found: Mapping[str, Any]) -> Table:
     made.add_row("fewest steps", "unknown" if data["fewest_steps"] is None else f"{data['fewest_steps']:,}")
     if data["seed_noise"] is not None:
         made.add_row("seeds", f"differ by {data['seed_noise']:.2%} (standard deviation of the loss)")
-    made.add_row("N counts", DEFINED[settings["parameters"]])
+    made.add_row("N counts", DEFINITION_NAMES[settings["parameters"]])
     if found["kind"] == "ladder":
         dropped = settings["drop"] if isinstance(settings["drop"], int) else f"{len(settings['drop'])} named"
         made.add_row("policy", f"delta {settings['delta']:g}, min_steps {settings['min_steps']:,}, drop {dropped}")
@@ -68,12 +68,12 @@ def laws(found: Mapping[str, Any]) -> Table:
     for definition, fits in found["fits"].items():
         fit = fits["approach3"]
         if "failed" in fit:
-            made.add_row(DEFINED[definition], printable(fit["failed"])[:100], *[""] * 8)
+            made.add_row(DEFINITION_NAMES[definition], printable(fit["failed"])[:100], *[""] * 8)
             continue
         cells = [interval_text(fit["intervals"][name]) for name in NAMES]
         quality = [f"{fit['rms']:.2%}", "" if fit["r2"] is None else f"{fit['r2']:.4f}"]
         made.add_row(
-            DEFINED[definition],
+            DEFINITION_NAMES[definition],
             *cells,
             interval_text(fit["exponent"]),
             *quality,
@@ -83,8 +83,10 @@ def laws(found: Mapping[str, Any]) -> Table:
 
 
 def exponents(found: Mapping[str, Any]) -> Table:
-    made = table("approach", *(DEFINED[name] for name in found["fits"]), "why not", text=("approach", "why not"))
-    for method, name in NAMED.items():
+    made = table(
+        "approach", *(DEFINITION_NAMES[name] for name in found["fits"]), "why not", text=("approach", "why not")
+    )
+    for method, name in METHOD_NAMES.items():
         fits = [each[method] for each in found["fits"].values()]
         cells = ["–" if "failed" in fit else interval_text(fit["exponent"]) for fit in fits]
         why = next((fit["failed"] for fit in fits if "failed" in fit), "")

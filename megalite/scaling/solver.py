@@ -13,9 +13,9 @@ import numpy as np
 from megalite.scaling.forms import Array, Form
 
 ROUNDS = 2000
-TOGETHER = 256  # guesses that are improved at once; their derivatives stay in a processor's cache
-STEP, GAIN = 1e-10, 1e-15  # a guess has arrived when a step changes no parameter, and the objective, by more
-FIRST, LEAST, MOST = 1e-3, 1e-12, 1e12  # damping
+GUESS_BATCH = 256  # guesses that are improved at once; their derivatives stay in a processor's cache
+MIN_STEP, MIN_GAIN = 1e-10, 1e-15  # a guess has arrived when a step changes no parameter, and the objective, by more
+FIRST_DAMPING, MIN_DAMPING, MAX_DAMPING = 1e-3, 1e-12, 1e12
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ def minimize(
     weights: Array | None = None,
     low: Sequence[float] | Array = (),
     high: Sequence[float] | Array = (),
-    step: float = STEP,
+    step: float = MIN_STEP,
 ) -> Minima:
     """Improve every guess until it stays.
 
@@ -71,8 +71,8 @@ def minimize(
         np.asarray(high, float) if len(high) else np.full(size, np.inf),
     )
     parts = []
-    for first in range(0, count, TOGETHER):
-        some = slice(first, first + TOGETHER)
+    for first in range(0, count, GUESS_BATCH):
+        some = slice(first, first + GUESS_BATCH)
         given = np.ones((len(guesses[some]), len(targets))) if weights is None else weights[some]
         parts.append(_Descent(form, inputs, targets, guesses[some], delta, given, bounds, step).run())
     joined = [np.concatenate([getattr(part, name) for part in parts]) for name in ("parameters", "objective")]
@@ -97,7 +97,7 @@ class _Descent:
         self.bounds, self.step = bounds, step
         self.at = np.clip(guesses, *bounds)
         self.weights = weights
-        self.damping = np.full(len(guesses), FIRST)
+        self.damping = np.full(len(guesses), FIRST_DAMPING)
         self.residuals, self.slopes, self.objective = self._look(self.at, weights)
         self.places = np.arange(len(guesses))
         self.found = Minima(self.at.copy(), self.objective.copy(), np.zeros(len(guesses), bool))
@@ -127,11 +127,13 @@ class _Descent:
             gain = np.where(better, (self.objective - objective) / self.objective, 0.0)
         still = np.max(np.abs(trial - self.at), axis=1) < self.step
         arrived = (
-            (self.objective == 0) | (still & (gain < max(GAIN, self.step**2))) | (~better & (self.damping >= MOST))
+            (self.objective == 0)
+            | (still & (gain < max(MIN_GAIN, self.step**2)))
+            | (~better & (self.damping >= MAX_DAMPING))
         )
         self.at[better], self.objective[better] = trial[better], objective[better]
         self.residuals[better], self.slopes[better] = residuals[better], slopes[better]
-        self.damping = np.clip(np.where(better, self.damping / 10, self.damping * 10), LEAST, MOST)
+        self.damping = np.clip(np.where(better, self.damping / 10, self.damping * 10), MIN_DAMPING, MAX_DAMPING)
         return arrived
 
     def _steps(self) -> Array:

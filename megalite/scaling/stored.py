@@ -14,8 +14,8 @@ from megalite.scaling.methods import AnyLaw, law_of
 from megalite.scaling.record import VERSION
 from megalite.scaling.settings import Settings
 
-MOST_BYTES = 64 << 20
-NEEDED = ("version", "settings", "data", "caveats", "rates", "downstream")
+MAX_BYTES = 64 << 20
+REQUIRED_KEYS = ("version", "settings", "data", "caveats", "rates", "downstream")
 
 
 @dataclass(frozen=True)
@@ -58,9 +58,9 @@ def read_fit(folder: Path, settings: Settings) -> Mapping[str, Any]:
     path = folder / "fit.json"
     if not exists(path):
         return {}
-    found = read_object(path, MOST_BYTES)
+    found = read_object(path, MAX_BYTES)
     again = "; delete it, or run megalite-sweep fit again"
-    if found.get("version") != VERSION or any(name not in found for name in NEEDED):
+    if found.get("version") != VERSION or any(name not in found for name in REQUIRED_KEYS):
         raise InputError(f"{path}: version = {found.get('version')!r:.40}: is not what this program writes{again}")
     told = found["settings"].get("method"), found["settings"].get("parameters"), found.get("kind")
     asked = settings.method, settings.parameters, settings.kind

@@ -10,11 +10,11 @@ from pathlib import Path
 from megalite.base.errors import InputError, listing
 from megalite.base.files import is_file
 from megalite.config.yaml import read_text
-from megalite.experiment.folder import MEASURED, NUMBERS, STATES
+from megalite.experiment.folder import EVAL_PREFIX, NUMBERS, STATES
 
-MOST_BYTES, MOST_RUNS, LARGEST = 64 << 20, 100_000, 1e100
+MAX_BYTES, MAX_RUNS, MAX_NUMBER = 64 << 20, 100_000, 1e100
 TEXTS = ("id", "slug", "kind", "rung", "status", "commit")
-NEEDED = ("id", "slug", "status")
+REQUIRED_COLUMNS = ("id", "slug", "status")
 
 
 @dataclass(frozen=True)
@@ -53,10 +53,10 @@ class Results:
 def read_results(path: Path) -> Results:
     """The runs in a `results.csv`. Raises InputError for a file that is none, with the line and the column."""
     header, lines = read_csv(path)
-    for name in NEEDED:
+    for name in REQUIRED_COLUMNS:
         if name not in header:
             raise InputError(f"{path}: has no column {name}; megalite-sweep collect writes the file anew")
-    axes = tuple(name for name in header if name not in (*TEXTS, *NUMBERS) and not name.startswith(MEASURED))
+    axes = tuple(name for name in header if name not in (*TEXTS, *NUMBERS) and not name.startswith(EVAL_PREFIX))
     runs = tuple(_run(path, number, line, axes) for number, line in lines)
     seen: dict[str, int] = {}
     for (number, _), run in zip(lines, runs, strict=True):
@@ -74,7 +74,7 @@ def read_csv(path: Path) -> tuple[Sequence[str], list[tuple[int, dict[str, str]]
     if not is_file(path):
         raise InputError(f"{path}: is missing, or is not a regular file")
     try:
-        text = read_text(path, MOST_BYTES)
+        text = read_text(path, MAX_BYTES)
     except OSError as error:
         raise InputError(f"{path}: cannot be read: {error.strerror}") from error
     except ValueError as error:
@@ -93,8 +93,8 @@ def read_csv(path: Path) -> tuple[Sequence[str], list[tuple[int, dict[str, str]]
                     f"{path}: line {reader.line_num}: has {len(cells)} cells where {len(header)} are named"
                 )
             lines.append((reader.line_num, dict(zip(header, cells, strict=True))))
-            if len(lines) > MOST_RUNS:
-                raise InputError(f"{path}: has more than {MOST_RUNS:,} rows")
+            if len(lines) > MAX_RUNS:
+                raise InputError(f"{path}: has more than {MAX_RUNS:,} rows")
     except csv.Error as error:
         raise InputError(f"{path}: line {reader.line_num}: is no CSV: {error}") from None
     return header, lines
@@ -112,7 +112,7 @@ def number_in(path: Path, line: int, column: str, text: str) -> float:
         value = math.inf
         if text.strip().lower() not in ("inf", "-inf", "infinity", "-infinity"):
             raise InputError(f"{path}: line {line}: {column} = {text!r:.80}: must be a number, or empty") from None
-    return value if abs(value) < LARGEST else math.nan
+    return value if abs(value) < MAX_NUMBER else math.nan
 
 
 def _run(path: Path, line: int, cells: Mapping[str, str], axes: Sequence[str]) -> Run:
@@ -122,7 +122,7 @@ def _run(path: Path, line: int, cells: Mapping[str, str], axes: Sequence[str]) -
     if not cells["id"].strip():
         raise InputError(f"{path}: line {line}: id is empty; every run has one")
     numbers = {name: number_in(path, line, name, cells[name]) for name in NUMBERS if name in cells}
-    measured = {name: number_in(path, line, name, text) for name, text in cells.items() if name.startswith(MEASURED)}
+    measured = {name: number_in(path, line, name, text) for name, text in cells.items() if name.startswith(EVAL_PREFIX)}
     texts = {name: cells.get(name, "").strip() for name in TEXTS}
     return Run(
         texts["id"],

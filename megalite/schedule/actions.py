@@ -44,10 +44,10 @@ class Kind(StrEnum):
 
 
 COMPUTE = _F, _B, _I, _W = Kind.F, Kind.B, Kind.I, Kind.W  # looking up a member of an enum takes longer than a name
-MOST_ACTIONS = 1_000_000  # of a schedule, all ranks together; to make and check them takes some ten seconds
-SENDS = (Kind.SEND_F, Kind.SEND_B)
+MAX_ACTIONS = 1_000_000  # of a schedule, all ranks together; to make and check them takes some ten seconds
+SEND_KINDS = (Kind.SEND_F, Kind.SEND_B)
 SHARDING = (Kind.GATHER, Kind.RESHARD, Kind.REDUCE)
-SENT_BY = {Kind.F: Kind.SEND_F, Kind.B: Kind.SEND_B, Kind.I: Kind.SEND_B}
+SENDS_BY_KIND = {Kind.F: Kind.SEND_F, Kind.B: Kind.SEND_B, Kind.I: Kind.SEND_B}
 OTHER_SIDE = {  # of a transfer: the kind there, and where its stage is relative to this one
     Kind.SEND_F: (Kind.RECV_F, +1),
     Kind.RECV_F: (Kind.SEND_F, -1),
@@ -100,7 +100,7 @@ class Action(NamedTuple):
     def send(self) -> "Action":
         """The transfer that carries the result of this F, B or I."""
         kind, stage, micro = self
-        return Action(SENT_BY[kind], stage, micro)
+        return Action(SENDS_BY_KIND[kind], stage, micro)
 
     @property
     def peer_stage(self) -> int:
@@ -117,7 +117,7 @@ class Action(NamedTuple):
     @property
     def transfer(self) -> "Action":
         """The sending action of a transfer: one name for both of its sides."""
-        return self if self.kind in SENDS else self.matching
+        return self if self.kind in SEND_KINDS else self.matching
 
     def __str__(self) -> str:
         return f"{self.kind}(stage {self.stage}, micro-batch {self.micro})"

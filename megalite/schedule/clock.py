@@ -6,7 +6,7 @@ from typing import Generic, TypeVar
 from megalite.schedule.actions import SHARDING, Action, Kind, Table
 from megalite.schedule.simulate import UNIT, execute
 
-NOTHING = 0  # what a step that waits for none waits for: it ended at 0
+NO_STEP = 0  # what a step that waits for none waits for: it ended at 0
 Class = TypeVar("Class", bound=Hashable)
 Timed = tuple[Kind, int, int, int]  # an action, and the number of its class
 
@@ -26,10 +26,10 @@ class Clock(Generic[Class]):
             tuple[int, int, int, int]
         ] = []  # what it follows on its rank, beside it, and from afar; class
         ranks, stages = range(len(orders)), len(placement)
-        forwards, backwards = [NOTHING] * (stages * m), [NOTHING] * (stages * m)  # the steps that make them
+        forwards, backwards = [NO_STEP] * (stages * m), [NO_STEP] * (stages * m)  # the steps that make them
         awaited: dict[tuple[bool, int], int] = {}  # forward or backward, and which -> the rank that waits for it
         gathered: dict[int, int] = {}  # by stage: the step that gathers it, until it is used
-        self._computed, self._sent, done = [NOTHING for _ in ranks], [NOTHING for _ in ranks], [0 for _ in ranks]
+        self._computed, self._sent, done = [NO_STEP for _ in ranks], [NO_STEP for _ in ranks], [0 for _ in ranks]
         ready, add, count = list(reversed(ranks)), self._steps.append, 0
         while ready:
             rank = ready.pop()
@@ -37,32 +37,32 @@ class Clock(Generic[Class]):
             for position in range(done[rank], len(order)):
                 kind, stage, micro, number = order[position]
                 if kind in SHARDING:
-                    add((before, self._sent[rank], NOTHING, number))
+                    add((before, self._sent[rank], NO_STEP, number))
                     self._sent[rank] = count = count + 1
                     if kind is Kind.GATHER:
                         gathered[stage] = count
                     continue
-                at, source = stage * m + micro, NOTHING
+                at, source = stage * m + micro, NO_STEP
                 forward = kind is Kind.F
                 if forward:
                     if stage:
                         source, neighbour = forwards[at - m], stage - 1
-                        if source is NOTHING:
+                        if source is NO_STEP:
                             awaited[True, at - m] = rank
                             break
                 elif kind is Kind.W:
-                    if backwards[at] is NOTHING:
+                    if backwards[at] is NO_STEP:
                         break
                 else:
-                    if forwards[at] is NOTHING:
+                    if forwards[at] is NO_STEP:
                         break
                     if stage + 1 < stages:
                         source, neighbour = backwards[at + m], stage + 1
-                        if source is NOTHING:
+                        if source is NO_STEP:
                             awaited[False, at + m] = rank
                             break
-                far = source if source and placement[neighbour] != rank else NOTHING
-                add((before, gathered.pop(stage, NOTHING) if gathered else NOTHING, far, number))
+                far = source if source and placement[neighbour] != rank else NO_STEP
+                add((before, gathered.pop(stage, NO_STEP) if gathered else NO_STEP, far, number))
                 before = count = count + 1
                 if kind is not Kind.W:
                     (forwards if forward else backwards)[at] = count
@@ -98,7 +98,7 @@ class Clock(Generic[Class]):
         Returns how many of each of `classes` are in it, and how many transfers. Under other costs, a step takes at
         least as long as this chain.
         """
-        ends, chosen = [0.0], [NOTHING]
+        ends, chosen = [0.0], [NO_STEP]
         for before, beside, far, number in self._steps:
             start, after = ends[before], before
             if beside and ends[beside] > start:
@@ -109,7 +109,7 @@ class Clock(Generic[Class]):
             chosen.append(after)
         found, transfers = [0] * len(self.classes), 0
         last = max(self._computed, key=ends.__getitem__)
-        while last != NOTHING:
+        while last != NO_STEP:
             found[self._steps[last - 1][3]] += 1
             last = chosen[last]
             transfers += last < 0

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from operator import itemgetter
 
-from megalite.schedule.actions import SENT_BY, Action, Exchange, Kind, Program, Table, Times
+from megalite.schedule.actions import SENDS_BY_KIND, Action, Exchange, Kind, Program, Table, Times
 from megalite.schedule.simulate import Time, cost_of, execute
 
 
@@ -24,7 +24,7 @@ def communicate(
     transfers: list[defaultdict[Time, list[Action]]] = [defaultdict(list) for _ in orders]
     for sender, lane in enumerate(spans):
         for action, _, end in lane:
-            if action.kind in SENT_BY:
+            if action.kind in SENDS_BY_KIND:
                 send = action.send
                 taker = send.peer_stage
                 if 0 <= taker < len(placement) and placement[taker] != sender:

@@ -11,11 +11,11 @@ from math import floor
 from rich.text import Text
 
 from megalite.base.errors import counted, number_ranges
-from megalite.schedule.actions import COMPUTE, OTHER_SIDE, SENT_BY, SHARDING, Kind, Table
+from megalite.schedule.actions import COMPUTE, OTHER_SIDE, SENDS_BY_KIND, SHARDING, Kind, Table
 from megalite.schedule.simulate import Span, Time, Timeline
 from megalite_launch.page.html import escape
 
-INK, PALE, GROUND, WHITE = "#1f2933", "#616e7c", "#eef1f4", "#ffffff"
+INK, GREY, GROUND, WHITE = "#1f2933", "#616e7c", "#eef1f4", "#ffffff"
 SHADES = (Kind.F, Kind.I, Kind.B, Kind.W)  # from light to dark
 FAMILIES = (  # a virtual stage each; told apart under every kind of colour blindness, the first ones best
     ("#a6bbfb", "#7690e1", "#5066b3", "#2f4082"),
@@ -27,7 +27,7 @@ FAMILIES = (  # a virtual stage each; told apart under every kind of colour blin
     ("#ffcf61", "#d6a300", "#a27b14", "#735605"),
     ("#8fdabd", "#47b58f", "#198968", "#035e45"),
 )
-OF_TRANSFERS, OF_SHARDING = "#7b4fb5", "#c2477f"  # colours
+TRANSFER_COLOUR, SHARDING_COLOUR = "#7b4fb5", "#c2477f"  # colours
 MEANING = {
     Kind.F: "forward",
     Kind.B: "backward",
@@ -42,18 +42,18 @@ MEANING = {
     Kind.REDUCE: "gradients reduced",
 }
 PEAK = "peak: most stage-activations held at once"
-IDLE = "·"
-BETWEEN = "   "  # entries of the text's legend
+IDLE_MARK = "·"
+LEGEND_GAP = "   "  # entries of the text's legend
 
 # Lengths of the SVG, in pixels.
-MARGIN, LEFT, RIGHT, TOP, BOTTOM = 16, 60, 150, 46, 18
+MARGIN, LEFT_MARGIN, RIGHT_MARGIN, TOP_MARGIN, BOTTOM_MARGIN = 16, 60, 150, 46, 18
 BOX, STRIP, GAP = 24, 7, 7  # of a lane: compute, communication below it, and the space to the next
-WIDTH, UNIT_MAX = 1100, 26  # of all lanes where numbers have room in that, and of the shortest compute at most
+WIDTH, MAX_UNIT = 1100, 26  # of all lanes where numbers have room in that, and of the shortest compute at most
 TICK, SWATCH, LINE = 2, 16, 22  # communication that takes no time; a colour of the legend; the height of its lines
-FONT, FONT_MIN, DIGIT, LETTER = 12, 9, 0.56, 0.52  # sizes of a font, and widths of characters as shares of one
-TITLE, BOLD = 16, 0.62  # the same of the title
+FONT, MIN_FONT, DIGIT, LETTER = 12, 9, 0.56, 0.52  # sizes of a font, and widths of characters as shares of one
+TITLE, BOLD_LETTER = 16, 0.62  # the same of the title
 PADDING = 3  # of a number in its box
-SPREAD = 16  # compute that is this many times shorter than the longest has no room of its own
+MAX_SPREAD = 16  # compute that is this many times shorter than the longest has no room of its own
 
 Shade = tuple[Kind, int]  # kind of compute, and which of its rank's stages it is on, counted from 0
 
@@ -95,9 +95,9 @@ def draw_text(table: Table, timeline: Timeline, width: int) -> Text:
             letter = _letter(shade)
             name = f"{letter}{micro}"
             cell = name.ljust(stop - start) if len(name) <= stop - start else letter * (stop - start)
-            lane.append(IDLE * (start - column), style="dim").append(cell, style=_style(shade))
+            lane.append(IDLE_MARK * (start - column), style="dim").append(cell, style=_style(shade))
             column = stop
-        lane.append(IDLE * (columns - column), style="dim")
+        lane.append(IDLE_MARK * (columns - column), style="dim")
         lane.truncate(len(label) + columns)
         picture.append(lane).append(f" {end}\n")
     if columns < round(longest * scale):
@@ -114,13 +114,13 @@ def draw_svg(table: Table, timeline: Timeline, heading: str | None = None) -> st
     heading = title(table, timeline) if heading is None else heading
     longest, shortest = float(timeline.makespan), float(_shortest(timeline))
     digits = len(str(table.micro_batches - 1))
-    narrowest = FONT_MIN * DIGIT * digits + PADDING
-    unit = min(UNIT_MAX, max(narrowest, WIDTH * shortest / longest))
+    narrowest = MIN_FONT * DIGIT * digits + PADDING
+    unit = min(MAX_UNIT, max(narrowest, WIDTH * shortest / longest))
     font = min(FONT, (unit - PADDING) / (DIGIT * digits))
     scale, lane = unit / shortest, BOX + STRIP + GAP
-    width = round(max(_left(table) + longest * scale + RIGHT, 2 * MARGIN + TITLE * BOLD * len(heading)))
-    legend, lines = _svg_legend(table, timeline, TOP + lane * table.ranks + 8, width)
-    height = TOP + lane * table.ranks + lines * LINE + BOTTOM
+    width = round(max(_left(table) + longest * scale + RIGHT_MARGIN, 2 * MARGIN + TITLE * BOLD_LETTER * len(heading)))
+    legend, lines = _svg_legend(table, timeline, TOP_MARGIN + lane * table.ranks + 8, width)
+    height = TOP_MARGIN + lane * table.ranks + lines * LINE + BOTTOM_MARGIN
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}" '
         f'font-family="Helvetica, Arial, sans-serif" font-size="{FONT}">',
@@ -129,14 +129,14 @@ def draw_svg(table: Table, timeline: Timeline, heading: str | None = None) -> st
         _label(MARGIN, 28, heading, INK, f'font-size="{TITLE}" font-weight="bold"'),
     ]
     for rank in range(table.ranks):
-        parts += _lane(table, timeline, rank, TOP + rank * lane, scale, font)
+        parts += _lane(table, timeline, rank, TOP_MARGIN + rank * lane, scale, font)
     return "\n".join([*parts, *legend, "</svg>", ""])
 
 
 def _lane(table: Table, timeline: Timeline, rank: int, top: int, scale: float, font: float) -> Iterator[str]:
     local, longest, left = _local(table), float(timeline.makespan) * scale, _left(table)
     yield _label(MARGIN, top + BOX / 2 + 4, f"rank {rank}", INK)
-    yield _label(left + longest + 10, top + BOX / 2 + 4, _summary(timeline, rank), PALE)
+    yield _label(left + longest + 10, top + BOX / 2 + 4, _summary(timeline, rank), GREY)
     yield _box(left, top, longest, BOX, GROUND)
     for span in timeline.spans[rank]:
         kind, stage, micro = action = span.action
@@ -150,26 +150,26 @@ def _lane(table: Table, timeline: Timeline, rank: int, top: int, scale: float, f
                 drawn.append(_label(x + length / 2, top + BOX / 2 + font / 3, str(micro), _ink(shade), how))
         else:
             half = STRIP / 2 if action.is_transfer else STRIP
-            below = half if action.is_transfer and kind not in SENT_BY.values() else 0
-            colour = OF_TRANSFERS if action.is_transfer else OF_SHARDING
+            below = half if action.is_transfer and kind not in SENDS_BY_KIND.values() else 0
+            colour = TRANSFER_COLOUR if action.is_transfer else SHARDING_COLOUR
             drawn.append(_box(x - TICK / 2, top + BOX + 1 + below, max(TICK, length), half, colour))
         yield f"<g><title>{_tooltip(span)}</title>{''.join(drawn)}</g>"
 
 
 def _left(table: Table) -> float:
     """The x at which lanes begin, to the right of the names of their ranks."""
-    return LEFT + FONT * DIGIT * (len(str(table.ranks - 1)) - 1)
+    return LEFT_MARGIN + FONT * DIGIT * (len(str(table.ranks - 1)) - 1)
 
 
 def _svg_legend(table: Table, timeline: Timeline, top: float, width: int) -> tuple[list[str], int]:
     """The colours and letters that occur and what they mean, and how many lines that takes."""
-    x, line, parts = float(LEFT), 0, []
+    x, line, parts = float(LEFT_MARGIN), 0, []
 
     def entry(swatches: list[tuple[str, str, str]], text: str) -> None:
         nonlocal x, line
         length = SWATCH * len(swatches) + 6 + FONT * LETTER * len(text) + 22
-        if x > LEFT and x + length > width:
-            x, line = LEFT, line + 1
+        if x > LEFT_MARGIN and x + length > width:
+            x, line = LEFT_MARGIN, line + 1
         y = top + line * LINE
         for number, (colour, ink, letter) in enumerate(swatches):
             parts.append(_box(x + number * SWATCH, y, SWATCH, SWATCH, colour))
@@ -181,7 +181,7 @@ def _svg_legend(table: Table, timeline: Timeline, top: float, width: int) -> tup
         entry([(_fill(shade), _ink(shade), str(shade[0])) for shade in shades], stages)
     for colour, text in _others(timeline):
         entry([(colour, INK, "")], text)
-    x, line = LEFT, line + 1
+    x, line = LEFT_MARGIN, line + 1
     for text in _letters(timeline):
         entry([], text)
     return parts, line + 1
@@ -196,10 +196,10 @@ def _text_legend(table: Table, timeline: Timeline, width: int) -> Text:
     entries += [Text(text, style="dim") for text in _letters(timeline)]
     legend, used = Text(), 0
     for entry in entries:
-        if used and used + len(BETWEEN) + len(entry) > width:
+        if used and used + len(LEGEND_GAP) + len(entry) > width:
             legend, used = legend.append("\n"), 0
-        legend.append(BETWEEN * bool(used)).append(entry)
-        used += len(BETWEEN) * bool(used) + len(entry)
+        legend.append(LEGEND_GAP * bool(used)).append(entry)
+        used += len(LEGEND_GAP) * bool(used) + len(entry)
     return legend
 
 
@@ -220,11 +220,13 @@ def _others(timeline: Timeline) -> list[tuple[str, str]]:
     kinds = _kinds(timeline)
     entries = [(GROUND, "idle")]
     entries += (
-        [(OF_TRANSFERS, "below compute: the upper half sends, the lower half receives")]
+        [(TRANSFER_COLOUR, "below compute: the upper half sends, the lower half receives")]
         if kinds & OTHER_SIDE.keys()
         else []
     )
-    entries += [(OF_SHARDING, "weights gathered or freed, gradients reduced")] if kinds.intersection(SHARDING) else []
+    entries += (
+        [(SHARDING_COLOUR, "weights gathered or freed, gradients reduced")] if kinds.intersection(SHARDING) else []
+    )
     return entries
 
 
@@ -259,7 +261,7 @@ def _tooltip(span: Span) -> str:
 def _shortest(timeline: Timeline) -> Time:
     """The length of the shortest compute that is to be seen: what takes next to no time is left out."""
     lengths = [span.end - span.start for rank in range(len(timeline.spans)) for span in _compute(timeline, rank)]
-    return min((length for length in lengths if SPREAD * length >= max(lengths) > 0), default=1)
+    return min((length for length in lengths if MAX_SPREAD * length >= max(lengths) > 0), default=1)
 
 
 def _fill(shade: Shade) -> str:

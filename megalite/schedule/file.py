@@ -21,7 +21,7 @@ import yaml
 from megalite.base.errors import InputError, counted
 from megalite.config.rules.parallel import MAX_SCHEDULE_BYTES
 from megalite.config.yaml import read_mapping
-from megalite.schedule.actions import COMPUTE, MOST_ACTIONS, Action, Kind, Table, Times
+from megalite.schedule.actions import COMPUTE, MAX_ACTIONS, Action, Kind, Table, Times
 from megalite.schedule.check import malformed, uncomputed
 from megalite.schedule.communication import communicate
 
@@ -33,8 +33,8 @@ KEYS = {
 }
 TIMES = "times"  # the only key that may be left out
 ACTION = re.compile(rf"([{''.join(COMPUTE)}])([0-9]{{1,6}})\.([0-9]{{1,6}})")
-LONGEST = 1e9  # time of an action; sums of longer ones lose what short ones add
-SHOWN = 8  # problems told of one file
+MAX_TIME = 1e9  # time of an action; sums of longer ones lose what short ones add
+MAX_LISTED = 8  # problems told of one file
 
 
 def read(path: Path) -> Table:
@@ -64,8 +64,8 @@ def complete(content: dict[str, Any]) -> Table:
         max(sum(map(len, words)), 2 * m * len(placement)) + 4 * moved * m
     )  # where some are missing, as many as need be
     _refuse(
-        [f"makes {count:,} actions, transfers included, more than the {MOST_ACTIONS:,} that can be planned"]
-        * (count > MOST_ACTIONS)
+        [f"makes {count:,} actions, transfers included, more than the {MAX_ACTIONS:,} that can be planned"]
+        * (count > MAX_ACTIONS)
     )
     orders = tuple(tuple(action for word in order if (action := actions[word])) for order in words)
     times = _times(content.get(TIMES), len(placement))
@@ -73,7 +73,7 @@ def complete(content: dict[str, Any]) -> Table:
     beyond = sorted({rank for rank in placement if not 0 <= rank < table.ranks})
     _refuse(
         f"placement names rank {rank}, but the file has {counted(table.ranks, 'rank')}, counted from 0"
-        for rank in beyond[:SHOWN]
+        for rank in beyond[:MAX_LISTED]
     )
     idle = [f"rank {rank} has no stage in placement" for rank in range(table.ranks) if rank not in placement]
     _refuse(idle or malformed(table) or uncomputed(table))
@@ -112,13 +112,13 @@ def _times(value: Any, stages: int) -> Times | None:
         kinds = ", ".join(COMPUTE)
         raise InputError(
             f"{TIMES} must be a list of {stages}, one for each stage, of the times of {kinds}, of which only "
-            f"that of W may be 0, and at most {LONGEST:g} each"
+            f"that of W may be 0, and at most {MAX_TIME:g} each"
         )
     return tuple((float(f), float(b), float(i), float(w)) for f, b, i, w in rows)
 
 
 def _is_time(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= LONGEST
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= MAX_TIME
 
 
 def _is_number(value: object) -> bool:
@@ -134,5 +134,5 @@ def _refuse(problems: Iterable[str]) -> None:
     """Raises InputError if there are problems."""
     listed = list(problems)
     if listed:
-        more = [f"and {len(listed) - SHOWN} more"] if len(listed) > SHOWN else []
-        raise InputError("; ".join([*listed[:SHOWN], *more]))
+        more = [f"and {len(listed) - MAX_LISTED} more"] if len(listed) > MAX_LISTED else []
+        raise InputError("; ".join([*listed[:MAX_LISTED], *more]))

@@ -12,15 +12,15 @@ from megalite.schedule.file import read
 from megalite.schedule.orders import forward_only, gpipe, interleaved, one_f_one_b
 from megalite.schedule.zero_bubble import dualpipev, zb_h1, zb_h2, zbv
 
-ONE_STAGE: dict[str, Callable[[int, int], Orders]] = {
+ONE_STAGE_SCHEDULES: dict[str, Callable[[int, int], Orders]] = {
     "gpipe": gpipe,
     "1f1b": one_f_one_b,
     "zb_h1": zb_h1,
     "zb_h2": zb_h2,
 }
-V_SHAPED: dict[str, Callable[[int, int], Orders]] = {"zbv": zbv, "dualpipev": dualpipev}
-SPLITTING = ("zb_h1", "zb_h2", "zbv", "dualpipev")  # backward into the two halves, I and W
-AUTO = "auto"  # not one of NAMES: `search` makes it for given costs, and places stages as these do
+V_SCHEDULES: dict[str, Callable[[int, int], Orders]] = {"zbv": zbv, "dualpipev": dualpipev}
+SPLIT_SCHEDULES = ("zb_h1", "zb_h2", "zbv", "dualpipev")  # backward into the two halves, I and W
+AUTO_SCHEDULE = "auto"  # not one of NAMES: `search` makes it for given costs, and places stages as these do
 NAMES = ("gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zb_h2", "zbv", "dualpipev")
 
 
@@ -53,33 +53,33 @@ def orders_of(name: str, p: int, m: int, v: int | None = None) -> tuple[tuple[in
         if v < 1:
             raise InputError(f"parallel.pipeline.virtual_stages={v}: must be at least 1")
         return placement_of(name, p, v), interleaved(p, m, v)
-    stages = 2 if name in V_SHAPED else 1
+    stages = 2 if name in V_SCHEDULES else 1
     if v not in (None, stages):
         raise InputError(
             f"parallel.pipeline.schedule={name!r} has {stages} stage{'s' * (stages > 1)} per rank, "
             f"not {v} virtual stage{'s' * (v != 1)}"
         )
-    return placement_of(name, p, stages), {**ONE_STAGE, **V_SHAPED}[name](p, m)
+    return placement_of(name, p, stages), {**ONE_STAGE_SCHEDULES, **V_SCHEDULES}[name](p, m)
 
 
 def placement_of(name: str, p: int, v: int) -> tuple[int, ...]:
-    """By stage: the rank that owns it under the schedule `name`, one of NAMES or AUTO, with v stages per rank."""
+    """By stage: the rank that owns it under the schedule `name`, in NAMES or AUTO_SCHEDULE, with v stages per rank."""
     return (*range(p), *reversed(range(p))) if _is_v(name, v) else tuple(range(p)) * v
 
 
 def actions_of(name: str, p: int, m: int, v: int) -> int:
-    """The number of actions of the schedule `name`, one of NAMES or AUTO, without sharding.
+    """The number of actions of the schedule `name`, one of NAMES or AUTO_SCHEDULE, without sharding.
 
-    For dualpipev and AUTO it is an upper bound, as they may leave some backwards whole.
+    For dualpipev and AUTO_SCHEDULE it is an upper bound, as they may leave some backwards whole.
     """
     stages = p * v
     turn = 1 if _is_v(name, v) else 0  # of a V, where a result stays on its rank
     moved = 0 if p == 1 else stages - 1 - turn
-    return m * (stages * (3 if name in (*SPLITTING, AUTO) else 2) + 4 * moved)
+    return m * (stages * (3 if name in (*SPLIT_SCHEDULES, AUTO_SCHEDULE) else 2) + 4 * moved)
 
 
 def _is_v(name: str, v: int) -> bool:
-    return name in V_SHAPED or (name == AUTO and v == 2)
+    return name in V_SCHEDULES or (name == AUTO_SCHEDULE and v == 2)
 
 
 def bubble_of(name: str, p: int, m: int, v: int) -> Fraction:

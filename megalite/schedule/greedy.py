@@ -16,7 +16,7 @@ from typing import Literal
 
 from megalite.schedule.problem import SLACK, B, F, I, Order, Problem, W
 
-LEAST_W = 0.01  # a W that is this much shorter than its I fills no gap, so backward stays whole
+MIN_W_RATIO = 0.01  # a W that is this much shorter than its I fills no gap, so backward stays whole
 Prefer = Literal["backward", "forward", "alternate"]
 
 
@@ -75,7 +75,7 @@ class _Clock:
             sum(problem.stages[other].kept for other in problem.owned[rank] if other >= stage)
             for stage, rank in enumerate(problem.placement)
         ]
-        self.splits = [policy.split and costs.weight >= LEAST_W * costs.input for costs in problem.stages]
+        self.splits = [policy.split and costs.weight >= MIN_W_RATIO * costs.input for costs in problem.stages]
         self.most = [limit * SLACK for limit in problem.limits]
         self.events = [(0.0, rank) for rank in range(problem.ranks)]
 

@@ -14,14 +14,14 @@ from typing import Any
 
 from megalite.base.errors import InputError
 from megalite.schedule.actions import Orders
-from megalite.schedule.generate import AUTO, ONE_STAGE, V_SHAPED, placement_of
+from megalite.schedule.generate import AUTO_SCHEDULE, ONE_STAGE_SCHEDULES, V_SCHEDULES, placement_of
 from megalite.schedule.greedy import Policy, arrange, round_trips
 from megalite.schedule.improve import fused, refilled, swapped
 from megalite.schedule.orders import interleaved
 from megalite.schedule.problem import SLACK, Beside, Order, Problem, StageCosts, W
 
 EFFORT = 400_000  # actions that a search arranges or runs, all orders together; it sees about 500,000 in a second
-POLICIES = 4  # policies that are tried whatever the effort
+MIN_POLICIES = 4  # policies that are tried whatever the effort
 SWAPS = 40  # so many swaps are left effort for, or a quarter of it where they would take more
 GAPS = (1.0, 0.5, 0.0)
 FACTORS = (1.0, 1.5, 2.0)
@@ -101,8 +101,8 @@ def _refuse_too_little(problem: Problem) -> None:
 def _named(problem: Problem) -> Iterator[tuple[str, Orders]]:
     """The named schedules that place stages as the problem does."""
     p, m, v = problem.ranks, problem.m, len(problem.stages) // problem.ranks
-    for name, orders in {**ONE_STAGE, **V_SHAPED}.items():
-        if problem.placement == placement_of(name, p, 2 if name in V_SHAPED else 1):
+    for name, orders in {**ONE_STAGE_SCHEDULES, **V_SCHEDULES}.items():
+        if problem.placement == placement_of(name, p, 2 if name in V_SCHEDULES else 1):
             yield name, orders(p, m)
     if v > 1 and problem.placement == placement_of("interleaved_1f1b", p, v):
         yield "interleaved_1f1b", interleaved(p, m, v)
@@ -126,7 +126,7 @@ class _Best:
     def is_done(self) -> bool:
         return self.is_perfect or self.left < self.size
 
-    def offer(self, orders: list[Order], name: str = AUTO) -> float:
+    def offer(self, orders: list[Order], name: str = AUTO_SCHEDULE) -> float:
         """Take the orders if they are faster than all before. Returns their makespan."""
         self.left -= self.size
         makespan = self.problem.makespan(orders)
@@ -150,7 +150,7 @@ def _try_policies(best: _Best) -> None:
     first = Policy(ahead[0], split=problem.splits)
     starts = [replace(first, ahead=caps, prefer=prefer) for caps in ahead for prefer in ("backward", "alternate")]
     for policy in starts:
-        if best.is_perfect or (best.is_done and len(tried) >= POLICIES):
+        if best.is_perfect or (best.is_done and len(tried) >= MIN_POLICIES):
             return
         time_of(policy)
     options: dict[str, Sequence[Any]] = {
@@ -189,7 +189,7 @@ def _improve(best: _Best) -> None:
 
 def _fuse(best: _Best) -> None:
     """Leave backward whole where that costs no time: it takes less memory, and fewer kernels."""
-    if best.name != AUTO or not best.problem.splits:
+    if best.name != AUTO_SCHEDULE or not best.problem.splits:
         return
     whole = fused(best.problem, best.orders)
     first = best.problem.placement[0]  # nobody waits for the gradient of the first stage's input

@@ -12,14 +12,14 @@ from itertools import accumulate, islice
 from typing import NamedTuple
 
 from megalite.base.errors import InputError
-from megalite.schedule.actions import COMPUTE, SENT_BY, SHARDING, Action, Exchange, Kind, Name, Table, Times
+from megalite.schedule.actions import COMPUTE, SENDS_BY_KIND, SHARDING, Action, Exchange, Kind, Name, Table, Times
 
 Time = float | Fraction
 Cost = Callable[[Action], Time]
 
 UNIT: Mapping[Kind, Time] = {Kind.F: 1, Kind.B: 2, Kind.I: 1, Kind.W: 1}  # both halves of backward cost a forward
 COLUMN = {kind: number for number, kind in enumerate(COMPUTE)}  # of Times
-LIVE = {Kind.F: +1, Kind.B: -1, Kind.W: -1}  # how many more stage-activations a rank holds after the action
+LIVE_CHANGES = {Kind.F: +1, Kind.B: -1, Kind.W: -1}  # how many more stage-activations a rank holds after the action
 
 
 class Span(NamedTuple):
@@ -42,7 +42,7 @@ class Timeline:
     @cached_property
     def spans(self) -> tuple[tuple[Span, ...], ...]:
         """By rank, in the order of its program: when each action runs, transfers included."""
-        sent = {span.action.send: span.end for rank in self.own for span in rank if span.action.kind in SENT_BY}
+        sent = {span.action.send: span.end for rank in self.own for span in rank if span.action.kind in SENDS_BY_KIND}
 
         def merged(rank: int) -> Iterator[Span]:
             own = iter(self.own[rank])
@@ -113,7 +113,7 @@ def simulate(table: Table, cost: Mapping[Kind, Time] | Cost | None = None, trans
         table,
         transfer,
         own=tuple(map(tuple, execute(orders, table.placement, of, transfer))),
-        peak_live=tuple(max(accumulate((LIVE.get(a.kind, 0) for a in order), initial=0)) for order in orders),
+        peak_live=tuple(max(accumulate((LIVE_CHANGES.get(a.kind, 0) for a in order), initial=0)) for order in orders),
     )
 
 

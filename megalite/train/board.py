@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megalite.base.output import append
-from megalite.train.folder.records import BACK
+from megalite.train.folder.records import RETURN_EVENTS
 
 PROTO = "tensorboard.compat.proto"
 VERSION = "brain.Event:2"  # files that take records back by a session log
@@ -36,7 +36,7 @@ class Board:
 
     def event(self, step: int, name: str, text: str) -> None:
         """Add a text. If it says that the run went back, points of later steps no longer count."""
-        if name in BACK:
+        if name in RETURN_EVENTS:
             self._purge = step + 1 if self._purge is None else min(step + 1, self._purge)
         plugin = self._summary.SummaryMetadata.PluginData(plugin_name="text")
         shape = self._shape.TensorShapeProto(dim=[self._shape.TensorShapeProto.Dim(size=1)])

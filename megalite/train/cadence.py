@@ -25,7 +25,7 @@ from megalite.base.files import write_whole
 from megalite.base.output import Outlet
 from megalite.checkpoint.run.save import Saver
 from megalite.train.build import Job
-from megalite.train.folder.records import WARM_UP
+from megalite.train.folder.records import WARM_UP_STEPS
 from megalite.train.report import Report, Silent, duration
 from megalite_launch.base.events import read_events
 from megalite_launch.base.files import read_bytes
@@ -33,13 +33,13 @@ from megalite_launch.base.texts import scaled
 from megalite_launch.goodput.learned import Rate, failure_rate, learned_interval
 from megalite_launch.watch.failures import interruptions
 
-FEWEST = 3  # steps after the warm-up from which a first interval follows
-STEPS = 20  # latest steps of whose times the median is taken
-SAVES = 5  # latest saves, likewise
-COPIED, WRITTEN = 10e9, 1e9  # bytes per second of a rank, assumed until a save has been measured
-SAVED = 12  # bytes of a parameter with its moments
-TOLD = 0.1  # change of an interval that the console shows
-LONGEST = 1e7  # seconds that are believed of a save
+MIN_STEPS = 3  # steps after the warm-up from which a first interval follows
+STEP_WINDOW = 20  # latest steps of whose times the median is taken
+SAVE_WINDOW = 5  # latest saves, likewise
+COPY_BANDWIDTH, WRITE_BANDWIDTH = 10e9, 1e9  # bytes per second of a rank, assumed until a save has been measured
+SAVED_BYTES = 12  # bytes of a parameter with its moments
+MIN_CHANGE = 0.1  # change of an interval that the console shows
+MAX_SAVE_SECONDS = 1e7  # that are believed
 
 
 @dataclass(frozen=True)
@@ -146,10 +146,10 @@ class Automatic(Cadence):
         super().__init__(job, report)
         parameters = sum(part.to_local().numel() for _, part in job.named_parameters())  # type: ignore[attr-defined]
         async_ = job.config.checkpoint.async_
-        write = SAVED * parameters / WRITTEN
-        self._blocked: deque[float] = deque(maxlen=SAVES)
-        self._steps: deque[float] = deque(maxlen=STEPS)
-        self._guess = (SAVED * parameters / COPIED, write) if async_ else (write, 0.0)
+        write = SAVED_BYTES * parameters / WRITE_BANDWIDTH
+        self._blocked: deque[float] = deque(maxlen=SAVE_WINDOW)
+        self._steps: deque[float] = deque(maxlen=STEP_WINDOW)
+        self._guess = (SAVED_BYTES * parameters / COPY_BANDWIDTH, write) if async_ else (write, 0.0)
         self._wrote: float | None = None
         self._clock = self._trained = 0.0  # readings of the meter's clock, and seconds of this start's steps
         self._base = 0  # the step that was saved last
@@ -160,12 +160,12 @@ class Automatic(Cadence):
         self._interval = self._agreed(self._interval)
 
     def begin(self, step: int, seconds: float) -> None:
-        self._base, self._measures = step, step + WARM_UP + FEWEST
+        self._base, self._measures = step, step + WARM_UP_STEPS + MIN_STEPS
         self._clock = seconds
         self._steps.clear()
 
     def stepped(self, step: int, seconds: float) -> None:
-        if step > self._measures - FEWEST:
+        if step > self._measures - MIN_STEPS:
             self._steps.append(max(seconds - self._clock, 1e-6))
         self._trained += seconds - self._clock
         self._clock = seconds
@@ -217,7 +217,7 @@ class Automatic(Cadence):
         return int(told.item())
 
     def _tell(self, step: int, decision: Decision, report: Report) -> None:
-        changed = abs(decision.steps - self._told) > TOLD * self._told
+        changed = abs(decision.steps - self._told) > MIN_CHANGE * self._told
         tell = report.event if changed else report.note
         kept = {"steps": decision.steps, "save": decision.save, "write": decision.write}
         more = {"step_seconds": decision.step_seconds, "failures": decision.failures, "hours": decision.rate.hours}
@@ -239,7 +239,7 @@ class Automatic(Cadence):
         if type(steps) is not int or not 0 < steps <= 10**12:
             return 0
         times = [kept.get(name) for name in ("save", "write")]
-        if not all(type(seconds) is float and isfinite(seconds) and 0 <= seconds < LONGEST for seconds in times):
+        if not all(type(each) is float and isfinite(each) and 0 <= each < MAX_SAVE_SECONDS for each in times):
             return 0
         self._blocked.append(times[0])
         self._wrote = times[1]

@@ -23,11 +23,11 @@ from megalite.train.build import Job
 from megalite.train.vital_signs import Reading, Signs, left_under_way
 
 Verdict = Literal["good", "bad", "spike"]
-LEAST = 8  # losses that a spike can be told from
-NORMAL = 1.4826  # standard deviations of a normal distribution in its median absolute deviation
-HOPELESS = 8  # bad steps in a row with which no run ends well
-FLOOR = 0.005  # of the median loss: deviations are taken to be at least this large
-SHOWN = 8  # names of parameters that each rank tells, and that are shown
+MIN_LOSSES = 8  # losses that a spike can be told from
+DEVIATION_FACTOR = 1.4826  # standard deviations of a normal distribution in its median absolute deviation
+MAX_BAD_STEPS = 8  # bad steps in a row with which no run ends well
+MIN_DEVIATION = 0.005  # of the median loss
+MAX_LISTED = 8  # names of parameters that each rank tells, and that are shown
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Judged:
 
 def is_spike(losses: Sequence[float], loss: float, train: Train) -> bool:
     """Return whether `loss` is far above the `losses` before it."""
-    return _out_of_line(losses, loss, train, FLOOR)
+    return _out_of_line(losses, loss, train, MIN_DEVIATION)
 
 
 def is_jump(norms: Sequence[float], norm: float, train: Train) -> bool:
@@ -63,10 +63,10 @@ def _out_of_line(before: Sequence[float], value: float, train: Train, floor: flo
     The standard deviation is estimated from the median absolute deviation, and taken to be at least `floor` of the
     median. The answer is False until a quarter of the window is there.
     """
-    if len(before) < max(LEAST, train.spike_window // 4):
+    if len(before) < max(MIN_LOSSES, train.spike_window // 4):
         return False
     middle = median(before)
-    deviation = NORMAL * median(abs(other - middle) for other in before)
+    deviation = DEVIATION_FACTOR * median(abs(other - middle) for other in before)
     return value > middle + train.spike_threshold * max(deviation, floor * abs(middle))
 
 
@@ -165,7 +165,7 @@ class Guard:
             raise Unhealthy(
                 f"{judged}; this is bad step {self.progress.bad_steps} of the run, and {limit} allows no more"
             )
-        if judged.step == self._train.steps and self._in_a_row >= min(HOPELESS, judged.step - self._began):
+        if judged.step == self._train.steps and self._in_a_row >= min(MAX_BAD_STEPS, judged.step - self._began):
             raise Unhealthy(
                 f"{judged}; the last {self._in_a_row} steps of the run were all bad, so it has not ended well"
             )
@@ -196,9 +196,9 @@ class Guard:
 def _offending(mesh: Mesh, signs: Signs) -> tuple[str, ...]:
     """Parameters whose gradients are not finite, the first ones of every rank. Collective."""
     told: list[list[str]] = [[] for _ in range(mesh.layout.world_size)]
-    dist.all_gather_object(told, signs.offending()[:SHOWN], group=mesh.world)
+    dist.all_gather_object(told, signs.offending()[:MAX_LISTED], group=mesh.world)
     return tuple(dict.fromkeys(name for names in told for name in names))
 
 
 def _shown(names: Sequence[str]) -> str:
-    return ", ".join(names[:SHOWN]) + (" and others" if len(names) > SHOWN else "")
+    return ", ".join(names[:MAX_LISTED]) + (" and others" if len(names) > MAX_LISTED else "")

@@ -24,7 +24,7 @@ from megalite.train.guard import Judged, is_jump
 T = TypeVar("T")
 
 # Dense bf16 peak in FLOP/s, from the makers' data sheets.
-PEAK = {
+PEAK_FLOPS = {
     "A100": 312e12,
     "H100 PCIe": 756e12,
     "H100 NVL": 835e12,
@@ -56,8 +56,8 @@ def throughput(tokens: int, flops: int, seconds: float, ranks: int, device: torc
 def peak_flops(device: str) -> float | None:
     """The peak of a device, by its marketing name: that of the longest known name all of whose words it has."""
     words = set(re.split(r"\W+", device))
-    matching = [name for name in PEAK if words.issuperset(name.split())]
-    return PEAK[max(matching, key=len)] if matching else None
+    matching = [name for name in PEAK_FLOPS if words.issuperset(name.split())]
+    return PEAK_FLOPS[max(matching, key=len)] if matching else None
 
 
 class Meter:

@@ -18,7 +18,7 @@ from megalite.plan import automatic
 from megalite.plan.automatic import Costing, told
 from megalite.plan.pipeline import micro_batches
 from megalite.schedule.actions import Table
-from megalite.schedule.generate import AUTO
+from megalite.schedule.generate import AUTO_SCHEDULE
 from megalite.train.build import Job
 
 
@@ -38,7 +38,7 @@ def shared_costing(config: Config, cluster: Cluster | None, group: HostGroup) ->
 
     Collective.
     """
-    if cluster is None or config.parallel.pipeline.schedule != AUTO:
+    if cluster is None or config.parallel.pipeline.schedule != AUTO_SCHEDULE:
         return None
     return told(group.once(partial(Timer(cluster).costs, config)))
 
@@ -46,7 +46,7 @@ def shared_costing(config: Config, cluster: Cluster | None, group: HostGroup) ->
 def searched_order(job: Job) -> Table | None:
     """The order of `schedule: auto` for steps of `batch.global`; None under another schedule."""
     config = job.config
-    return job.plan.table(micro_batches(config)) if config.parallel.pipeline.schedule == AUTO else None
+    return job.plan.table(micro_batches(config)) if config.parallel.pipeline.schedule == AUTO_SCHEDULE else None
 
 
 def schedule_text(job: Job) -> str:

@@ -15,17 +15,17 @@ from megalite.cost.predict import Prediction, predict
 from megalite.cost.texts import PARTS, seconds_text, step_text
 from megalite.plan.batches import GlobalBatch
 from megalite.train.build import Job
-from megalite.train.folder.records import WARM_UP
+from megalite.train.folder.records import WARM_UP_STEPS
 from megalite.train.metrics import Meter
 from megalite.train.order_costs import cluster_of_run
 from megalite.train.report import Silent
 
-STEPS = 100  # after so many of a start, or at its end, the comparison is made
-FEWEST = 3  # steps that a median is taken of
-EXPLAINS = 0.3  # of the missing seconds that waiting must have to be named as the cause
-UNEVEN = 1.25  # how much longer than the median the slowest tenth of steps takes where something disturbs them
-MUCH = 0.2  # share of the predicted step from which on a part is suspected to be the slow one
-RETRIES = 0.1  # of a step: how often the allocator may give memory back and ask anew
+COMPARISON_STEPS = 100  # after so many of a start, or at its end, the comparison is made
+MIN_STEPS = 3  # steps that a median is taken of
+MIN_WAIT_SHARE = 0.3  # of the missing seconds that waiting must have to be named as the cause
+TAIL_RATIO = 1.25  # how much longer than the median the slowest tenth of steps takes where something disturbs them
+SUSPECT_SHARE = 0.2  # share of the predicted step from which on a part is suspected to be the slow one
+RETRY_RATE = 0.1  # of a step: how often the allocator may give memory back and ask anew
 SUSPECTS = {  # parts of a prediction, and what makes each slower than predicted
     "tensor": "look at the links inside a node (nvidia-smi topo -m), and keep parallel.tp inside of it",
     "context": "look at the links between these ranks, or try another parallel.context.method",
@@ -56,7 +56,7 @@ class Pace:
     def __init__(self, prediction: Prediction, first: int, device: torch.device) -> None:
         self.prediction, self._device = prediction, device
         config = prediction.config
-        self._began, self._last = first, min(first + STEPS, config.train.steps)
+        self._began, self._last = first, min(first + COMPARISON_STEPS, config.train.steps)
         self._whole = config.batch.global_  # only steps of whole batches are compared
         self._seconds: list[float] = []
         self._waits: list[float] = []
@@ -82,7 +82,7 @@ class Pace:
             return
         with _harmless(report):
             self._note(step, batch, meter)
-            if step == self._last and len(self._seconds) >= FEWEST:
+            if step == self._last and len(self._seconds) >= MIN_STEPS:
                 retries = (_retries(self._device) - self._retries) / len(self._seconds)
                 _tell(
                     step,
@@ -96,9 +96,9 @@ class Pace:
         before, self._before = self._before, (meter, at, waited)
         if before is None or before[0] is not meter:  # a rollback has made another one
             return
-        if step == self._began + WARM_UP:
+        if step == self._began + WARM_UP_STEPS:
             self._retries = _retries(self._device)
-        elif step > self._began + WARM_UP and (batch.samples, batch.pieces) == (self._whole, 1):
+        elif step > self._began + WARM_UP_STEPS and (batch.samples, batch.pieces) == (self._whole, 1):
             self._seconds.append(at - before[1])
             self._waits.append(waited - before[2])
 
@@ -152,22 +152,22 @@ def _cause(prediction: Prediction, measured: Measured) -> str:
     if measured.on != "cuda":
         return f"the {measured.on.upper()}, as the prediction is for {prediction.cluster.gpu.name}"
     config, waited = prediction.config, mean(measured.waits)
-    if waited >= EXPLAINS * (measured.median - prediction.seconds):
+    if waited >= MIN_WAIT_SHARE * (measured.median - prediction.seconds):
         advice = "put the token stores on a faster disk, or leave the host more free cores"
         return f"waiting for data, {seconds_text(waited)} of a step: {advice}"
-    if measured.retries > RETRIES:
+    if measured.retries > RETRY_RATE:
         advice = "use a smaller batch.micro or train.recompute"
         often = f"{measured.retries:.1f} times a step"
         return f"memory that is nearly full, so that the allocator starts anew {often}: {advice}"
     if slow := _known_slow(config):
         return f"{slow}, which the prediction does not count"
     slowest = quantiles(measured.seconds, n=10)[-1]
-    if slowest > UNEVEN * measured.median:
+    if slowest > TAIL_RATIO * measured.median:
         advice = "look for other work on the nodes, the network or the disk"
         return f"something beside training: the slowest tenth of steps take over {seconds_text(slowest)}; {advice}"
     parts = prediction.parts
     suspect = max(SUSPECTS, key=lambda kind: parts[kind])
-    if parts[suspect] > MUCH * prediction.seconds:
+    if parts[suspect] > SUSPECT_SHARE * prediction.seconds:
         share = parts[suspect] / prediction.seconds
         return f"{PARTS[suspect]}, predicted to take {share:.0%} of a step: {SUSPECTS[suspect]}"
     advice = "look for heat, power limits and other processes (nvidia-smi -q -d PERFORMANCE); if all GPUs are alike, "

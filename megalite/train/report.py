@@ -29,7 +29,7 @@ from megalite_launch.base.texts import scaled
 
 TROUBLE = ("bad_step", "spike", "grad_norm_jump", "rollback")
 WARNINGS = (*TROUBLE, "save_failed", "save_problem", "save_local_failed", "local_off", "straggler")  # events
-SENDING = 60.0  # seconds that the end of a run waits for Weights & Biases
+SENDING_SECONDS = 60.0  # seconds that the end of a run waits for Weights & Biases
 
 
 def duration(seconds: float) -> str:
@@ -38,7 +38,7 @@ def duration(seconds: float) -> str:
 
 
 # The console shows these fields of a record, in this order, each in its width; see docs/metrics.md.
-SHOWN: dict[str, Callable[[float], str]] = {
+CONSOLE_FIELDS: dict[str, Callable[[float], str]] = {
     "loss": lambda loss: f"loss {loss:7.4f}",
     "grad_norm": lambda norm: f"norm {norm:6.3f}" if norm < 100 else f"norm {norm:6.4g}",
     "learning_rate": lambda rate: f"lr {rate:.1e}",
@@ -116,7 +116,7 @@ class Report(Silent):
         self.wandb = WandbRun(folder, config) if config.log.wandb is not None else None
         if self.wandb is not None:
             self.boards.append((Outlet("wandb"), self.wandb))
-        self.sending = min(SENDING, config.train.timeout / 2)  # the watchdog is awake
+        self.sending = min(SENDING_SECONDS, config.train.timeout / 2)  # the watchdog is awake
         self.progress = Bar(
             TextColumn("{task.description}", style="bold", markup=False),
             BarColumn(),
@@ -160,7 +160,7 @@ class Report(Silent):
             with outlet:
                 board.scalars(step, values)
         hidden = "tflops_per_device" if "mfu" in values else ""
-        shown = [show(values[name]) for name, show in SHOWN.items() if name in values and name != hidden]
+        shown = [show(values[name]) for name, show in CONSOLE_FIELDS.items() if name in values and name != hidden]
         self.say(f"step {step:>{len(str(self.steps))}}/{self.steps}  " + "  ".join(shown) + self._remaining(step))
 
     def event(self, step: int, name: str, text: str, **details: Any) -> None:

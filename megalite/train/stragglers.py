@@ -15,14 +15,14 @@ from megalite.distributed.mesh import Mesh
 from megalite_kernels.collectives import all_gather_single
 
 SECTIONS = ("forward", "backward", "optimizer", "loader")
-STEPS = 50  # of a window: its median hides spikes, and the windows that a verdict needs are over within minutes
+WINDOW_STEPS = 50  # their median hides spikes, and the windows that a verdict needs are over within minutes
 WINDOWS = 3  # in a row in which a rank is slow before it is named: with fewer, other work on its node would do
-RATIO = 1.10  # to the median of its peers from which on a rank is slow: less is usual between healthy GPUs
-DEVIATIONS = 6.0  # in median absolute deviations of its peers, by which it must exceed that as well
-MATTERS = 0.02  # share of its peers' whole step by which it must be slower
-LEAST = 1e-3  # seconds by which it must be slower: toys on a busy laptop are not ill
-MOST = 1e3  # of a ratio: where peers take no time at all
-ALL_COUNT = 8  # peers; of fewer, a slow rank would move the median that it is compared with
+MIN_RATIO = 1.10  # to the median of its peers from which on a rank is slow: less is usual between healthy GPUs
+MIN_DEVIATIONS = 6.0  # in median absolute deviations of its peers, by which it must exceed that as well
+MIN_STEP_SHARE = 0.02  # of its peers' whole step, by which it must be slower
+MIN_EXCESS = 1e-3  # seconds: toys on a busy laptop are not ill
+MAX_RATIO = 1e3  # where peers take no time at all
+MAX_SMALL_GROUP = 8  # peers; of fewer, a slow rank would move the median that it is compared with
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,9 @@ class Straggler:
     node: str = ""
 
     def __str__(self) -> str:
-        much = f"{self.ratio:.2f} times as long as its peers" if self.ratio < MOST else "time, and its peers do not"
+        much = (
+            f"{self.ratio:.2f} times as long as its peers" if self.ratio < MAX_RATIO else "time, and its peers do not"
+        )
         return f"rank {self.rank} on {self.node} is slow: its {self.section} takes {much}"
 
 
@@ -47,11 +49,12 @@ def slow(seconds: Mapping[int, Sequence[float]]) -> list[Straggler]:
         values = {rank: sections[index] for rank, sections in seconds.items()}
         middle, deviation = _spread(list(values.values()))
         for rank, value in values.items():
-            if len(values) <= ALL_COUNT:
+            if len(values) <= MAX_SMALL_GROUP:
                 middle, deviation = _spread([values[other] for other in values if other != rank])
             excess = value - middle
-            if value > RATIO * middle and excess > DEVIATIONS * deviation and excess > max(MATTERS * whole, LEAST):
-                found.append(Straggler(rank, section, min(value / middle, MOST) if middle > 0 else MOST))
+            least = max(MIN_DEVIATIONS * deviation, MIN_STEP_SHARE * whole, MIN_EXCESS)
+            if value > MIN_RATIO * middle and excess > least:
+                found.append(Straggler(rank, section, min(value / middle, MAX_RATIO) if middle > 0 else MAX_RATIO))
     return found
 
 
@@ -88,7 +91,7 @@ class Stragglers:
         """
         # Where steps of the clock come late, the loader's are of later steps: in a median that does not matter.
         self._steps.append({**self._clock.stepped(), "loader": loader})
-        if len(self._steps) < STEPS:
+        if len(self._steps) < WINDOW_STEPS:
             return []
         mine = [median(step.get(section, 0.0) for step in self._steps) for section in SECTIONS]
         self._steps.clear()

@@ -16,7 +16,7 @@ from megalite.base.output import Outlet
 from megalite.config.convert import to_plain
 from megalite.config.schema import Config
 
-MOST = 10_000  # reports that wait for Weights & Biases
+MAX_REPORTS = 10_000  # reports that wait for Weights & Biases
 ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 log = logging.getLogger("megalite")
@@ -38,8 +38,8 @@ class WandbRun:
 
     def scalars(self, step: int, values: Mapping[str, Any]) -> None:
         """Add one point to every curve."""
-        if self._calls.qsize() >= MOST:
-            raise TimeoutError(f"{MOST:,} reports wait to be sent")
+        if self._calls.qsize() >= MAX_REPORTS:
+            raise TimeoutError(f"{MAX_REPORTS:,} reports wait to be sent")
         point = {**values, "step": step}
         if self._thread.is_alive():  # else it has told why not
             self._calls.put(lambda run: run.log(point))

@@ -40,7 +40,7 @@ from megalite.distributed.start.ranks import RankInfo
 from megalite.distributed.start.signals import ignore_stops
 from megalite.distributed.start.start import run_rank, start
 from megalite.plan.batches import GlobalBatch, samples_after
-from megalite.plan.memory.fit import FOR_TENSORS, check_memory, fit_micro
+from megalite.plan.memory.fit import TENSOR_SHARE, check_memory, fit_micro
 from megalite.train.build import Job, build, build_mesh
 from megalite.train.folder.paths import Folder
 from megalite.train.folder.starts import record_start
@@ -208,7 +208,7 @@ def check_attention(config: Config, device: torch.device) -> None:
 
 def device_memory(device: torch.device) -> int | None:
     """Bytes for tensors on the smallest GPU of the job; None on CPUs. Collective over all ranks."""
-    return int(smallest_memory(device)[0] * FOR_TENSORS) if device.type == "cuda" else None
+    return int(smallest_memory(device)[0] * TENSOR_SHARE) if device.type == "cuda" else None
 
 
 def smallest_memory(device: torch.device) -> tuple[int, str, int | None]:

@@ -30,7 +30,7 @@ from megalite.checkpoint.store.progress import Progress
 from megalite.config.layout import Layout
 from megalite.config.schema import Config, Kernels, Train
 from megalite.plan.memory.peak import rank_memory
-from megalite.plan.memory.walk import HOST
+from megalite.plan.memory.walk import HOST_MEMORY
 
 PIPELINE = Layout(pp=2, dp_shard=2, tp=2)
 FLAT = Layout(dp_shard=4, tp=2)
@@ -116,7 +116,7 @@ def test_a_save_takes_the_host_memory_that_is_predicted(shape: str, ranks: Ranks
     layout, schedule = SHAPES[shape]
     config = config_of(layout, TIED, schedule)
     for pp, staged in ranks.run(staged_bytes, config, tmp_path):
-        assert rank_memory(config, pp).of(HOST) == {"checkpoint": staged}
+        assert rank_memory(config, pp).of(HOST_MEMORY) == {"checkpoint": staged}
 
 
 @pytest.mark.parametrize("model", [NARROW, TIED, SPLIT], ids=["narrow norms", "tied", "split norms"])

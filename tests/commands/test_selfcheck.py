@@ -13,7 +13,7 @@ from megalite.commands import selfcheck
 from megalite.config.schema import Config
 from megalite.dry_run.configuration import as_counted, busiest_rank
 from megalite.plan.memory.peak import Memory, rank_memory
-from megalite.plan.memory.walk import HOST
+from megalite.plan.memory.walk import HOST_MEMORY
 from megalite.plan.resolved import resolve
 from megalite.plan.traffic.step import step_traffic
 
@@ -75,7 +75,7 @@ def test_first_last_and_fullest_are_checked(
     assert "Memory of pipeline rank 1" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("kind", ["activations", HOST])
+@pytest.mark.parametrize("kind", ["activations", HOST_MEMORY])
 @pytest.mark.parametrize(("share", "code"), [(1.5, ExitCode.FAILED), (1.0001, ExitCode.DONE)])
 def test_memory_may_be_off_by_one_percent(
     answers: dict[int, dict[str, Any]], kind: str, share: float, code: ExitCode, capsys: pytest.CaptureFixture[str]

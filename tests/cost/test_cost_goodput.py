@@ -10,7 +10,7 @@ from megalite.config.load import load
 from megalite.config.validate import check
 from megalite.cost.cluster import load_cluster
 from megalite.cost.predict import Prediction, predict
-from megalite.cost.whole_run import RESTART, goodput, run_of, stall
+from megalite.cost.whole_run import RESTART_SECONDS, goodput, run_of, stall
 from megalite_launch.goodput.formulas import HOURS_BETWEEN_FAILURES, Costs, approximation, share
 
 H100 = load_cluster("h100_sxm")
@@ -49,7 +49,7 @@ def test_no_interval_between_checkpoints_loses_less_than_the_chosen_one(steps: i
 def test_what_is_lost_adds_up() -> None:
     found, interval = goodput(MANY)
     between = HOURS_BETWEEN_FAILURES * 3600 / 1024
-    costs = Costs(between, save=stall(MANY), restart=RESTART)
+    costs = Costs(between, save=stall(MANY), restart=RESTART_SECONDS)
     assert found == share(costs, interval)  # megalite-goodput tells the same
     assert found == pytest.approx(approximation(costs, interval), abs=1e-4)
 

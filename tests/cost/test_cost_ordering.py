@@ -15,7 +15,7 @@ from megalite.cost.order_costs import costing_of
 from megalite.cost.predict import predict
 from megalite.cost.stages import Timer
 from megalite.plan.automatic import found, idle, wanted
-from megalite.plan.memory.fit import FOR_TENSORS, GIB, fit_micro
+from megalite.plan.memory.fit import GIB, TENSOR_SHARE, fit_micro
 from megalite.plan.memory.peak import memory_of_ranks
 from megalite.plan.pipeline import bubble, micro_batches, table_of
 from megalite.schedule import search as searching
@@ -59,7 +59,7 @@ def cases(draw: st.DrawFn) -> tuple[Config, Timer]:
     )
     cluster = draw(st.sampled_from([H100, L40S, SLOW]))
     needed = max(memory.total for memory in memory_of_ranks(config))
-    room = draw(st.floats(0.9, 1.5)) * needed / FOR_TENSORS
+    room = draw(st.floats(0.9, 1.5)) * needed / TENSOR_SHARE
     return config, Timer(replace(cluster, gpu=replace(cluster.gpu, memory=room)))
 
 
@@ -91,7 +91,7 @@ def test_an_order_has_the_room_that_gpus_leave(overrides: list[str]) -> None:
     usual = max(memory.total for memory in memory_of_ranks(config))
     times = []
     for share in (0.97, 1.3):
-        timer = with_memory(share * usual / FOR_TENSORS)
+        timer = with_memory(share * usual / TENSOR_SHARE)
         assert max(memory.total for memory in memory_of_ranks(config, timer.costs)) <= share * usual
         times.append(predict(config, timer.cluster, timer).seconds)
     assert times[1] < 0.99 * times[0]
@@ -127,7 +127,7 @@ def test_a_larger_micro_batch_is_not_taken_because_fewer_would_be_under_way() ->
     long = "model.sequence_length=8192"
     one, two = configured(long), configured(long, "batch.micro=2")
     room = 1.2 * max(memory.total for memory in memory_of_ranks(one))
-    timer = with_memory(room / FOR_TENSORS)
+    timer = with_memory(room / TENSOR_SHARE)
     assert max(memory.total for memory in memory_of_ranks(two, timer.costs)) <= room, "an order for it would fit"
     assert fit_micro(configured(long, "batch.micro=auto"), round(room), costing=timer.costs).batch.micro_size == 1
 

@@ -20,7 +20,7 @@ from megalite.cost.predict import Trial, predict, seconds_of, timeline
 from megalite.cost.program import MEGALITE
 from megalite.cost.schedule_tables import Cost
 from megalite.cost.share import share_of
-from megalite.cost.stages import SPLIT, Shared, Timer
+from megalite.cost.stages import SPLIT_OVERHEAD, Shared, Timer
 from megalite.plan.resolved import resolve
 from megalite.schedule.actions import Kind
 from megalite.schedule.generate import NAMES
@@ -257,5 +257,5 @@ def test_halves_of_a_backward_pass_take_longer_than_the_whole() -> None:
         (stage, _) = TIMER.stages(resolve(config))
         halves = [seconds_of(Cost(kind, 0), [stage]) for kind in (Kind.I, Kind.W)]
         whole = seconds_of(Cost(Kind.B, 0), [stage])
-        assert 1 - 1e-9 <= sum(halves) / ((1 + SPLIT) * whole) <= most
+        assert 1 - 1e-9 <= sum(halves) / ((1 + SPLIT_OVERHEAD) * whole) <= most
         assert min(halves) > 0

@@ -10,7 +10,7 @@ from megalite.config.load import load
 from megalite.config.validate import check
 from megalite.cost.cluster import Cluster, load_cluster
 from megalite.cost.predict import predict
-from megalite.cost.slowest_gpu import PUBLISHED, slowest, waiting
+from megalite.cost.slowest_gpu import PUBLISHED_SPREAD, slowest, waiting
 from megalite.cost.stages import Timer
 from megalite.layout_search.search import search
 
@@ -39,12 +39,12 @@ def test_the_slowest_is_the_expected_largest_deviation(gpus: int, within: float)
 
 def test_more_spread_and_more_gpus_wait_longer() -> None:
     for gpus in (1, 8, 4096):
-        assert waiting(None, gpus) == waiting(0.0, gpus) == waiting(PUBLISHED, gpus) == 1.0
+        assert waiting(None, gpus) == waiting(0.0, gpus) == waiting(PUBLISHED_SPREAD, gpus) == 1.0
     assert waiting(0.05, 1) == 1.0
     by_gpus = [waiting(0.02, gpus) for gpus in (1, 8, 64, 4096)]
-    by_spread = [waiting(value, 64) for value in (PUBLISHED, 0.02, 0.03, 0.1)]
+    by_spread = [waiting(value, 64) for value in (PUBLISHED_SPREAD, 0.02, 0.03, 0.1)]
     assert all(less < more for less, more in (*pairwise(by_gpus), *pairwise(by_spread)))
-    assert waiting(0.02, 4096) == pytest.approx((1 + 0.02 * 3.61) / (1 + PUBLISHED * 3.61), rel=1e-3)
+    assert waiting(0.02, 4096) == pytest.approx((1 + 0.02 * 3.61) / (1 + PUBLISHED_SPREAD * 3.61), rel=1e-3)
 
 
 def test_a_step_waits_for_the_slowest_gpu_of_a_measured_cluster() -> None:

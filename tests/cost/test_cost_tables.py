@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from megalite.cost.held_bytes import STEPS, StageBytes, Step, most_held, steps_of
+from megalite.cost.held_bytes import STEPS_PER_STAGE, StageBytes, Step, most_held, steps_of
 from megalite.cost.schedule_tables import costs_of, named_clock
 from megalite.plan.pipeline import sharded
 from megalite.schedule.actions import Action, Kind, Table
@@ -36,7 +36,10 @@ def test_steps_of_a_rank() -> None:
         Action(Kind.I, 1, 1),
         Action(Kind.W, 1, 1),
     ]
-    found = [Step(step - STEPS) if step - STEPS in set(Step) else step - STEPS for step in steps_of(order)]
+    found = [
+        Step(step - STEPS_PER_STAGE) if step - STEPS_PER_STAGE in set(Step) else step - STEPS_PER_STAGE
+        for step in steps_of(order)
+    ]
     ended = found.pop()
     assert found == [Step.BEGIN, Step.F, Step.F, Step.B_FIRST, Step.I, Step.W_LAST]
     assert ended == Step.W_LAST + 4

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megalite.cost.cluster import Level, Link, known_clusters, load_cluster
-from megalite.cost.constants import FITTED
-from megalite.cost.kernels import BEST, Kernels
+from megalite.cost.constants import FITTED_CONSTANTS
+from megalite.cost.kernels import PEAK_SHARE, Kernels
 from megalite.cost.layer import LayerModel
 from megalite.cost.network import Group, Net
 from megalite.cost.program import MEGALITE
@@ -69,7 +69,7 @@ def test_rates_are_bounded_and_grow_with_the_peak_and_with_power(
     peak = {each: more * value for each, value in gpu.peak.items()}
     for measured in ({}, gpu.measured):
         before = Kernels(replace(gpu, measured=measured)).rate(precision)
-        best = measured.get(precision, BEST * gpu.peak.get(precision, gpu.peak["bf16"]))
+        best = measured.get(precision, PEAK_SHARE * gpu.peak.get(precision, gpu.peak["bf16"]))
         assert 0 < before <= best
         assert Kernels(replace(gpu, measured=measured, peak=peak)).rate(precision) >= before * (1 - 1e-12)
         assert Kernels(replace(gpu, measured=measured, power=more * gpu.power)).rate(precision) >= before * (1 - 1e-12)
@@ -85,11 +85,11 @@ NET = Net(H100)
 @pytest.mark.parametrize(
     ("group", "expected"),
     [
-        (Group(8, 1), 361.4e9 * FITTED.node),  # in a node
-        (Group(2, 4), 361.4e9 * FITTED.node),
-        (Group(16, 8), 50e9 * FITTED.network),  # a rank of every node
-        (Group(16, 4), 2 * 50e9 * FITTED.network),  # two ranks of every node, each with an adapter
-        (Group(64, 1), min(361.4e9 * FITTED.node, 8 * 50e9 * FITTED.network)),
+        (Group(8, 1), 361.4e9 * FITTED_CONSTANTS.node),  # in a node
+        (Group(2, 4), 361.4e9 * FITTED_CONSTANTS.node),
+        (Group(16, 8), 50e9 * FITTED_CONSTANTS.network),  # a rank of every node
+        (Group(16, 4), 2 * 50e9 * FITTED_CONSTANTS.network),  # two ranks of every node, each with an adapter
+        (Group(64, 1), min(361.4e9 * FITTED_CONSTANTS.node, 8 * 50e9 * FITTED_CONSTANTS.network)),
     ],
 )
 def test_a_group_runs_at_the_rate_of_what_it_spans(group: Group, expected: float) -> None:
@@ -98,13 +98,13 @@ def test_a_group_runs_at_the_rate_of_what_it_spans(group: Group, expected: float
 
 def test_boards_in_a_node_are_crossed_by_as_many_lanes_as_they_have_members() -> None:
     boards = replace(H100, levels=(Level(4, Link(300e9, 7e-6)), Level(8, Link(25e9, 7e-6))))
-    assert Net(boards).bandwidth(Group(4, 1)) == pytest.approx(0.8 * 300e9 * FITTED.node)
-    assert Net(boards).bandwidth(Group(8, 1)) == pytest.approx(4 * 0.8 * 25e9 * FITTED.node)
-    assert Net(boards).bandwidth(Group(2, 4)) == pytest.approx(0.8 * 25e9 * FITTED.node)
+    assert Net(boards).bandwidth(Group(4, 1)) == pytest.approx(0.8 * 300e9 * FITTED_CONSTANTS.node)
+    assert Net(boards).bandwidth(Group(8, 1)) == pytest.approx(4 * 0.8 * 25e9 * FITTED_CONSTANTS.node)
+    assert Net(boards).bandwidth(Group(2, 4)) == pytest.approx(0.8 * 25e9 * FITTED_CONSTANTS.node)
 
 
 def test_an_all_to_all_and_messages_leave_a_node_by_each_gpus_own_adapter() -> None:
-    adapter, inside = 50e9 * FITTED.network, 361.4e9 * FITTED.node
+    adapter, inside = 50e9 * FITTED_CONSTANTS.network, 361.4e9 * FITTED_CONSTANTS.node
     whole, group = 1e9, Group(16, 1)  # eight of 16 equal parts are for the other node
     starts = NET.collective("all_to_all", 0.0, group)
     assert NET.collective("all_to_all", whole, group) - starts == pytest.approx(whole * 8 / 16 / adapter)

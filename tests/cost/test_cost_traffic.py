@@ -5,7 +5,7 @@ import pytest
 from megalite.config.load import load
 from megalite.config.validate import check
 from megalite.cost.cluster import load_cluster
-from megalite.cost.constants import FITTED
+from megalite.cost.constants import FITTED_CONSTANTS
 from megalite.cost.flows import Flow, flows
 from megalite.cost.muon import muon_seconds
 from megalite.cost.network import Group
@@ -14,7 +14,7 @@ from megalite.cost.stages import Timer
 from megalite.plan.model.size import model_parameters
 
 TIMER = Timer(load_cluster("h100_sxm"))
-AT_ONCE = Timer(TIMER.cluster, replace(FITTED, launch=0.0, hop=0.0))  # transfers start at once
+AT_ONCE = Timer(TIMER.cluster, replace(FITTED_CONSTANTS, launch=0.0, hop=0.0))  # transfers start at once
 (NODE,) = TIMER.cluster.levels
 WITHOUT_LINKS = Timer(
     replace(

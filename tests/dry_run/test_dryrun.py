@@ -11,14 +11,14 @@ from toy_jobs import make, one_rank
 from megalite.commands.verify import random_batch
 from megalite.dry_run.run import count_step, dry_run, main
 from megalite.plan.memory.peak import KINDS, enough_micro_batches, rank_memory
-from megalite.plan.memory.walk import HOST
+from megalite.plan.memory.walk import HOST_MEMORY
 from megalite.plan.resolved import resolve
 
 TOLERANCE = 0.01
 
 
 def device_total(found: dict[str, int]) -> int:
-    return sum(size for kind, size in found.items() if kind != HOST)
+    return sum(size for kind, size in found.items() if kind != HOST_MEMORY)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -27,8 +27,8 @@ def test_the_prediction_is_what_a_dry_run_counts(name: str) -> None:
     config = configured(overrides)
     predicted, counted = rank_memory(config, pp), dry_run(config, pp).bytes
     assert predicted.total == pytest.approx(device_total(counted), rel=TOLERANCE)
-    assert counted.keys() <= {*KINDS, HOST}
-    for kind in ("parameters", "optimizer states", HOST):
+    assert counted.keys() <= {*KINDS, HOST_MEMORY}
+    for kind in ("parameters", "optimizer states", HOST_MEMORY):
         assert sum(predicted.of(kind).values()) == pytest.approx(counted.get(kind, 0), rel=TOLERANCE)
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megalite.experiment.expression import LONGEST, Expression, ExpressionError, pow2
+from megalite.experiment.expression import MAX_LENGTH, Expression, ExpressionError, pow2
 
 NAMES = {"D": 1e9, "N": 10, "batch.global": 64, "optim.lr": 0.01, "optim.name": "adamw", "tied": True}
 
@@ -77,7 +77,7 @@ def test_what_an_expression_means(text: str, expected: object) -> None:
         ("", "is no expression"),
         ("(" * 240 + "1" + ")" * 240, "is no expression"),
         ("1+" * 200 + "1", "parts; at most"),
-        ("1" * (LONGEST + 1), "characters; at most"),
+        ("1" * (MAX_LENGTH + 1), "characters; at most"),
     ],
 )
 def test_what_is_refused(text: str, told: str) -> None:

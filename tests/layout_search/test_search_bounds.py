@@ -19,7 +19,7 @@ from megalite.layout_search.space import Space
 from megalite.layout_search.time_bounds import Shape
 from megalite.schedule.actions import Action, Kind
 from megalite.schedule.clock import clock_of
-from megalite.schedule.generate import NAMES, V_SHAPED, build, orders_of
+from megalite.schedule.generate import NAMES, V_SCHEDULES, build, orders_of
 
 SPACES = [  # model, keys, GPUs, cluster, pins, offload
     ("qwen3_32b", ["batch.global=64"], 32, "l40s", {"parallel.data.mode": "zero2", "parallel.pp": 4}, False),
@@ -88,7 +88,7 @@ def test_replicas_are_bounded_as_summed_once_a_step() -> None:
     assert 0.5 * seconds < space.least.of_layout(shape, choice) <= seconds
 
 
-@pytest.mark.parametrize("schedule", V_SHAPED)
+@pytest.mark.parametrize("schedule", V_SCHEDULES)
 def test_no_times_of_stages_make_a_v_shorter_than_its_longest_path(schedule: str) -> None:
     draw = random.Random(1)
     for p in range(1, 6):
@@ -141,7 +141,7 @@ def counted(schedule: str, p: int, m: int, v: int | None) -> tuple[int, int]:
         if kind is Kind.F:
             live[stage] += 1
             begun.add(stage)
-        now = live[0] if schedule in V_SHAPED else sum(live.values())
+        now = live[0] if schedule in V_SCHEDULES else sum(live.values())
         if len(begun) == len(stages) and all(done[each] < m for each in stages):
             most = max(most, now)
             beside = max(beside, now) if all(done.values()) else beside

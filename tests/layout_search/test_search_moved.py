@@ -14,7 +14,7 @@ from megalite.layout_search.micro_batches_in_flight import flights
 from megalite.layout_search.pipeline_bounds import slowest, slowest_waiting
 from megalite.layout_search.search import _all_ranks, _plan, search
 from megalite.layout_search.space import Space
-from megalite.layout_search.uneven_splits import FASTER, MISSED, NEARLY, Held, Load, ranks_of
+from megalite.layout_search.uneven_splits import MAX_LIMIT_FACTOR, MIN_LIMIT_FACTOR, MIN_SPEEDUP, Held, Load, ranks_of
 from megalite.schedule.actions import Action, Kind
 from megalite.schedule.generate import NAMES, orders_of
 
@@ -133,7 +133,7 @@ def test_no_numbers_of_layers_are_faster_or_need_less_memory(of: Load) -> None:
     assert least <= fastest * (1 + 1e-9)
     if len(of.ranks.stages[0]) == 1:  # the rank with the head may have no layer
         assert fastest <= least + of.embedding + 1e-9
-    assert of.slow == (of.seconds(of.ranks.default) > (1 + FASTER) * fastest)
+    assert of.slow == (of.seconds(of.ranks.default) > (1 + MIN_SPEEDUP) * fastest)
     held = Held([3.0, 2.0, 1.0], [1.0, 0.0, 2.0])
     for most in of.levels:
         allowed = [ranks for ranks in possible if all(map(int.__le__, ranks, most))]
@@ -211,7 +211,7 @@ def test_layers_are_moved_where_memory_is_short_or_a_rank_slow_and_nowhere_else(
             for _, layout in layouts:
                 load_of = space.moves._load(shape, layout)
                 share = space.moves._held(shape, layout, load_of).most(load_of.ranks.default) / (gib * GIB)
-                reason = (share > NEARLY or load_of.slow) and share <= MISSED
+                reason = (share > MIN_LIMIT_FACTOR or load_of.slow) and share <= MAX_LIMIT_FACTOR
                 assert (layout in wanted) <= reason
                 assert layout in wanted or not reason or not list(space.moves.splits(shape, layout))
             if gib == 300 and not load_of.slow:

@@ -172,9 +172,9 @@ def test_empty_part(shape: tuple[int, int], offset: tuple[int, int]) -> None:
 
 def test_standard_deviation_of_residual_projections() -> None:
     model = replace(MODEL, layers=8, init_std=0.03)
-    for role in (roles.ATTENTION_OUTPUT, roles.DOWN):
+    for role in (roles.ATTENTION_OUTPUT, roles.DOWN_PROJECTION):
         assert standard_deviation(model, role) == pytest.approx(0.03 / 4)
-    for role in (roles.QUERY, roles.UP, roles.EMBEDDING, roles.HEAD):
+    for role in (roles.QUERY, roles.UP_PROJECTION, roles.EMBEDDING, roles.HEAD):
         assert standard_deviation(model, role) == 0.03
 
 

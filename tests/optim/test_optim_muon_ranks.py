@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from megalite.config.layout import Layout
 from megalite.config.schema import Batch, Config, DataParallel, Model, Optim, Parallel, Pipeline, Train
 from megalite.optim.muon import Muon
-from megalite.plan.muon import BUCKET, Matrix, MuonPlan, boxes, moves, stage_matrices
+from megalite.plan.muon import BUCKET_BYTES, Matrix, MuonPlan, boxes, moves, stage_matrices
 from megalite.plan.pipeline import table_of
 from megalite.plan.split import layers_of, split_of
 
@@ -88,12 +88,12 @@ def check(layout: Layout, sharded: bool, bucket_bytes: int, ranks: Ranks) -> lis
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_every_layout_is_bitwise_one_process(layout: Layout, ranks: Ranks) -> None:
-    check(layout, True, BUCKET, ranks)
+    check(layout, True, BUCKET_BYTES, ranks)
 
 
 @pytest.mark.parametrize("layout", [Layout(dp_shard=4), Layout(dp_replicate=2, dp_shard=2, tp=2)], ids=str)
 def test_what_is_not_sharded_is_bitwise_one_process(layout: Layout, ranks: Ranks) -> None:
-    for held in check(layout, False, BUCKET, ranks):
+    for held in check(layout, False, BUCKET_BYTES, ranks):
         assert held.exchanges == (2 if layout.tp > 1 else 1), "owners have what they need where nothing is sharded"
 
 
@@ -107,7 +107,7 @@ def test_buckets_change_no_bit(layout: Layout, bucket_bytes: int, ranks: Ranks) 
 
 
 @pytest.mark.parametrize("layout", [Layout(), Layout(dp_replicate=4), Layout(dp_shard=2, tp=2)], ids=str)
-@pytest.mark.parametrize("bucket_bytes", [0, 600_000, BUCKET], ids=["smallest", "middle", "one"])
+@pytest.mark.parametrize("bucket_bytes", [0, 600_000, BUCKET_BYTES], ids=["smallest", "middle", "one"])
 def test_temporaries_are_predicted(layout: Layout, bucket_bytes: int, ranks: Ranks) -> None:
     """Large enough that a few bytes of numbers do not matter."""
     shapes = [(64, 64), (32, 160), (160, 32), (64, 64), (96, 48), (48, 96), (128, 64), (64, 128), (64, 64)]

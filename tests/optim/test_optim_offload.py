@@ -14,7 +14,7 @@ from megalite.config.layout import Layout
 from megalite.config.schema import Config
 from megalite.optim import offload
 from megalite.optim.offload import HostAdamW
-from megalite.plan.model.optimizer_states import ADAMW
+from megalite.plan.model.optimizer_states import ADAMW_STATES
 
 HERE = config_of(Layout())
 HOST = replace(HERE, optim=replace(HERE.optim, offload=True))
@@ -49,7 +49,7 @@ def test_settings_reach_the_optimizer() -> None:
 def test_states_are_there_before_the_first_step_and_placed_as_parameters() -> None:
     job = make(HOST)
     for name, param in job.named_parameters():
-        for moment in ADAMW:
+        for moment in ADAMW_STATES:
             state = job.optimizer.state[param][moment]
             assert state.placements == param.placements, name
             assert state.shape == param.shape

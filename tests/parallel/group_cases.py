@@ -14,7 +14,7 @@ from megalite.optim.build import build_optimizer
 from megalite.parallel.fsdp import shard
 from megalite.parallel.gradients import counted_norms, finish
 from megalite.parallel.parameter import parameter, part
-from megalite.plan.model.roles import DOWN, GATE, Role
+from megalite.plan.model.roles import DOWN_PROJECTION, GATE, Role
 from megalite.train.vital_signs import take_signs
 
 EXPERTS, REPLICAS, WIDTH = 2, 4, 8  # every expert is sharded over ranks of its own
@@ -38,7 +38,7 @@ class Stage(nn.Module):
 
     def __init__(self, tp: DeviceMesh) -> None:
         super().__init__()
-        self.shared, self.expert = Matrix(GATE, tp), Matrix(DOWN, tp)
+        self.shared, self.expert = Matrix(GATE, tp), Matrix(DOWN_PROJECTION, tp)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.expert(self.shared(x).tanh()).square().sum()

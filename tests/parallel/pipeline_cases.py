@@ -26,7 +26,7 @@ from megalite.distributed.mesh import Mesh
 from megalite.parallel.parameter import whole
 from megalite.parallel.pipeline import Activation, Flight, Pipeline, Step
 from megalite.parallel.tensor import ColumnLinear, RowLinear, columns, parameter, split_backward
-from megalite.plan.model.roles import DOWN, UP
+from megalite.plan.model.roles import DOWN_PROJECTION, UP_PROJECTION
 from megalite.schedule.actions import Action, Kind, Table
 from megalite.schedule.generate import build, build_forward
 from megalite.schedule.simulate import simulate
@@ -61,7 +61,10 @@ class ToyStage(nn.Module):
     def __init__(self, number: int, tp: DeviceMesh, penalty: float = 0.0) -> None:
         super().__init__()
         self.penalty = penalty
-        self.first, self.second = ColumnLinear(WIDTH, WIDTH, tp, UP), RowLinear(WIDTH, WIDTH, tp, DOWN)
+        self.first, self.second = (
+            ColumnLinear(WIDTH, WIDTH, tp, UP_PROJECTION),
+            RowLinear(WIDTH, WIDTH, tp, DOWN_PROJECTION),
+        )
         self.bias = parameter((WIDTH,), tp, torch.distributed.tensor.Replicate())
         self.group = tp.get_group()
         self.to(torch.float64).to_empty(device="cpu")

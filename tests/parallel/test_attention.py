@@ -178,7 +178,7 @@ def from_oracle(cp: int, documents: list[tuple[int, ...]], kind: Scores) -> floa
 
 
 def in_blocks(
-    q: Tensor, k: Tensor, v: Tensor, grad: Tensor, blocks: list[Block], kind: Scores = attention.FULL
+    q: Tensor, k: Tensor, v: Tensor, grad: Tensor, blocks: list[Block], kind: Scores = attention.FULL_SCORES
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The output, and the gradients of q and of k and v."""
     kv = torch.stack((k, v), dim=1)

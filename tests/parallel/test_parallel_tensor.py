@@ -13,7 +13,7 @@ from megalite.distributed.mesh import Mesh
 from megalite.parallel.norm import scaled, split_rms_norm
 from megalite.parallel.parameter import parameter, whole
 from megalite.parallel.tensor import ColumnLinear, RowLinear, VocabularyEmbedding, columns
-from megalite.plan.model.roles import DOWN, UP
+from megalite.plan.model.roles import DOWN_PROJECTION, UP_PROJECTION
 from megalite_kernels import rms_norm
 
 SEQUENCE, BATCH, WIDTH, FFN, VOCABULARY = 8, 3, 12, 20, 24
@@ -97,7 +97,7 @@ def test_reduce_scatter_and_its_gradient(tp: int, ranks: Ranks) -> None:
 
 def column(tp: int) -> tuple[Tensor, ...]:
     mesh = _mesh(tp)
-    layer = ColumnLinear(WIDTH, FFN, mesh.tp, UP, bias=True)
+    layer = ColumnLinear(WIDTH, FFN, mesh.tp, UP_PROJECTION, bias=True)
     _materialize(layer)
     _fill(layer.weight, _random(FFN, WIDTH, seed=0), mesh, 0)
     _fill(layer.bias, _random(FFN, seed=1), mesh, 0)
@@ -123,7 +123,7 @@ def test_column_linear(tp: int, ranks: Ranks) -> None:
 
 def row(tp: int) -> tuple[Tensor, ...]:
     mesh = _mesh(tp)
-    layer = RowLinear(FFN, WIDTH, mesh.tp, DOWN)
+    layer = RowLinear(FFN, WIDTH, mesh.tp, DOWN_PROJECTION)
     _materialize(layer)
     _fill(layer.weight, _random(WIDTH, FFN, seed=0), mesh, 1)
     x = _mine(_random(SEQUENCE, BATCH, FFN, seed=1), mesh, -1)
@@ -147,7 +147,7 @@ def test_row_linear(tp: int, ranks: Ranks) -> None:
 def block(tp: int) -> tuple[Tensor, ...]:
     """Norm weight on the sequence part, gather, column, row, scatter: how a layer uses them."""
     mesh = _mesh(tp)
-    up, down = ColumnLinear(WIDTH, FFN, mesh.tp, UP), RowLinear(FFN, WIDTH, mesh.tp, DOWN)
+    up, down = ColumnLinear(WIDTH, FFN, mesh.tp, UP_PROJECTION), RowLinear(FFN, WIDTH, mesh.tp, DOWN_PROJECTION)
     scale = nn.ParameterDict({"weight": parameter((WIDTH,), mesh.tp, Replicate())})
     for layer in (up, down, scale):
         _materialize(layer)

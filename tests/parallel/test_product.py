@@ -15,9 +15,9 @@ from megalite.checkpoint.store.state import State
 from megalite.config.layout import Layout
 from megalite.config.rules.train import train_rules
 from megalite.distributed.mesh import Mesh
-from megalite.parallel.product import PLAIN, Plain, Prepared
+from megalite.parallel.product import PLAIN_PRODUCT, Plain, Prepared
 from megalite.parallel.tensor import ColumnLinear, Linear, columns, split_backward, use_product
-from megalite.plan.model.roles import UP
+from megalite.plan.model.roles import UP_PROJECTION
 from megalite.train.build import Job, build_product
 
 
@@ -43,7 +43,7 @@ def mesh() -> Iterator[Mesh]:
 
 
 def layers(mesh: Mesh) -> list[ColumnLinear]:
-    made = [ColumnLinear(4, width, mesh.tp, UP).double().to_empty(device="cpu") for width in (3, 2)]
+    made = [ColumnLinear(4, width, mesh.tp, UP_PROJECTION).double().to_empty(device="cpu") for width in (3, 2)]
     for number, layer in enumerate(made):
         generator = torch.Generator().manual_seed(number)
         layer.weight.data.to_local().copy_(torch.randn(layer.weight.shape, generator=generator, dtype=torch.float64))
@@ -105,13 +105,13 @@ class Narrow:
         return (x / size).bfloat16(), size
 
     def forward(self, x: Prepared, weight: Tensor, factor: float = 1.0) -> Tensor:
-        return PLAIN.forward((self._wide(x, weight),), weight, factor)
+        return PLAIN_PRODUCT.forward((self._wide(x, weight),), weight, factor)
 
     def input_gradient(self, grad: Tensor, weight: Tensor, total: Tensor | None, factor: float = 1.0) -> Tensor:
-        return PLAIN.input_gradient(grad, weight, total, factor)
+        return PLAIN_PRODUCT.input_gradient(grad, weight, total, factor)
 
     def weight_gradient(self, grad: Tensor, x: Prepared, factor: float = 1.0) -> Tensor:
-        return PLAIN.weight_gradient(grad, (self._wide(x, grad),), factor)
+        return PLAIN_PRODUCT.weight_gradient(grad, (self._wide(x, grad),), factor)
 
     def _wide(self, x: Prepared, like: Tensor) -> Tensor:
         narrow, size = x
@@ -160,7 +160,7 @@ def trained_by(product: str, layout: Layout, schedule: str = "1f1b") -> list[flo
 @pytest.mark.usefixtures("mesh")
 def test_a_key_chooses_the_product_of_every_layer() -> None:
     job = make(config_of(Layout()))
-    assert {module.product for module in linears_of(job)} == {PLAIN}
+    assert {module.product for module in linears_of(job)} == {PLAIN_PRODUCT}
     config = config_of(Layout())
     job = make(replace(config, train=replace(config.train, product=f"{__name__}:NARROW")))
     assert {module.product for module in linears_of(job)} == {NARROW}

@@ -30,7 +30,7 @@ sizes = st.one_of(st.integers(1, 16), odd, st.sampled_from([2**power for power i
 @pytest.fixture(autouse=True)
 def short_schedules() -> Iterator[None]:
     """Tables cost what they cost; here as little as can be."""
-    with patch.object(pipeline, "MOST_ACTIONS", 500):
+    with patch.object(pipeline, "MAX_ACTIONS", 500):
         yield
 
 

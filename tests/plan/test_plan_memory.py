@@ -18,7 +18,7 @@ from megalite.plan.memory import repeated_layers, walk
 from megalite.plan.memory.activations import CLASSES, ROWS, Activations, chunk_tokens
 from megalite.plan.memory.peak import KINDS, enough_micro_batches, rank_memory
 from megalite.plan.memory.units import Unit
-from megalite.plan.memory.walk import HOST
+from megalite.plan.memory.walk import HOST_MEMORY
 from megalite.plan.model.size import model_parameters, stage_parameters
 from megalite.plan.pipeline import table_of
 from megalite.plan.resolved import resolve
@@ -128,10 +128,10 @@ def test_a_table_is_made_once() -> None:
 def test_offloading_moves_bytes_to_the_host() -> None:
     at_once = {"checkpoint.async": False}
     for key in ("train.offload_activations", "optim.offload"):
-        assert of({key: True, **at_once}, HOST) > 0
+        assert of({key: True, **at_once}, HOST_MEMORY) > 0
         assert total({key: True, **at_once}) < total({})
     assert of({"optim.offload": True}, "optimizer states") == 0
-    assert rank_memory(configured(at_once), 0).of(HOST) == {}
+    assert rank_memory(configured(at_once), 0).of(HOST_MEMORY) == {}
 
 
 def test_fp32_on_cuda_keeps_keys_and_values_of_every_query_head() -> None:
@@ -217,9 +217,9 @@ def test_the_padding_of_a_vocabulary_takes_memory(overrides: Overrides) -> None:
 def test_components_are_named_and_add_up(name: str) -> None:
     overrides, pp = CASES[name]
     memory = rank_memory(configured(overrides), pp)
-    assert {kind for kind, _ in memory.bytes} <= {*KINDS, HOST}
+    assert {kind for kind, _ in memory.bytes} <= {*KINDS, HOST_MEMORY}
     assert min(memory.bytes.values()) > 0
-    assert memory.total + sum(memory.of(HOST).values()) == sum(memory.bytes.values())
+    assert memory.total + sum(memory.of(HOST_MEMORY).values()) == sum(memory.bytes.values())
     assert all(component and component != kind for kind, component in memory.bytes)
 
 

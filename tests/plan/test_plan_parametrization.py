@@ -18,7 +18,7 @@ OPTIM = Optim(lr=0.1, eps=1e-8, weight_decay=0.5)
 STANDARD = Model(layers=8, width=512, heads=8, kv_heads=4, ffn=1024, init_std=0.04, qkv_bias=True, qk_norm=True)
 MUP = replace(STANDARD, parametrization="mup", base=Base(width=128))
 COMPLETEP = replace(STANDARD, parametrization="completep", base=Base(width=128, layers=2))
-MATRICES = (roles.QUERY, roles.KEY, roles.UP, roles.ATTENTION_OUTPUT, roles.DOWN)
+MATRICES = (roles.QUERY, roles.KEY, roles.UP_PROJECTION, roles.ATTENTION_OUTPUT, roles.DOWN_PROJECTION)
 VECTORS = (roles.NORM, roles.HEAD_NORM, roles.QUERY.bias)
 OUTSIDE = (roles.EMBEDDING, roles.HEAD, roles.FINAL_NORM)
 
@@ -42,7 +42,7 @@ def test_initial_values() -> None:
         assert {standard_deviation(model, role) for model in (STANDARD, MUP, COMPLETEP)} == {0.04}
     for role in (roles.QUERY, roles.VALUE, roles.GATE):
         assert [standard_deviation(model, role) for model in (STANDARD, MUP, COMPLETEP)] == [0.04, 0.02, 0.02]
-    for role in (roles.ATTENTION_OUTPUT, roles.DOWN):
+    for role in (roles.ATTENTION_OUTPUT, roles.DOWN_PROJECTION):
         assert [standard_deviation(model, role) for model in (STANDARD, MUP, COMPLETEP)] == [0.01, 0.005, 0.02]
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from megalite.config.load import load
 from megalite.config.validate import check
-from megalite.plan.memory.fit import FOR_TENSORS, GIB, peak_bytes
+from megalite.plan.memory.fit import GIB, TENSOR_SHARE, peak_bytes
 
 PRESETS = sorted((Path(__file__).parents[2] / "configs" / "run").glob("*gpu.yaml"))
 
@@ -21,4 +21,4 @@ def test_a_preset_needs_the_memory_that_it_says(preset: Path) -> None:
     (said,) = re.findall(r"^# Predicted peak: ([\d.]+) GiB with (\d+) ranks\.$", preset.read_text(), re.MULTILINE)
     peak = peak_bytes(check(load([str(preset)]), int(said[1]))) / GIB
     assert f"{peak:.1f}" == said[0]
-    assert 0.6 * 80 < peak < FOR_TENSORS * 80
+    assert 0.6 * 80 < peak < TENSOR_SHARE * 80

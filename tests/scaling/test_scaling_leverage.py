@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from megalite.scaling.allocation import Allocation
-from megalite.scaling.bootstrap import HANGS, leverage
+from megalite.scaling.bootstrap import MAX_LEVERAGE, leverage
 from megalite.scaling.caveats import _hanging
 from megalite.scaling.forms import sum_of_powers
 from megalite.scaling.law import Law
@@ -38,7 +38,7 @@ def test_a_law_goes_through_the_only_run_of_one_of_three_sizes():
     assert abs(alone.sum() - 5) < 1e-6  # as many as parameters
     assert alone.argmax() == 8
     assert alone[8] > 1 - 1e-6
-    assert several.max() < HANGS
+    assert several.max() < MAX_LEVERAGE
 
 
 def test_it_has_no_draws_and_says_so():

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from megalite.schedule.actions import COMPUTE, SHARDING, Action, Exchange, Kind, Table
 from megalite.schedule.communication import add_sharding, communicate
-from megalite.schedule.generate import NAMES, V_SHAPED, build
+from megalite.schedule.generate import NAMES, V_SCHEDULES, build
 
 Item = Action | Exchange
 
@@ -22,7 +22,7 @@ def tables(ranks: int = 8, micro_batches: int = 32, stages: int = 4) -> st.Searc
     """Every generated schedule of up to these sizes."""
 
     def sized(name: str) -> st.SearchStrategy[Table]:
-        v = st.integers(1, stages) if name == "interleaved_1f1b" else st.sampled_from([None, 1 + (name in V_SHAPED)])
+        v = st.integers(1, stages) if name == "interleaved_1f1b" else st.sampled_from([None, 1 + (name in V_SCHEDULES)])
         return st.builds(build, st.just(name), st.integers(1, ranks), st.integers(1, micro_batches), v)
 
     return st.sampled_from(NAMES).flatmap(sized)

@@ -18,11 +18,11 @@ from megalite.schedule.draw import (
     DIGIT,
     FAMILIES,
     FONT,
-    FONT_MIN,
     GROUND,
-    OF_SHARDING,
-    OF_TRANSFERS,
+    MIN_FONT,
     PEAK,
+    SHARDING_COLOUR,
+    TRANSFER_COLOUR,
     draw_svg,
     draw_text,
     title,
@@ -135,7 +135,7 @@ def test_numbers_of_any_size_fit_their_boxes(m: int) -> None:
     numbers = [box for box in drawn(draw_svg(table, simulate(table))) if box.number]
     assert {int(box.number) for box in numbers} == set(range(m))
     assert all(box.length + 2 <= box.right - box.left for box in numbers)
-    assert all(box.length >= FONT_MIN * DIGIT * len(box.number) - 0.01 for box in numbers)  # large enough to be read
+    assert all(box.length >= MIN_FONT * DIGIT * len(box.number) - 0.01 for box in numbers)  # large enough to be read
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -154,8 +154,8 @@ def test_an_svg_explains_all_it_draws(name: str) -> None:
     ]
     spans = [span for lane in timeline.spans for span in lane]
     assert len(boxes) == len(spans)
-    assert sum(box.colour == OF_TRANSFERS for box in boxes) == sum(span.action.is_transfer for span in spans)
-    assert any(box.colour == OF_SHARDING for box in boxes)
+    assert sum(box.colour == TRANSFER_COLOUR for box in boxes) == sum(span.action.is_transfer for span in spans)
+    assert any(box.colour == SHARDING_COLOUR for box in boxes)
 
 
 def test_a_tooltip_has_the_action_and_its_time() -> None:

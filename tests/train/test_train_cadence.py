@@ -22,13 +22,13 @@ from megalite.checkpoint.store.progress import Progress
 from megalite.config.layout import Layout
 from megalite.config.schema import Checkpoint, Config
 from megalite.train import cadence
-from megalite.train.cadence import FEWEST, WARM_UP, Automatic, decide
+from megalite.train.cadence import MIN_STEPS, WARM_UP_STEPS, Automatic, decide
 from megalite.train.loop import Batches, train
 from megalite.train.report import Silent
 from megalite_launch.base.events import append_event
 from megalite_launch.goodput.learned import failure_rate, learned_interval
 
-FIRST = WARM_UP + FEWEST  # the step after which there is a first interval
+FIRST = WARM_UP_STEPS + MIN_STEPS  # the step after which there is a first interval
 
 
 def automatic(steps: int, layout: Layout, **checkpoint: object) -> Config:

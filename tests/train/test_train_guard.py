@@ -29,7 +29,7 @@ from megalite.config.layout import Layout
 from megalite.config.schema import Checkpoint, Config, Log, Train
 from megalite.plan.batches import GlobalBatch
 from megalite.train import guard
-from megalite.train.guard import FLOOR, Judged, Requests, advanced, is_spike, rolled_back
+from megalite.train.guard import MIN_DEVIATION, Judged, Requests, advanced, is_spike, rolled_back
 from megalite.train.vital_signs import Reading
 
 SMALL = replace(MODEL, layers=1)
@@ -70,7 +70,7 @@ def test_what_is_above_a_spike_is_one_and_what_is_below_the_median_is_none(
     history: list[float], loss: float, more: float
 ) -> None:
     if is_spike(history, loss, WINDOW):
-        assert loss > median(history) * (1 + WINDOW.spike_threshold * FLOOR) * (1 - 1e-12)
+        assert loss > median(history) * (1 + WINDOW.spike_threshold * MIN_DEVIATION) * (1 - 1e-12)
         assert is_spike(history, loss + more, WINDOW)
         assert not is_spike(history, loss, replace(WINDOW, spike_threshold=1e9))
 

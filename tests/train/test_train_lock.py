@@ -25,7 +25,7 @@ from pathlib import Path
 from megalite.base.errors import InputError
 from megalite.train.folder import lock
 
-lock.LOOK = 0.01
+lock.LOOK_SECONDS = 0.01
 
 def taker(run: Path, go: int, told: int) -> None:
     os.read(go, 1)
@@ -59,10 +59,10 @@ ELSEWHERE = replace(ME, host="node7", machine="another")
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lock, "LOOK", 0.01)
-    monkeypatch.setattr(lock, "LOOKS", 8)
-    monkeypatch.setattr(lock, "SUCCESSOR", 3)
-    monkeypatch.setattr(lock, "BEAT", 0.01)
+    monkeypatch.setattr(lock, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(lock, "MAX_LOOKS", 8)
+    monkeypatch.setattr(lock, "SUCCESSOR_LOOKS", 3)
+    monkeypatch.setattr(lock, "BEAT_SECONDS", 0.01)
 
 
 @pytest.fixture
@@ -143,7 +143,7 @@ def test_an_owner_elsewhere_that_gives_signs_of_life_is_not_overtaken(
 ) -> None:
     theirs = owned_by(tmp_path, ELSEWHERE, monkeypatch)
     with theirs.beating(pytest.fail):
-        monkeypatch.setattr(lock, "LOOKS", 10_000)
+        monkeypatch.setattr(lock, "MAX_LOOKS", 10_000)
         assert f"process {os.getpid()} on node7" in refused(tmp_path)
 
 
@@ -323,7 +323,7 @@ def test_an_old_list_of_the_folder_is_not_asked_for_without_a_pause(
     looks = iter([old] * 3)
     monkeypatch.setattr(lock, "_look", lambda folder, look=lock._look: next(looks, None) or look(folder))
     assert Lock.take(tmp_path).number == 2
-    assert slept == [lock.LOOK] * 3
+    assert slept == [lock.LOOK_SECONDS] * 3
 
 
 def test_a_folder_that_cannot_be_written_to_is_named(tmp_path: Path) -> None:
@@ -333,8 +333,8 @@ def test_a_folder_that_cannot_be_written_to_is_named(tmp_path: Path) -> None:
 
 def test_a_lock_makes_no_file_elsewhere(tmp_path: Path) -> None:
     (tmp_path / "lock").mkdir()
-    (tmp_path / f"lock/1{lock.FREE}").symlink_to(tmp_path / "made")
+    (tmp_path / f"lock/1{lock.FREE_SUFFIX}").symlink_to(tmp_path / "made")
     held = Lock.take(tmp_path)
-    (tmp_path / f"lock/{held.number}{lock.FREE}").symlink_to(tmp_path / "made")
+    (tmp_path / f"lock/{held.number}{lock.FREE_SUFFIX}").symlink_to(tmp_path / "made")
     held.free()
     assert not (tmp_path / "made").exists()

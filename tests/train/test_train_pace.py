@@ -21,13 +21,13 @@ from megalite.config.load import load
 from megalite.config.schema import Checkpoint, Config, Eval, Train
 from megalite.config.validate import check
 from megalite.cost.cluster import known_clusters, load_cluster
-from megalite.cost.gpu_names import DEVICES, cluster_of
+from megalite.cost.gpu_names import DEVICE_PATTERNS, cluster_of
 from megalite.cost.predict import Prediction, predict
 from megalite.plan.batches import GlobalBatch
-from megalite.train.folder.records import WARM_UP
+from megalite.train.folder.records import WARM_UP_STEPS
 from megalite.train.loop import Batches, train
 from megalite.train.metrics import Meter
-from megalite.train.pace import STEPS, Measured, Pace, judged
+from megalite.train.pace import COMPARISON_STEPS, Measured, Pace, judged
 
 CLUSTER = """
 gpu: {{name: a CPU, peak: {{bf16: {rate}, fp32: {rate}, fp64: {rate}}}, multiprocessors: 1, memory: 16,
@@ -45,7 +45,7 @@ def toy(folder: Path, rate: float, **sections: object) -> Config:
     write_whole(path, CLUSTER.format(rate=rate))
     base = config_of(Layout(), replace(MODEL, layers=1))
     run = replace(base.run, cluster=str(path))
-    return replace(base, run=run, train=Train(steps=WARM_UP + 8, precision="fp64"), **sections)  # type: ignore[arg-type]
+    return replace(base, run=run, train=Train(steps=WARM_UP_STEPS + 8, precision="fp64"), **sections)  # type: ignore[arg-type]
 
 
 def trained(config: Config, folder: Path) -> Notes:
@@ -67,7 +67,7 @@ def test_a_run_is_compared_with_its_cluster(rate: float, verdict: str, tmp_path:
     assert notes.said[0].startswith("expected on cpu: ")
     ((step, told),) = notes.named("pace")
     assert (step, told["verdict"], told["steps"], told["cluster"]) == (13, verdict, 8, "cpu")
-    each = list(notes.curve("step_seconds").values())[WARM_UP:]
+    each = list(notes.curve("step_seconds").values())[WARM_UP_STEPS:]
     assert min(each) / 2 < told["measured"] < 2 * max(each)  # type: ignore[operator]
     (text,) = [said for said in notes.said if said.startswith("step time ")]
     assert "(median of 8 steps up to step 13), expected " in text
@@ -120,19 +120,19 @@ def followed(seconds: list[float], config: tuple[str, ...], batch: GlobalBatch |
     for step, each in enumerate(seconds, start=1):
         clock.at += each
         pace.stepped(step, batch or GlobalBatch(0, 64), clock, notes)  # type: ignore[arg-type]
-    assert clock.read <= STEPS  # nothing is kept of a long run
+    assert clock.read <= COMPARISON_STEPS  # nothing is kept of a long run
     return notes
 
 
 def test_warm_up_is_left_out_and_a_long_run_is_compared_once() -> None:
     seconds = prediction_of().seconds
-    steps = [100 * seconds] * WARM_UP + [seconds] * (STEPS - WARM_UP) + [100 * seconds] * 30
+    steps = [100 * seconds] * WARM_UP_STEPS + [seconds] * (COMPARISON_STEPS - WARM_UP_STEPS) + [100 * seconds] * 30
     ((step, told),) = followed(steps, ("train.steps=1000",)).named("pace")
-    assert (step, told["steps"], told["verdict"]) == (STEPS, STEPS - WARM_UP, "as expected")
+    assert (step, told["steps"], told["verdict"]) == (COMPARISON_STEPS, COMPARISON_STEPS - WARM_UP_STEPS, "as expected")
     assert told["measured"] == pytest.approx(seconds)
 
 
-@pytest.mark.parametrize(("steps", "compared"), [(WARM_UP + 2, 0), (WARM_UP + 3, 1)])
+@pytest.mark.parametrize(("steps", "compared"), [(WARM_UP_STEPS + 2, 0), (WARM_UP_STEPS + 3, 1)])
 def test_a_run_of_few_steps_is_compared_or_not(steps: int, compared: int) -> None:
     notes = followed([1.0] * steps, (f"train.steps={steps}",))
     assert [told["steps"] for _, told in notes.named("pace")] == [3] * compared
@@ -207,8 +207,8 @@ def test_one_gpus_own_work_is_named_where_nothing_else_is_large() -> None:
 
 
 def test_every_known_cluster_has_a_device_and_only_one() -> None:
-    assert set(DEVICES) == set(known_clusters())
-    for name, pattern in DEVICES.items():
+    assert set(DEVICE_PATTERNS) == set(known_clusters())
+    for name, pattern in DEVICE_PATTERNS.items():
         assert cluster_of(pattern.removesuffix("( OAM)?")) == name
 
 

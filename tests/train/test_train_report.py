@@ -15,7 +15,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from megalite.base.errors import InputError
 from megalite.config.schema import Config, Log, Parallel, Run, Train
 from megalite.train.folder.records import mend, read_lines, read_records
-from megalite.train.report import SHOWN, Report, duration
+from megalite.train.report import CONSOLE_FIELDS, Report, duration
 
 CONFIG = Config(run=Run(name="toy"), parallel=Parallel(pp=2, dp_shard=3), train=Train(steps=20))
 RECORDS = {
@@ -57,7 +57,7 @@ def test_metrics_and_tensorboard_agree(tmp_path: Path) -> None:
     assert {line["step"]: {name: line[name] for name in RECORDS[line["step"]]} for line in found} == RECORDS
     assert all(line.keys() - {"step", "time"} == RECORDS[line["step"]].keys() for line in found)
     drawn = board(tmp_path)
-    assert drawn.keys() == SHOWN.keys() | {"tokens/data/a"}
+    assert drawn.keys() == CONSOLE_FIELDS.keys() | {"tokens/data/a"}
     for step, record in RECORDS.items():
         for name, value in record.items():
             assert drawn[name][step] == pytest.approx(value, rel=1e-6), name  # TensorBoard keeps float32

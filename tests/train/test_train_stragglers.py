@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from megalite.data.store import StoreWriter
 from megalite.distributed.health.clock import Clock
-from megalite.train.stragglers import SECTIONS, STEPS, WINDOWS, Rule, Straggler, slow
+from megalite.train.stragglers import SECTIONS, WINDOW_STEPS, WINDOWS, Rule, Straggler, slow
 from megalite_launch.base.events import read_events
 from megalite_launch.base.run_folder import node_name
 
@@ -43,7 +43,7 @@ from megalite.commands.main import main
 from megalite.parallel.pipeline import Pipeline
 from megalite.train import stragglers
 
-stragglers.STEPS = 4  # of a window: a test has not the time for 50
+stragglers.WINDOW_STEPS = 4  # of a window: a test has not the time for 50
 backward = Pipeline._backward
 
 def slowed(self, *args):
@@ -60,7 +60,7 @@ def windows(generator: np.random.Generator, ranks: int, count: int, slower: floa
     """`[count, ranks]`: medians of windows. 5 % jitter, 2 % spikes, 1 % between hosts of 8; rank 5 is `slower`."""
     hosts = 1 + 0.01 * generator.standard_normal(ranks // 8).repeat(8)
     hosts[5] *= slower
-    steps = 1 + 0.05 * generator.standard_normal((count, STEPS, ranks), dtype=np.float32)
+    steps = 1 + 0.05 * generator.standard_normal((count, WINDOW_STEPS, ranks), dtype=np.float32)
     steps *= np.where(generator.random(steps.shape, dtype=np.float32) < 0.02, 3, 1)
     return np.median(steps, axis=1) * hosts
 

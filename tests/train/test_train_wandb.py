@@ -132,8 +132,8 @@ def test_a_server_that_hangs_holds_up_nothing(
 ) -> None:
     entered, released = threading.Event(), threading.Event()
     monkeypatch.setattr(wandb, method, lambda *_, **__: entered.set() or released.wait(60))
-    monkeypatch.setattr("megalite.train.report.SENDING", 0.1)
-    monkeypatch.setattr("megalite.train.wandb_run.MOST", 5)
+    monkeypatch.setattr("megalite.train.report.SENDING_SECONDS", 0.1)
+    monkeypatch.setattr("megalite.train.wandb_run.MAX_REPORTS", 5)
     with Report(tmp_path, CONFIG, 0) as report:
         for step in range(1, 9):
             report.record(step, {"loss": 1.0})

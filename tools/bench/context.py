@@ -29,7 +29,7 @@ from megalite.distributed import collectives
 from megalite.distributed.mesh import Mesh
 from megalite.distributed.start.ranks import RankInfo
 from megalite.dry_run.live_bytes import LiveBytes
-from megalite.parallel.context import FULL, attention
+from megalite.parallel.context import FULL_SCORES, attention
 from megalite.parallel.fsdp import compute_dtype
 from megalite.parallel.sequence import Method
 from megalite.plan.traffic.context import bytes_sent
@@ -54,7 +54,7 @@ def configuration(method: Method, cp: int, length: int, precision: str, head_wid
     )
 
 
-def attend(config: Config, mesh: Mesh, kind: Scores = FULL) -> Callable[[], Tensor]:
+def attend(config: Config, mesh: Mesh, kind: Scores = FULL_SCORES) -> Callable[[], Tensor]:
     """A function that runs attention over this rank's part of random sequences, which are made once, before it runs."""
     model, part = config.model, config.model.sequence_length // config.parallel.cp
     dtype = compute_dtype(config.train.precision)

@@ -8,7 +8,7 @@ import numpy as np
 
 from megalite.base.entry import exit_code
 from megalite.base.terminal import console, sections, table
-from megalite.scaling.approach3 import FEWEST, fit3, refit
+from megalite.scaling.approach3 import MIN_RUNS, fit3, refit
 from megalite.scaling.bootstrap import draws, interval
 from megalite.scaling.forms import Array
 from megalite.scaling.law import FLOPS, Law
@@ -96,7 +96,7 @@ def coverage(
     for trial in range(trials):
         losses = TRUTH.loss(n, d) * np.exp(noise * generator.standard_normal(runs))
         fit = fit3(n, d, losses, delta)
-        drawn = quantities(refit(fit, n, d, losses, delta, draws(runs, samples, FEWEST, seed=trial)), largest)
+        drawn = quantities(refit(fit, n, d, losses, delta, draws(runs, samples, MIN_RUNS, seed=trial)), largest)
         for name, values in drawn.items():
             band = interval(0.0, values, runs, name.startswith("N_opt"))
             held.setdefault(name, []).append(bool(band.low <= truth[name] <= band.high))

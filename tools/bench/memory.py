@@ -32,7 +32,7 @@ from megalite.config.schema import Config
 from megalite.config.validate import check
 from megalite.dry_run.run import count_step
 from megalite.plan.memory.peak import KINDS, rank_memory
-from megalite.plan.memory.walk import HOST
+from megalite.plan.memory.walk import HOST_MEMORY
 from megalite.plan.model.size import model_parameters
 from megalite.train.build import build, build_mesh
 from megalite.train.recompute_costs import plan_for
@@ -105,13 +105,13 @@ def _configs(given: Sequence[str]) -> dict[str, Config]:
 
 def _row(name: str, config: Config) -> dict[str, Any]:
     predicted, counted = rank_memory(config, 0), _count(config)
-    on_host, total = counted.pop(HOST, 0), sum(counted.values())
+    on_host, total = counted.pop(HOST_MEMORY, 0), sum(counted.values())
     return {
         "name": name,
         "predicted_bytes": predicted.total,
         "counted_bytes": total,
         "difference": predicted.total / total - 1,
-        "predicted_host_bytes": sum(predicted.of(HOST).values()),
+        "predicted_host_bytes": sum(predicted.of(HOST_MEMORY).values()),
         "counted_host_bytes": on_host,
         "counted_by_kind": {kind: counted.get(kind, 0) for kind in KINDS},
     }

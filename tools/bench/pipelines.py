@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from random import Random
 
-from megalite.schedule.generate import AUTO, build, placement_of
+from megalite.schedule.generate import AUTO_SCHEDULE, build, placement_of
 from megalite.schedule.problem import StageCosts
 from megalite.schedule.search import Found, least_memory, memory_of, search
 
@@ -28,7 +28,7 @@ def random_case(random: Random, ranks: int, micro_batches: int) -> Case:
     """A pipeline of up to these sizes. A rank has 0.7 to 2.5 times what 1f1b or zbv take of the fullest."""
     p, v, m = random.randint(1, ranks), random.choice([1, 1, 2]), random.randint(1, micro_batches)
     stages = [_stage(random, last=stage == p * v - 1) for stage in range(p * v)]
-    placement = placement_of(AUTO, p, v)
+    placement = placement_of(AUTO_SCHEDULE, p, v)
     named = build("1f1b" if v == 1 else "zbv", p, m)
     fullest = max(memory_of(named.orders, placement, m, stages))
     limit = max(fullest * random.uniform(0.7, 2.5), *least_memory(placement, stages))

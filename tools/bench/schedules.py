@@ -30,7 +30,7 @@ from megalite.distributed.mesh import Mesh
 from megalite.distributed.start.ranks import RankInfo
 from megalite.schedule.actions import Table
 from megalite.schedule.communication import communicate
-from megalite.schedule.generate import AUTO, build, placement_of
+from megalite.schedule.generate import AUTO_SCHEDULE, build, placement_of
 from megalite.schedule.problem import StageCosts
 from megalite.schedule.search import search
 from megalite.schedule.simulate import simulate
@@ -61,7 +61,7 @@ class Measured:
 
     @property
     def placement(self) -> tuple[int, ...]:
-        return placement_of(AUTO, RANKS, len(self.forwards) // RANKS)
+        return placement_of(AUTO_SCHEDULE, RANKS, len(self.forwards) // RANKS)
 
     @property
     def as_1f1b(self) -> tuple[float, ...]:
@@ -140,7 +140,9 @@ def _compare(pipeline: Measured, mesh: Mesh, unit: float, longer: float, transfe
     found = search(placement, MICRO_BATCHES, stages, (pipeline.memory,) * RANKS)
     times = tuple(costs.times for costs in stages)
     tables = {name: build(name, RANKS, MICRO_BATCHES) for name in dict.fromkeys(["1f1b", found.best_named or "1f1b"])}
-    tables[AUTO] = Table(AUTO, MICRO_BATCHES, placement, communicate(found.orders, placement, times), times)
+    tables[AUTO_SCHEDULE] = Table(
+        AUTO_SCHEDULE, MICRO_BATCHES, placement, communicate(found.orders, placement, times), times
+    )
     sleeps = {
         name: [
             Sleeps(unit * f, unit * f * pipeline.input, unit * f)
@@ -163,7 +165,8 @@ def _compare(pipeline: Measured, mesh: Mesh, unit: float, longer: float, transfe
         "simulated_seconds": {name: _simulated(tables[name], sleeps[name], longer, transfer) for name in tables},
         "seconds": seconds,
         "time_ratios": {
-            name: statistics.median(a / b for a, b in zip(seconds[AUTO], seconds[name], strict=True)) for name in tables
+            name: statistics.median(a / b for a, b in zip(seconds[AUTO_SCHEDULE], seconds[name], strict=True))
+            for name in tables
         },
     }
 
@@ -237,7 +240,7 @@ def wrong_in(measured: Sequence[dict[str, Any]], searches: dict[str, Any]) -> li
     for row in measured:
         if row["time_ratios"]["1f1b"] >= 1:
             found.append(f"{row['pipeline']}: the order takes {row['time_ratios']['1f1b']:.3f} of the time of 1f1b")
-        ratio = statistics.median(row["seconds"][AUTO]) / row["simulated_seconds"][AUTO]
+        ratio = statistics.median(row["seconds"][AUTO_SCHEDULE]) / row["simulated_seconds"][AUTO_SCHEDULE]
         if ratio > 1 + TOLERANCE:
             found.append(f"{row['pipeline']}: takes {ratio:.3f} of its simulated time, more than {1 + TOLERANCE}")
     return found
@@ -253,7 +256,7 @@ def _show(measured: Sequence[dict[str, Any]], searches: dict[str, Any]) -> None:
     for row in measured:
         for name, seconds in row["seconds"].items():
             simulated, taken = row["simulated_seconds"][name], statistics.median(seconds)
-            ratio = "" if name == AUTO else f"{row['time_ratios'][name]:.3f}"
+            ratio = "" if name == AUTO_SCHEDULE else f"{row['time_ratios'][name]:.3f}"
             shown.add_row(row["pipeline"], name, f"{1000 * simulated:.1f}", f"{1000 * taken:.1f}", ratio)
     console.print(shown)
     for key, value in searches.items():

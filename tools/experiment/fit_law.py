@@ -12,7 +12,7 @@ from megalite.base.entry import exit_code
 from megalite.base.errors import InputError, listing, printable
 from megalite.base.files import check_output, write_object
 from megalite.base.terminal import console, sections
-from megalite.experiment.fitting import MOST_SAMPLES
+from megalite.experiment.fitting import MAX_SAMPLES
 from megalite.scaling.approach3 import fit3
 from megalite.scaling.law import FLOPS
 from megalite.scaling.record import record
@@ -48,8 +48,8 @@ def _main(options: argparse.Namespace) -> None:
         raise InputError("--tokens, --flops: give one of them; the other follows as C = 6·N·D")
     if not 0 < options.delta <= 10:
         raise InputError(f"--delta {options.delta}: must be above 0, at most 10")
-    if options.drop < 0 or not 0 <= options.bootstrap <= MOST_SAMPLES:
-        raise InputError(f"--drop, --bootstrap: must be at least 0, and --bootstrap at most {MOST_SAMPLES:,}")
+    if options.drop < 0 or not 0 <= options.bootstrap <= MAX_SAMPLES:
+        raise InputError(f"--drop, --bootstrap: must be at least 0, and --bootstrap at most {MAX_SAMPLES:,}")
     if options.json is not None:
         check_output(options.json)
     results = _results(options)

@@ -19,7 +19,7 @@ from megalite.experiment import launching
 from megalite.experiment.cell import Cell, Counts
 from megalite.experiment.cost import Costs, check_budget, estimate
 from megalite.experiment.expand import Expanded
-from megalite.experiment.folder import ENDED, STATES, ExperimentFolder, State
+from megalite.experiment.folder import END_STATES, STATES, ExperimentFolder, State
 from megalite.experiment.read import read_experiment
 from megalite.experiment.results import Row, collect, measured, runs_are_elsewhere
 from megalite_launch.base.errors import UserError
@@ -28,7 +28,7 @@ from megalite_launch.submit.check_first import find_megalite
 
 COMMAND = launching.COMMAND
 LONGEST = 40  # runs that a table of a launch shows
-UNDONE = tuple(state for state in ENDED if state != "done")
+UNDONE = tuple(state for state in END_STATES if state != "done")
 COLORS = {"done": "green", "running": "cyan", "oom": "red", "diverged": "red", "timeout": "red", "failed": "red"}
 EPILOG = codes(
     {

@@ -17,7 +17,7 @@ from megalite.base.exit_codes import ExitCode
 from megalite.base.files import check_output, exists, write_new
 from megalite.config.yaml import read_mapping
 from megalite.cost.cluster import Cluster, cluster_path, read_cluster
-from megalite.cost.constants import FITTED
+from megalite.cost.constants import FITTED_CONSTANTS
 from megalite.cost.texts import seconds_text
 from megalite_tools.plan.calibration import FIGURES, Fit, Runs, fit
 from megalite_tools.plan.measured_runs import Run, read_run
@@ -60,7 +60,7 @@ def _check_out(out: str) -> None:
 
 
 def _show(terminal: Terminal, runs: Runs, cluster: Cluster, found: Fit) -> None:
-    rows, spread = [], FITTED.spread
+    rows, spread = [], FITTED_CONSTANTS.spread
     predicted = runs.predicted(found.cluster)
     far = [str(run.folder) for run, now in zip(runs.runs, predicted, strict=True) if _off(run, now) > spread]
     for run, before, after in zip(runs.runs, runs.predicted(cluster), predicted, strict=True):

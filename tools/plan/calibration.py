@@ -13,7 +13,7 @@ import numpy
 
 from megalite.base.errors import InputError
 from megalite.cost.cluster import Cluster
-from megalite.cost.kernels import BEST
+from megalite.cost.kernels import PEAK_SHARE
 from megalite.cost.order_costs import costing_of
 from megalite.cost.predict import Trial
 from megalite.cost.slowest_gpu import waiting
@@ -83,7 +83,7 @@ def scaled(cluster: Cluster, factors: Mapping[str, float], precisions: set[str])
     measured = dict(gpu.measured)
     if products is not None:
         for precision in precisions:
-            measured.setdefault(precision, BEST * gpu.peak.get(precision, gpu.peak["bf16"]))
+            measured.setdefault(precision, PEAK_SHARE * gpu.peak.get(precision, gpu.peak["bf16"]))
         measured = {precision: rate * products for precision, rate in measured.items()}
     memory, node, network = (factors.get(name, 1.0) for name in FIGURES[1:])
     levels = tuple(replace(level, link=level.link.faster(node)) for level in cluster.levels)

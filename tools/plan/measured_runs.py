@@ -9,7 +9,7 @@ from megalite.base.files import is_file, is_folder
 from megalite.config.load import load
 from megalite.config.schema import Config
 from megalite.config.validate import check
-from megalite.train.folder.records import WARM_UP, read_lines
+from megalite.train.folder.records import WARM_UP_STEPS, read_lines
 
 FEWEST = 3  # records that a median is taken of
 WAITING = 0.05  # share of a step that it may wait for data; more of that is not the cluster's speed
@@ -36,12 +36,12 @@ def read_run(folder: Path) -> Run:
     for line in lines[begin:]:
         if line.get("step_seconds") is None:
             continue
-        if before >= first + WARM_UP:
+        if before >= first + WARM_UP_STEPS:
             seconds.append(line["step_seconds"])
             waits.append(line.get("data_wait_seconds") or 0.0)
         before = line["step"]
     if len(seconds) < FEWEST:
-        rule = f"has {len(seconds)} records of step times after the first {WARM_UP} steps of its latest start"
+        rule = f"has {len(seconds)} records of step times after the first {WARM_UP_STEPS} steps of its latest start"
         raise InputError(f"{folder}: {rule}, fewer than {FEWEST}; give a longer run, or use a smaller log.interval")
     time, wait = median(seconds), median(waits)
     if wait > WAITING * time:

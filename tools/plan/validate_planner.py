@@ -16,7 +16,7 @@ from megalite.base.entry import exit_code
 from megalite.base.errors import counted
 from megalite.base.exit_codes import ExitCode
 from megalite.base.files import check_output, write_object
-from megalite.cost.constants import FITTED, Constants
+from megalite.cost.constants import FITTED_CONSTANTS, Constants
 from megalite_tools.plan.published.fit import BOUNDS, fit
 from megalite_tools.plan.published.other_planners import Peer, read_peers
 from megalite_tools.plan.published.rows import Row, read_rows
@@ -73,7 +73,7 @@ def _run(options: argparse.Namespace) -> int:
         rows += found
         left_out += skipped
     peers = read_peers(Path(options.peers), rows) if options.peers else None
-    constants = _fitted(terminal, rows) if options.fit else FITTED
+    constants = _fitted(terminal, rows) if options.fit else FITTED_CONSTANTS
     times = _without(rows) if options.leave_out else timed(rows, constants)
     memory, verdicts = weighed(rows), judged(rows)
     _show(terminal, times, memory, verdicts)
@@ -90,10 +90,10 @@ def _run(options: argparse.Namespace) -> int:
 
 def _fitted(terminal: Terminal, rows: Sequence[Row]) -> Constants:
     """Constants for all rows together, shown beside those in `megalite/cost/constants.py`."""
-    found = fit(rows, FITTED)
+    found = fit(rows, FITTED_CONSTANTS)
     terminal.table(
         ("constant:", "now", "fitted"),
-        [(name, f"{getattr(FITTED, name):.4g}", f"{getattr(found, name):.4g}") for name in BOUNDS],
+        [(name, f"{getattr(FITTED_CONSTANTS, name):.4g}", f"{getattr(found, name):.4g}") for name in BOUNDS],
     )
     return found
 
@@ -104,7 +104,7 @@ def _without(rows: Sequence[Row]) -> list[Compared]:
     told, sources = Console(stderr=True), sorted({row.source for row in rows})
     for source in track(sources, "Fitting without", console=told, transient=True, disable=not told.is_terminal):
         others = [row for row in rows if row.source != source]
-        constants = fit(others) if any(row.seconds is not None and row.fits for row in others) else FITTED
+        constants = fit(others) if any(row.seconds is not None and row.fits for row in others) else FITTED_CONSTANTS
         found += timed([row for row in rows if row.source == source], constants)
     return found
 

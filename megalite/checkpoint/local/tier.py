@@ -28,7 +28,7 @@ from megalite.config.schema import Config
 from megalite.cost.order_costs import costing_of
 from megalite.distributed.start.host import host_memory
 from megalite.plan.memory.peak import memory_of_ranks
-from megalite.plan.memory.walk import HOST
+from megalite.plan.memory.walk import HOST_MEMORY
 from megalite_launch.base.run_folder import node_name
 
 
@@ -292,5 +292,5 @@ def _check_marks(place: Place, mark: str) -> None:
 def _memory_of(config: Config, ranks: int, on_gpu: bool) -> int:
     """Bytes of host memory that so many ranks of a node take, by the prediction."""
     memories = memory_of_ranks(config, costing_of(config))
-    found = (size for each in memories for (kind, _), size in each.bytes.items() if kind == HOST or not on_gpu)
+    found = (size for each in memories for (kind, _), size in each.bytes.items() if kind == HOST_MEMORY or not on_gpu)
     return sum(found) * ranks // len(memories)

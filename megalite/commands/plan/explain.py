@@ -19,7 +19,7 @@ from megalite.cost.layout_choice import Choice, choice_of
 from megalite.cost.predict import Prediction
 from megalite.cost.texts import PARTS, number, seconds_text, step_text, time_unit
 from megalite.cost.whole_run import goodput
-from megalite.layout_search.time_bounds import VIRTUAL
+from megalite.layout_search.time_bounds import VIRTUAL_STAGES
 from megalite.plan.memory.peak import KINDS, Memory, memory_of_ranks
 from megalite.plan.memory.rebalance import flatter_split
 from megalite.plan.split import split_of
@@ -106,7 +106,7 @@ def _others(asked: Asked, choice: Choice, config: Config) -> Iterator[tuple[str,
                 yield f"parallel.context.method={method}", choice._replace(method=method)
     if choice.pp > 1:
         for schedule in NAMES:
-            for virtual in VIRTUAL if schedule == "interleaved_1f1b" else (None,):
+            for virtual in VIRTUAL_STAGES if schedule == "interleaved_1f1b" else (None,):
                 if (schedule, virtual) != (choice.schedule, choice.virtual):
                     stages = f" parallel.pipeline.virtual_stages={virtual}" if virtual else ""
                     other = choice._replace(schedule=schedule, virtual=virtual, split=None)

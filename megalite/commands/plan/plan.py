@@ -32,7 +32,7 @@ from megalite.cost.texts import money, seconds_text, step_text
 from megalite.cost.whole_run import run_of
 from megalite.layout_search.search import Found, Result
 from megalite.schedule.file import write as write_order
-from megalite.schedule.generate import AUTO
+from megalite.schedule.generate import AUTO_SCHEDULE
 
 Parts = list[tuple[str, RenderableType]]
 _NO_GPU_COUNT = "No number of GPUs here keeps the limits."
@@ -186,7 +186,7 @@ def _with_order(args: argparse.Namespace, asked: Asked, before: Prediction, part
         told += f". It is the order of {own}, as none that was searched is faster; --write keeps that name."
     else:
         told += f", {order.seconds / order.own - 1:+.1%} against {own}."
-        if order.name != AUTO:
+        if order.name != AUTO_SCHEDULE:
             told += f" It is the order of {named}, as none that was searched is faster."
     if order.own_memory > asked.limit:
         told += f" {own} would need {memory(order.own_memory)}, which is too much."

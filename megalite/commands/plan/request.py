@@ -15,11 +15,11 @@ from megalite.config.load import is_set, load
 from megalite.config.schema import Config
 from megalite.config.validate import check, check_without_layout
 from megalite.cost.cluster import Cluster, load_cluster
-from megalite.cost.layout_choice import SEARCHED, Choice
+from megalite.cost.layout_choice import SEARCH_KEYS, Choice
 from megalite.cost.predict import Prediction, predict
 from megalite.cost.stages import Timer
 from megalite.layout_search.search import Found, fullest_rank, search
-from megalite.plan.memory.fit import FOR_TENSORS, GIB
+from megalite.plan.memory.fit import GIB, TENSOR_SHARE
 from megalite.plan.memory.peak import Memory
 
 
@@ -87,14 +87,14 @@ def ask(args: argparse.Namespace, files: list[str] | None = None, searches: bool
     if chosen:
         batch = usual_batch(args.tokens, config.model.sequence_length)
         config = replace(config, batch=replace(config.batch, global_=batch))
-    whole = {section for section in pinned if any(key.startswith(f"{section}.") for key in SEARCHED)}
+    whole = {section for section in pinned if any(key.startswith(f"{section}.") for key in SEARCH_KEYS)}
     if whole:
         raise InputError(f"{min(whole)}: megalite plan takes keys of their own, such as {min(whole)}.… = VALUE")
     open_keys = {key for key in ("batch.micro", "parallel.dp_shard") if attrgetter(key)(config) == "auto"}
     pins = {key: value for key, value in layout_keys(config).items() if key in pinned - open_keys and value is not None}
     check_without_layout(config, pins)
     cluster = _cluster(args, config)
-    limit = args.max_memory * GIB if args.max_memory else cluster.gpu.memory * FOR_TENSORS
+    limit = args.max_memory * GIB if args.max_memory else cluster.gpu.memory * TENSOR_SHARE
     if args.max_memory and config.parallel.pipeline.searched:
         config = replace(config, batch=replace(config.batch, memory=args.max_memory))
     return Asked(config, cluster, limit, pins, args.tokens, args.days, args.budget, args.offload, device, chosen)
@@ -117,7 +117,7 @@ def as_is(asked: Asked, gpus: int | None) -> Config:
 
 def layout_keys(config: Config) -> dict[str, Any]:
     """The keys that a search decides, with their values in `config`."""
-    return {key: attrgetter(key)(config) for key in SEARCHED}
+    return {key: attrgetter(key)(config) for key in SEARCH_KEYS}
 
 
 def as_overrides(config: Config) -> list[str]:

@@ -15,16 +15,23 @@ from megalite.base.errors import InputError
 from megalite.commands.plan.request import Asked
 from megalite.config.schema import Config
 from megalite.config.validate import check
-from megalite.cost.activation_room import TRIES, memory_under, room_beside, tightened
+from megalite.cost.activation_room import MAX_TRIES, memory_under, room_beside, tightened
 from megalite.cost.order_costs import problem_of, seconds_under
 from megalite.cost.predict import Trial
-from megalite.layout_search.time_bounds import VIRTUAL
+from megalite.layout_search.time_bounds import VIRTUAL_STAGES
 from megalite.plan.memory.peak import each_rank
 from megalite.plan.pipeline import micro_batches, sharded, sharding_mode
 from megalite.plan.resolved import Plan, resolve
 from megalite.schedule.actions import Orders, Table
 from megalite.schedule.communication import communicate
-from megalite.schedule.generate import AUTO, NAMES, ONE_STAGE, SPLITTING, V_SHAPED, orders_of
+from megalite.schedule.generate import (
+    AUTO_SCHEDULE,
+    NAMES,
+    ONE_STAGE_SCHEDULES,
+    SPLIT_SCHEDULES,
+    V_SCHEDULES,
+    orders_of,
+)
 from megalite.schedule.search import EFFORT, search
 
 MIN_ORDERS = 20  # orders: where a search could not try more, it takes long and seldom finds any
@@ -81,7 +88,7 @@ def best_order(asked: Asked, config: Config) -> Order:
         for name, named in placed.named.items():
             add(placed.seconds(named), placed, name, named)
         if not placed.is_long or placed.schedule != "interleaved_1f1b":
-            add(placed.bound, placed, AUTO, None)
+            add(placed.bound, placed, AUTO_SCHEDULE, None)
     while heap:
         entry = heappop(heap)
         seconds, placed, name, orders = entry.seconds, entry.placed, entry.name, entry.orders
@@ -105,9 +112,9 @@ def best_order(asked: Asked, config: Config) -> Order:
                 own_memory=first.own_memory,
                 is_own=placed.is_own(orders),
             )
-        if name == AUTO and placed.tries < TRIES:
+        if name == AUTO_SCHEDULE and placed.tries < MAX_TRIES:
             placed.tighten(memory)
-            add(seconds, placed, AUTO, None)
+            add(seconds, placed, AUTO_SCHEDULE, None)
     raise InputError("--schedule: no order of this pipeline fits into memory; see --explain for what would")
 
 
@@ -134,9 +141,9 @@ class _Placed:
         pp, stages = self.config.parallel.pp, self.config.parallel.pipeline.stages_per_rank
         if self.schedule not in NAMES:
             yield self.schedule, self.plan.table(self.m).orders
-        others = (name for name in (*ONE_STAGE, *V_SHAPED, "interleaved_1f1b") if name != self.schedule)
+        others = (name for name in (*ONE_STAGE_SCHEDULES, *V_SCHEDULES, "interleaved_1f1b") if name != self.schedule)
         for name in (self.schedule, *others):
-            if name in NAMES and not (self.config.train.compile and name in SPLITTING):
+            if name in NAMES and not (self.config.train.compile and name in SPLIT_SCHEDULES):
                 try:
                     placement, orders = orders_of(name, pp, self.m, stages)
                 except InputError:  # another number of stages
@@ -173,7 +180,7 @@ class _Placed:
             found = search(of.placement, self.m, of.stages, of.limits, of.transfer, of.splits, of.beside)
         except InputError:
             return None
-        return (found.makespan + self.update, AUTO, found.orders) if found.name == AUTO else None
+        return (found.makespan + self.update, AUTO_SCHEDULE, found.orders) if found.name == AUTO_SCHEDULE else None
 
     def memory(self, name: str, orders: Orders) -> list[int]:
         """Bytes of every rank under the file of these orders, or under the layout's own schedule, which is kept."""
@@ -189,7 +196,7 @@ class _Placed:
     def table(self, name: str, orders: Orders) -> Table:
         """The orders with their transfers."""
         times, placement = self.problem.times, self.problem.placement
-        shown = "searched" if name == AUTO else name
+        shown = "searched" if name == AUTO_SCHEDULE else name
         return Table(shown, self.m, placement, communicate(orders, placement, times), times)
 
     def _planned(self, name: str, orders: Orders) -> Plan:
@@ -215,10 +222,10 @@ def _placements(asked: Asked, config: Config) -> Iterator[_Placed]:
     """Yield each placement of stages that the layers allow, the layout's own first."""
     own, seen = config.parallel.pipeline, set[tuple[int, ...]]()
     names = [(own.schedule, own.virtual_stages), ("1f1b", None), ("zbv", None)]
-    for schedule, virtual in (*names, *(("interleaved_1f1b", virtual) for virtual in VIRTUAL)):
-        if config.train.compile and schedule in SPLITTING:
+    for schedule, virtual in (*names, *(("interleaved_1f1b", virtual) for virtual in VIRTUAL_STAGES)):
+        if config.train.compile and schedule in SPLIT_SCHEDULES:
             continue
-        memory = own.memory if schedule == AUTO else None
+        memory = own.memory if schedule == AUTO_SCHEDULE else None
         pipeline = replace(own, schedule=schedule, virtual_stages=virtual, memory=memory)
         other = replace(config, parallel=replace(config.parallel, pipeline=pipeline))
         try:

@@ -13,7 +13,7 @@ from megalite.cost.layout_choice import Choice
 from megalite.cost.texts import money, number, step_text, time_unit
 from megalite.cost.whole_run import DAY, Run, goodput, run_of
 from megalite.layout_search.search import Found, Result, fullest_rank
-from megalite.plan.memory.walk import HOST
+from megalite.plan.memory.walk import HOST_MEMORY
 from megalite_launch.base.texts import scaled
 
 LISTED_ROWS = 5  # rows, where --top does not tell
@@ -83,7 +83,7 @@ def on_host(asked: Asked, found: Found) -> str:
     told = []
     for row, result in enumerate(found.results[:LISTED_ROWS], 1):
         if result.choice.offload_activations or result.choice.offload_optimizer:
-            held = sum(fullest_rank(result.prediction.config, asked.timer).of(HOST).values())
+            held = sum(fullest_rank(result.prediction.config, asked.timer).of(HOST_MEMORY).values())
             ranks = min(asked.cluster.gpus_per_node, result.prediction.gpus)
             told.append(f"row {row} keeps {memory(held)} for a rank, {memory(held * ranks)} on a node")
     if not told:

@@ -15,7 +15,7 @@ from megalite.cost.predict import Prediction, predict
 from megalite.cost.texts import money, number, seconds_text, step_text
 from megalite.cost.whole_run import run_of
 from megalite.plan.batches import samples_after
-from megalite.plan.memory.fit import FOR_TENSORS, GIB
+from megalite.plan.memory.fit import GIB, TENSOR_SHARE
 from megalite.plan.memory.peak import Memory
 
 GPU_SIZES = (24, 40, 80, 141, 192)  # GiB of GPUs that there are
@@ -42,7 +42,7 @@ def _usual(needed: int | None) -> RenderableType:
         return Text(MEMORY_HINT)
     shown = table("GPU", "for tensors", "needed", "", text=("",))
     for size in GPU_SIZES:
-        room = size * FOR_TENSORS * GIB
+        room = size * TENSOR_SHARE * GIB
         shown.add_row(f"{size} GiB", memory_size(room), memory_size(needed), _verdict(needed, room))
     return shown
 
@@ -53,7 +53,7 @@ def _verdict(needed: int, room: float) -> Text:
 
 def _facts(config: Config, prediction: Prediction, needed: int | None) -> Table:
     shown = Table.grid(padding=(0, 2, 0, 0))
-    room = prediction.cluster.gpu.memory * FOR_TENSORS
+    room = prediction.cluster.gpu.memory * TENSOR_SHARE
     if needed is None:
         shown.add_row("memory", MEMORY_HINT)
     else:

@@ -23,10 +23,10 @@ from megalite.cost.cluster import Cluster
 from megalite.cost.order_costs import costing_of
 from megalite.distributed.start.local import LAUNCHER
 from megalite.plan.memory.activations import Activations
-from megalite.plan.memory.fit import FOR_TENSORS, GIB
+from megalite.plan.memory.fit import GIB, TENSOR_SHARE
 from megalite.plan.memory.peak import KINDS, Memory
 from megalite.plan.memory.rebalance import flatter_split
-from megalite.plan.memory.walk import HOST
+from megalite.plan.memory.walk import HOST_MEMORY
 from megalite.plan.pipeline import as_full, placement
 from megalite.plan.split import split_of, stage_costs
 
@@ -135,12 +135,12 @@ def verdict(config: Config, memories: Sequence[Memory], limit: float | None, clu
     if limit is not None:
         room, what = limit, f"the {memory_size(limit * GIB)} of batch.memory"
     elif cluster is not None:
-        room = cluster.gpu.memory / GIB * FOR_TENSORS
+        room = cluster.gpu.memory / GIB * TENSOR_SHARE
         what = f"the {memory_size(room * GIB)} that tensors may take of {cluster.gpu.name} ({cluster.name})"
     elif config.run.device == "cpu":
         return text.append(".")
     else:
-        room = DEFAULT_GPU_GIB * FOR_TENSORS
+        room = DEFAULT_GPU_GIB * TENSOR_SHARE
         what = (
             f"a GPU of {DEFAULT_GPU_GIB} GiB, of which tensors may take {room:g} GiB; "
             "no size is configured, so this one is assumed"
@@ -234,19 +234,19 @@ def _components(memory: Memory, measured: dict[str, int] | None) -> Table:
         cells = [] if counted is None else [f"{counted / unit:,.3f}", _difference(size, counted)]
         shown.add_row(label, f"{size / unit:,.3f}", share, *cells, style=style)
 
-    for kind in (*KINDS, HOST):
+    for kind in (*KINDS, HOST_MEMORY):
         parts = memory.of(kind)
         counted = None if measured is None else measured.get(kind, 0)
         if not parts and not counted:
             continue
-        if kind == HOST:
+        if kind == HOST_MEMORY:
             shown.add_section()
-        share = (lambda size: "") if kind == HOST else (lambda size: f"{size / memory.total:.1%}")
+        share = (lambda size: "") if kind == HOST_MEMORY else (lambda size: f"{size / memory.total:.1%}")
         row(kind, sum(parts.values()), share(sum(parts.values())), counted, style="bold")
-        for component, size in _in_order(parts) if len(parts) > 1 or kind == HOST else ():
+        for component, size in _in_order(parts) if len(parts) > 1 or kind == HOST_MEMORY else ():
             row(f"  {component}", size, share(size))
         if kind == KINDS[-1]:
-            total = None if measured is None else sum(size for of, size in measured.items() if of != HOST)
+            total = None if measured is None else sum(size for of, size in measured.items() if of != HOST_MEMORY)
             row("total", memory.total, "100.0%", total, style="bold")
     return shown
 

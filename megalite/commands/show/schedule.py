@@ -17,7 +17,7 @@ from megalite.plan.pipeline import actions, bubble, micro_batches, table_of
 from megalite.schedule.actions import Table
 from megalite.schedule.draw import draw_svg, draw_text, title
 from megalite.schedule.file import write
-from megalite.schedule.generate import AUTO
+from megalite.schedule.generate import AUTO_SCHEDULE
 from megalite.schedule.simulate import simulate
 
 OVERRIDE = re.compile(r"[a-z_]+(\.[a-z_]+)*=")  # a key that the option has taken for its file
@@ -55,7 +55,7 @@ def _times(config: Config, schedule: Table, makespan: float) -> str:
     """Explain the times of a schedule and their unit."""
     if schedule.times is None:
         return "All stages take equally long: 1 for a forward pass, 2 for a backward pass, 1 for each half of one."
-    if config.parallel.pipeline.schedule != AUTO:
+    if config.parallel.pipeline.schedule != AUTO_SCHEDULE:
         return "Times are those of the schedule's file, in its unit."
     costs = automatic.wanted(config, micro_batches(config), costing_of(config)).costs
     unit = "The unit is the forward pass of an average stage."
@@ -70,7 +70,7 @@ def _times(config: Config, schedule: Table, makespan: float) -> str:
 def bubble_text(config: Config) -> str:
     """The share of a step in which ranks idle; for `auto`, beside the best named schedule."""
     schedule, m = config.parallel.pipeline.schedule, micro_batches(config)
-    if schedule != AUTO:
+    if schedule != AUTO_SCHEDULE:
         times = "all stages take equally long"
         if schedule not in SCHEDULES and table_of(config).times is not None:
             times = "stages take the times of the file"

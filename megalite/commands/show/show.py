@@ -28,7 +28,7 @@ from megalite.config.validate import check
 from megalite.cost.cluster import Cluster, load_cluster
 from megalite.cost.order_costs import costing_of
 from megalite.plan.batches import batch_sizes, samples_after
-from megalite.plan.memory.fit import FOR_TENSORS, fit_micro
+from megalite.plan.memory.fit import TENSOR_SHARE, fit_micro
 from megalite.plan.memory.peak import Memory, actions_of_peaks, memory_of_ranks
 from megalite.plan.model.size import (
     Attention,
@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
     if args.write is not None:
         _write_model(args.write, asked.model)
     guessed = asked.parallel.dp_shard == "auto" and args.world_size is None
-    offered = None if cluster is None else round(cluster.gpu.memory * FOR_TENSORS)
+    offered = None if cluster is None else round(cluster.gpu.memory * TENSOR_SHARE)
     asking = config.batch.memory is not None or args.schedule is not None or args.memory
     if asking or cluster is not None:  # else left to the GPU of the run
         config = fit_micro(config, offered, costing=costing_of(config))

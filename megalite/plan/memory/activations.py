@@ -22,9 +22,9 @@ from megalite.plan.parts.part import Kept, Moment, Weight
 from megalite.plan.parts.sizes import Sizes
 from megalite.plan.recompute_modes import Mode
 
-TOKEN = 8  # bytes of a token id
+ID_BYTES = 8  # of a token
 ROWS = 128  # rows that cross_entropy handles at a time
-FEWEST, TILE = 4096, 128  # tokens: the lowest limit for a chunk of the head, and the unit that chunks are multiples of
+MIN_CHUNK_TOKENS, TILE = 4096, 128  # the lowest limit for a chunk of the head; chunks are multiples of TILE tokens
 CLASSES = 1024  # classes whose logits the head widens at a time, to sum the gradient of its weight
 OFFLOAD_SHARE = 32  # a tensor below 1/32 of a layer's input, such as a statistic of its rows, is not worth a copy
 
@@ -32,7 +32,7 @@ OFFLOAD_SHARE = 32  # a tensor below 1/32 of a layer's input, such as a statisti
 def chunk_tokens(tokens: int, width: int, itemsize: int, ranks: int) -> int:
     """Tokens that the head makes logits of at a time; `megalite_kernels.linear_cross_entropy` has the reasons."""
     wide, buffers = max(itemsize, 4), 2 if ranks > 1 else 1
-    most = max(width // buffers, FEWEST)
+    most = max(width // buffers, MIN_CHUNK_TOKENS)
     if tokens * itemsize <= buffers * most * itemsize + width * wide:
         return max(tokens, 1)
     even = -(-tokens // -(-tokens // most))
@@ -45,7 +45,7 @@ class Activations(Sizes):
 
     def embedding(self, with_head: bool) -> Unit:
         """The embedding's table and its look-up. with_head: the same stage has the head, which may use the table."""
-        ids = (TOKEN + 1) * self.tokens if self.t > 1 else 0
+        ids = (ID_BYTES + 1) * self.tokens if self.t > 1 else 0
         # The gathered gradient is copied to mask other ranks' tokens. Only the copy is left for the weight's gradient.
         masked = (Moment("mask", 2 * self.gathered),) if self.t > 1 else ()
         moments = (*masked, Moment("lookup", self.gathered or self.stream, self.w * self._matrix))
@@ -159,7 +159,7 @@ class Activations(Sizes):
     def inputs(self) -> int:
         """Bytes of a micro-batch's samples, and of the tokens, targets and positions that are made of the samples."""
         made = 3 if self.config.data.reset_positions else 2
-        return TOKEN * (self.config.batch.micro_size * (self.config.model.sequence_length + 1) + made * self.tokens)
+        return ID_BYTES * (self.config.batch.micro_size * (self.config.model.sequence_length + 1) + made * self.tokens)
 
     def _weights(self, weights: Iterable[Weight]) -> Weights:
         """Parameters and optimizer states of `weights` on this rank, which has a part of those that tp splits."""

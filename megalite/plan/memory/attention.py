@@ -21,7 +21,7 @@ from megalite.plan.traffic.window import busiest, halo
 
 # Limits of `parallel.explicit`:
 ROWS = 128  # of queries at a time, at most: each gets scores for all keys that any of them attends to
-SCORES = 2**24  # the most scores at a time, unless a single row of queries has more
+MAX_SCORES = 2**24  # the most scores at a time, unless a single row of queries has more
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ class AttentionMemory:
         q, kv = self._of(self.queries, n), self._of(self.kv, m)
         if self._kernel == "explicit":
             longest = m if reach is None else min(m, reach + ROWS)
-            rows = max(1, min(ROWS, n, SCORES // max(1, longest * self._heads)))
+            rows = max(1, min(ROWS, n, MAX_SCORES // max(1, longest * self._heads)))
             tensors = 3 if self.heads.scores.softcap is not None else 2
             scores = rows * longest * (tensors * self._heads * self.z + masked)
             return self._wide(q + 2 * kv + 4 * self._of(self.queries, rows)) + scores

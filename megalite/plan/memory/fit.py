@@ -14,12 +14,12 @@ from megalite.config.schema import Config
 from megalite.plan.automatic import Costing
 from megalite.plan.batches import batch_sizes
 from megalite.plan.memory.peak import KINDS, each_rank, memory_of_ranks
-from megalite.plan.memory.walk import HOST
+from megalite.plan.memory.walk import HOST_MEMORY
 from megalite.plan.pipeline import can_be_planned, table_of
 from megalite.plan.resolved import resolve
 
 GIB = 1 << 30
-FOR_TENSORS = 0.9  # of a GPU's memory; CUDA, NCCL and the allocator's fragments take the rest
+TENSOR_SHARE = 0.9  # of a GPU's memory; CUDA, NCCL and the allocator's fragments take the rest
 
 
 def peak_bytes(config: Config, limit: float = math.inf, costing: Costing | None = None) -> int:
@@ -106,9 +106,9 @@ def check_memory(config: Config, total: int, of: str, ranks: int | None = None, 
     fullest = max(memories, key=lambda memory: memory.total)
     together = sum(sum(memory.bytes.values()) for memory in memories)  # host memory included
     needed = fullest.total if ranks is None else together * ranks // len(memories)
-    if needed <= FOR_TENSORS * total:
+    if needed <= TENSOR_SHARE * total:
         return ""
-    kinds = KINDS if ranks is None else (*KINDS, HOST)
+    kinds = KINDS if ranks is None else (*KINDS, HOST_MEMORY)
     parts = sorted(((sum(fullest.of(kind).values()), kind) for kind in kinds), reverse=True)[:3]
     largest = ", ".join(f"{kind} {memory_size(size)}" for size, kind in parts)
     without = ", checkpoint.async=false" if ranks is not None and config.checkpoint.async_ else ""

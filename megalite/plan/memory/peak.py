@@ -37,7 +37,7 @@ from megalite.plan.automatic import Costing
 from megalite.plan.memory.activations import Activations
 from megalite.plan.memory.moment_text import Instant
 from megalite.plan.memory.units import Item
-from megalite.plan.memory.walk import HOST, Walk, on_device
+from megalite.plan.memory.walk import HOST_MEMORY, Walk, on_device
 from megalite.plan.pipeline import actions, as_full, fullest_steps
 from megalite.plan.resolved import Plan, resolve
 
@@ -128,7 +128,7 @@ def _peak(plan: Plan, pp: int, m: int) -> tuple[dict[Item, int], Instant]:
         *steps, (last, instant) = [walk(few - 2), walk(few - 1), walk(few)]
         counts = [*(step for step, _ in steps), last]
         before, growth = ({item: b[item] - a[item] for item in a | b} for a, b in pairwise(counts))
-        grow = {kind == HOST for (kind, _), size in growth.items() if size > 0}
+        grow = {kind == HOST_MEMORY for (kind, _), size in growth.items() if size > 0}
         if growth == before and grow == {False, config.train.offload_activations}:
             grown = {item: size + (m - few) * growth[item] for item, size in last.items()}
             return grown, instant.of_last(few, m)

@@ -10,8 +10,8 @@ from megalite.plan.memory.peak import Memory, actions_of_peaks, rank_memory
 from megalite.plan.pipeline import placement
 from megalite.plan.split import split_of
 
-MOVES = 4  # most layers moved, per pipeline rank
-ACTIONS = 20_000  # in the schedules to walk through; with more, every move would take seconds
+MAX_MOVES = 4  # most layers moved, per pipeline rank
+MAX_ACTIONS = 20_000  # in the schedules to walk through; with more, every move would take seconds
 
 
 def flatter_split(
@@ -23,12 +23,12 @@ def flatter_split(
     the fullest rank to the emptiest, as long as that lowers the higher peak of the two. Every stage but the last keeps
     at least one layer.
     """
-    if actions_of_peaks(config) > ACTIONS:
+    if actions_of_peaks(config) > MAX_ACTIONS:
         return None
     owners, split, before = placement(config), split_of(config), max(memory.total for memory in memories)
     last = len(split) - 1
     peaks = [memory.total for memory in memories]
-    for _ in range(MOVES * len(memories)):
+    for _ in range(MAX_MOVES * len(memories)):
         fullest, emptiest = peaks.index(max(peaks)), peaks.index(min(peaks))
         giving = [stage for stage, rank in enumerate(owners) if rank == fullest and split[stage] > (stage < last)]
         taking = [stage for stage, rank in enumerate(owners) if rank == emptiest]

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from megalite.plan.memory.units import Unit
-from megalite.plan.memory.walk import HOST, PutOff, Walk
+from megalite.plan.memory.walk import HOST_MEMORY, PutOff, Walk
 from megalite.plan.parts.part import Moment
 from megalite.plan.pipeline import as_full, fullest_steps
 from megalite.plan.resolved import Plan
@@ -105,7 +105,7 @@ class Total(Walk):
         self.total += part.change[moment.name, puts_off]
 
     def _hold(self, kind: str, component: str, size: int) -> None:
-        if kind != HOST:
+        if kind != HOST_MEMORY:
             self.total += size
 
     def _see(self, temporaries: int = 0, gathered: int = 0, what: str = "") -> None:

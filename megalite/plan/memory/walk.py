@@ -11,19 +11,19 @@ from megalite.plan.memory.repeated_layers import parts_of
 from megalite.plan.memory.units import Item, Unit
 from megalite.plan.muon import step_temporaries
 from megalite.plan.parts.part import Moment
-from megalite.plan.parts.sizes import BYTES
+from megalite.plan.parts.sizes import PRECISION_BYTES
 from megalite.plan.resolved import Plan
-from megalite.schedule.actions import SENDS, Action, Exchange, Kind
+from megalite.schedule.actions import SEND_KINDS, Action, Exchange, Kind
 from megalite.schedule.reductions import reductions
 
-HOST = "host memory"
-ADDING, REDUCING = "adding up gradients", "reducing gradients"  # moments of a part
+HOST_MEMORY = "host memory"
+GRADIENT_SUMMATION, GRADIENT_REDUCTION = "adding up gradients", "reducing gradients"  # moments of a part
 PartKey = tuple[int, int]  # a stage, and the index of a part in it
 
 
 def on_device(held: Mapping[Item, int]) -> int:
     """Bytes of all kinds but host memory."""
-    return sum(size for (kind, _), size in held.items() if kind != HOST)
+    return sum(size for (kind, _), size in held.items() if kind != HOST_MEMORY)
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class States:
 
     @cached_property
     def w(self) -> int:
-        return BYTES[self.config.train.precision]
+        return PRECISION_BYTES[self.config.train.precision]
 
     @cached_property
     def p(self) -> int:
@@ -114,7 +114,7 @@ class Walk:
             for part in parts:
                 self._hold_states(part)
                 if self.config.checkpoint.async_ and not self._is_second_copy(stage, part):
-                    self._hold(HOST, "checkpoint", self._saved(part))
+                    self._hold(HOST_MEMORY, "checkpoint", self._saved(part))
         self._hold("activations", "attention", self.sizes.angles)
         self._see()
         for item in self.table.programs[self.pp]:
@@ -253,7 +253,7 @@ class Walk:
         for kept in part.kept:
             self._hold("activations", kept.component, kept.bytes)
         for kept in part.offloaded:
-            self._hold(HOST, kept.component, kept.bytes)
+            self._hold(HOST_MEMORY, kept.component, kept.bytes)
 
     def _release(self, part: Unit, moment: Moment, puts_off: bool) -> None:
         """Free the tensors that were kept until `moment`, except for those that a split backward keeps for W."""
@@ -272,7 +272,7 @@ class Walk:
         for kept in part.offloaded:
             size = missing * (kept.bytes // part.times)
             self._hold("temporaries", kept.component, size)
-            self._hold(HOST, kept.component, -size)
+            self._hold(HOST_MEMORY, kept.component, -size)
 
     def _offloads_input(self, stage: int) -> bool:
         """Return whether the first layer offloads its input; the tensor that the stage has received then stays too."""
@@ -290,7 +290,7 @@ class Walk:
             self._hold_weights("gradients", part, states.r)
             self.whole.add(key)
         if states.r != states.w:
-            self._see((0 if summed else states.w * part.weights.total) + beside, what=ADDING)
+            self._see((0 if summed else states.w * part.weights.total) + beside, what=GRADIENT_SUMMATION)
 
     def _reduce_all(self, action: Action) -> None:
         """Reduce the gradients of all parts in the order of the model, as FSDP2 does at the end of a backward pass."""
@@ -305,7 +305,7 @@ class Walk:
         whole = states.r * part.weights.total
         self._release_reduced(action.stage)
         self._share(key, 0)
-        self._see(made + beside + whole, what=REDUCING)
+        self._see(made + beside + whole, what=GRADIENT_REDUCTION)
         self._hold("gradients", "being reduced", whole)
         self.reducing[action.stage] = whole
         if summed:
@@ -316,12 +316,12 @@ class Walk:
         else:  # where only replicas are summed, FSDP2 divides by 1, into a copy
             copy = whole if states.replicas else 0
         reduced = whole // states.shards
-        self._see(beside + copy + reduced, what=REDUCING)
+        self._see(beside + copy + reduced, what=GRADIENT_REDUCTION)
         waits = states.replicas and not self.reductions[action].replicas
         held, each = self.sharded.get(key, 0), states.r if waits else states.p
         if states.r != each:
             more = each * part.weights.total // states.shards if held else 0
-            self._see(beside + copy + reduced + more, what=REDUCING)
+            self._see(beside + copy + reduced + more, what=GRADIENT_REDUCTION)
         if held != each:
             self._hold_weights("gradients", part, each - held, states.shards)
             self.sharded[key] = each
@@ -346,7 +346,7 @@ class Walk:
 
     def _exchange(self, exchange: Exchange) -> None:
         """Hold buffers for the tensors to receive, and free the tensors that the exchange before has sent."""
-        sends = sum(action.kind in SENDS for action in exchange.actions)
+        sends = sum(action.kind in SEND_KINDS for action in exchange.actions)
         self._hold("activations", "between stages", -self.sending * self.sizes.stream)
         self._hold("activations", "between stages", (len(exchange.actions) - sends) * self.sizes.stream)
         self.sending = sends
@@ -358,7 +358,7 @@ class Walk:
         self._hold_weights("parameters", part, states.p, states.shards)
         for component, count, moments in part.weights.by_component:
             if offload:  # beside the states, copies of weights and gradients
-                self._hold(HOST, component, part.times * (states.p * (moments + 2 * count) // states.shards))
+                self._hold(HOST_MEMORY, component, part.times * (states.p * (moments + 2 * count) // states.shards))
             else:
                 self._hold("optimizer states", component, part.times * (states.p * moments // states.shards))
         if states.frees and part.with_stage:
@@ -381,13 +381,13 @@ class Walk:
 
     def _hold(self, kind: str, component: str, size: int) -> None:
         self.held[kind, component] += size
-        if kind != HOST:
+        if kind != HOST_MEMORY:
             self.total += size
             return
         self.on_host += size
         if self.on_host > self.most_on_host:
             self.most_on_host = self.on_host
-            self.host_peak = Counter({item: size for item, size in self.held.items() if item[0] == HOST})
+            self.host_peak = Counter({item: size for item, size in self.held.items() if item[0] == HOST_MEMORY})
 
     def _see(self, temporaries: int = 0, gathered: int = 0, what: str = "") -> None:
         """Record the bytes held, with `temporaries` and `gathered` weights in use, if that is the most so far.
@@ -399,5 +399,5 @@ class Walk:
             now = {("temporaries", "backward"): temporaries, ("gathered weights", "in use"): gathered}
             self.peak = self.held + Counter(now)
             self.peak_at = self.doing, self.at, what
-            for item in [item for item in self.peak if item[0] == HOST]:
+            for item in [item for item in self.peak if item[0] == HOST_MEMORY]:
                 del self.peak[item]

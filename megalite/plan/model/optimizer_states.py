@@ -3,8 +3,8 @@
 from megalite.config.schema import Optim
 from megalite.plan.model.roles import Kind, Role
 
-ADAMW = ("exp_avg", "exp_avg_sq")
-MUON = ("momentum_buffer",)
+ADAMW_STATES = ("exp_avg", "exp_avg_sq")
+MUON_STATES = ("momentum_buffer",)
 
 
 def state_names(optim: Optim, role: Role) -> tuple[str, ...]:
@@ -12,7 +12,7 @@ def state_names(optim: Optim, role: Role) -> tuple[str, ...]:
 
     Each state has the size, the placement and the data type of its parameter.
     """
-    return MUON if uses_muon(optim, role) else ADAMW
+    return MUON_STATES if uses_muon(optim, role) else ADAMW_STATES
 
 
 def uses_muon(optim: Optim, role: Role) -> bool:

@@ -6,7 +6,7 @@ from functools import cached_property
 from megalite.config.schema import Config
 from megalite.plan.traffic.transfers import Transfers, over
 
-BYTES = {"bf16": 2, "fp32": 4, "fp64": 8}  # by train.precision
+PRECISION_BYTES = {"bf16": 2, "fp32": 4, "fp64": 8}  # by train.precision
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Sizes:
     @cached_property
     def w(self) -> int:
         """Bytes of an activation, of a weight in a product, and of its gradient."""
-        return BYTES[self.config.train.precision]
+        return PRECISION_BYTES[self.config.train.precision]
 
     @cached_property
     def z(self) -> int:

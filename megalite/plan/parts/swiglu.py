@@ -30,8 +30,8 @@ class SwiGLUPart(Gathered):
     def weights(self) -> Iterator[tuple[str, Weight]]:
         hidden = self.kind.width
         yield "gate.weight", Weight((hidden, self.width), roles.GATE)
-        yield "up.weight", Weight((hidden, self.width), roles.UP)
-        yield "down.weight", Weight((self.width, hidden), roles.DOWN)
+        yield "up.weight", Weight((hidden, self.width), roles.UP_PROJECTION)
+        yield "down.weight", Weight((self.width, hidden), roles.DOWN_PROJECTION)
 
     def products(self, tokens: float, tp: int) -> list[Product]:
         hidden = self.kind.width / tp

@@ -13,7 +13,7 @@ from megalite.plan.muon import MuonPlan, Piece, moves, stage_matrices, working_b
 from megalite.plan.recompute_modes import Mode
 from megalite.plan.resolved import Plan
 from megalite.plan.traffic.layers import LayerTraffic
-from megalite.plan.traffic.transfers import NAMES, Traffic, Transfer, Transfers, axis_sizes, stage_axis
+from megalite.plan.traffic.transfers import TYPE_NAMES, Traffic, Transfer, Transfers, axis_sizes, stage_axis
 from megalite.plan.traffic.weights import Gathering, WeightTraffic
 from megalite.schedule.actions import Action, Exchange, Kind
 from megalite.schedule.reductions import reductions
@@ -118,7 +118,7 @@ class Step:
         for action in exchange.actions:
             sends = action == action.transfer
             what = "activations" if action.kind in (Kind.SEND_F, Kind.RECV_F) else "their gradients"
-            transfer = Transfer("send" if sends else "receive", "pp", sizes.stream, NAMES[sizes.w])
+            transfer = Transfer("send" if sends else "receive", "pp", sizes.stream, TYPE_NAMES[sizes.w])
             self.found[transfer, f"pipeline: {what}"] += 1
 
     def _tied(self) -> Transfers:
@@ -134,7 +134,7 @@ class Step:
         purpose = "gradients: sum over the two copies of the embedding"
         return Counter(
             {
-                (Transfer(kind, "pp", mine * width * states.p, NAMES[states.p]), purpose): 1
+                (Transfer(kind, "pp", mine * width * states.p, TYPE_NAMES[states.p]), purpose): 1
                 for kind in ("send", "receive")
             }
         )
@@ -161,7 +161,7 @@ class Step:
             ):
                 if moves(pieces):
                     size = each * _larger_buffer(pieces, position)
-                    found[Transfer("all_to_all", stage_axis(config), size, NAMES[each]), purpose] += 1
+                    found[Transfer("all_to_all", stage_axis(config), size, TYPE_NAMES[each]), purpose] += 1
         return found
 
     def _position(self) -> int:

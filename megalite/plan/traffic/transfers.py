@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from megalite.config.schema import Config
 
-NAMES = {2: "bfloat16", 4: "float32", 8: "float64"}  # of the data type of an activation or a weight, by its bytes
+TYPE_NAMES = {2: "bfloat16", 4: "float32", 8: "float64"}  # of the data type of an activation or a weight, by its bytes
 
 
 class Transfer(NamedTuple):
@@ -52,7 +52,7 @@ class Traffic:
 
 def over(axis: str, kind: str, size: int, each: int, purpose: str, times: int = 1) -> Transfers:
     """`times` transfers of `size` bytes, `each` an element; none where there is nothing to send."""
-    return Counter({(Transfer(kind, axis, size, NAMES[each]), purpose): times} if size and times else {})
+    return Counter({(Transfer(kind, axis, size, TYPE_NAMES[each]), purpose): times} if size and times else {})
 
 
 def axis_sizes(config: Config) -> dict[str, int]:

@@ -24,7 +24,7 @@ from megalite.plan.model.roles import Kind
 from megalite.plan.model.weights import embedding, final_norm, head, layer_weights
 from megalite.plan.parts.part import Weight
 from megalite.plan.resolved import Plan
-from megalite.plan.traffic.transfers import NAMES, Transfer, Transfers, axis_sizes
+from megalite.plan.traffic.transfers import TYPE_NAMES, Transfer, Transfers, axis_sizes
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class WeightTraffic:
         """The gathering of `groups`."""
         each, shards, found = self.states.w, self.states.shards, Transfers()
         for group, times in Counter(groups).items() if shards > 1 else ():
-            transfer = Transfer("all_gather", "fsdp", each * group.padded(shards), NAMES[each])
+            transfer = Transfer("all_gather", "fsdp", each * group.padded(shards), TYPE_NAMES[each])
             found[transfer, f"{phase}: gather of the weights of {group.name}"] += times
         return found
 
@@ -90,9 +90,9 @@ class WeightTraffic:
         for group, times in Counter(self.groups).items():
             size, purpose = each * group.padded(shards, matrices_only), f"gradients: sum of those of {group.name}"
             if shards > 1 and size:
-                found[Transfer("reduce_scatter", "fsdp", size, NAMES[each]), purpose] += times
+                found[Transfer("reduce_scatter", "fsdp", size, TYPE_NAMES[each]), purpose] += times
             if over > 1 and replicas and size:
-                found[Transfer("all_reduce", "dp_replicate", size // shards, NAMES[each]), purpose] += times
+                found[Transfer("all_reduce", "dp_replicate", size // shards, TYPE_NAMES[each]), purpose] += times
         return found if matrices_only else found + self._partial_sums(states.r if widened else states.w)
 
     def finishes(self) -> Transfers:
@@ -103,7 +103,7 @@ class WeightTraffic:
         found = Transfers()
         for group, times in Counter(self.groups).items() if self.plan.config.parallel.tp > 1 else ():
             for elements in group.partial:
-                transfer = Transfer("all_reduce", "tp", each * elements, NAMES[each])
+                transfer = Transfer("all_reduce", "tp", each * elements, TYPE_NAMES[each])
                 found[transfer, "gradients: partial sums of norms"] += times
         return found
 

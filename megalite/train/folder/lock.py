@@ -6,7 +6,7 @@ highest number is never deleted or written again. So a process that acts on an o
 number that is too low. An owner that ends well leaves a second file, which says so.
 
 An owner on this machine is alive while its process is. An owner on another machine is alive while its heartbeat goes
-on: it renews the time of its file every `BEAT` seconds. A process that waits for the lock looks whether that time
+on: it renews the time of its file every `BEAT_SECONDS`. A process that waits for the lock looks whether that time
 changes, and compares it with no clock. It counts its looks, not the seconds: if it hangs together with the file system,
 it has not looked.
 """
@@ -31,14 +31,14 @@ from megalite.base.json_shape import TEXT, WHOLE_NUMBER, misfits
 from megalite.distributed.health.activity import HIDDEN_PREFIX
 from megalite_launch.base.files import opened
 
-BEAT = 2.0  # seconds between two signs of life
-LOOK = 1.0  # seconds between two looks at another's signs of life
-LOOKS = 60  # without a sign of life, after which an owner on another machine is taken for dead
-SUCCESSOR = 10  # of them suffice where the owner is an earlier attempt of the same job
-FREE = ".free"
-NAME = re.compile(rf"([1-9][0-9]*)({re.escape(FREE)})?")
-TOLD = 4  # looks after which people are told what is waited for
-LARGEST = 4096  # bytes read of an owner's file
+BEAT_SECONDS = 2.0  # seconds between two signs of life
+LOOK_SECONDS = 1.0  # seconds between two looks at another's signs of life
+MAX_LOOKS = 60  # without a sign of life, after which an owner on another machine is taken for dead
+SUCCESSOR_LOOKS = 10  # of them suffice where the owner is an earlier attempt of the same job
+FREE_SUFFIX = ".free"
+NAME = re.compile(rf"([1-9][0-9]*)({re.escape(FREE_SUFFIX)})?")
+MESSAGE_LOOKS = 4  # looks after which people are told what is waited for
+MAX_FILE_BYTES = 4096  # read of an owner's file
 OWNER = dict.fromkeys(("host", "machine", "job", "attempt", "since"), TEXT) | dict.fromkeys(
     ("pid", "began"), WHOLE_NUMBER
 )
@@ -117,8 +117,8 @@ class Lock:
         """Become the owner of the folder `run`, which is made.
 
         launcher: the process id of this process's launcher, whose lock passes to this process. Waits for a look or two
-        if the owner is on another machine, and for up to `LOOKS` if it may be dead. Raises InputError if the owner is
-        alive, or if `run` cannot be written to; Unhealthy if its disk is full.
+        if the owner is on another machine, and for up to `MAX_LOOKS` if it may be dead. Raises InputError if the owner
+        is alive, or if `run` cannot be written to; Unhealthy if its disk is full.
         """
         folder = run / "lock"
         try:
@@ -162,7 +162,7 @@ class Lock:
         over = threading.Event()
 
         def beat() -> None:
-            while not over.wait(BEAT):
+            while not over.wait(BEAT_SECONDS):
                 with suppress(OSError):  # a file system that does not answer now may do so later
                     if text := self.lost():
                         end(text)
@@ -178,7 +178,7 @@ class Lock:
             yield
         finally:
             over.set()
-            thread.join(BEAT)
+            thread.join(BEAT_SECONDS)
 
     def free(self) -> None:
         """Free the lock, if this process or a dead process it passed it to holds it. Others then get in at once."""
@@ -197,24 +197,25 @@ def _take(folder: Path, me: Owner, launcher: int | None) -> Lock:
         owner, alive = seen.owner, seen.owner.alive if seen.owner else None
         same_job = owner is not None and owner.same_job_as(me)
         passed_on = owner is not None and (owner.machine, owner.pid) == (me.machine, launcher)
-        silent = alive is None and still >= (SUCCESSOR if same_job else LOOKS)
+        silent = alive is None and still >= (SUCCESSOR_LOOKS if same_job else MAX_LOOKS)
         gone = seen.free or alive is False or silent
         if gone or passed_on:
             if _create(folder, seen.number + 1, me):
                 return Lock(folder, seen.number + 1, me)
             before = None  # somebody was quicker, or NFS has given an old list of the folder
-        elif (alive or (before is not None and not still)) and not (same_job and looks < LOOKS):
+        elif (alive or (before is not None and not still)) and not (same_job and looks < MAX_LOOKS):
             raise InputError(
                 f"{folder.parent}: another job trains in this folder, {owner or 'which has not told its name'}; "
                 "stop that one or wait for its end, or give run.name another name"
             )
         else:
             before = seen
-        if looks == TOLD:
+        if looks == MESSAGE_LOOKS:
             told = f"megalite: {folder.parent}: {owner or 'another job'} has locked this folder"
-            print(f"{told}; waiting up to {LOOKS * LOOK:.0f} s to see whether it is alive", file=sys.stderr, flush=True)
+            limit = MAX_LOOKS * LOOK_SECONDS
+            print(f"{told}; waiting up to {limit:.0f} s to see whether it is alive", file=sys.stderr, flush=True)
         looks += 1
-        time.sleep(LOOK)
+        time.sleep(LOOK_SECONDS)
 
 
 def _create(folder: Path, number: int, me: Owner) -> bool:
@@ -242,14 +243,14 @@ def _create(folder: Path, number: int, me: Owner) -> bool:
 
 
 def _mark_free(folder: Path, number: int) -> None:
-    os.close(opened(folder / f"{number}{FREE}", os.O_WRONLY | os.O_CREAT))
+    os.close(opened(folder / f"{number}{FREE_SUFFIX}", os.O_WRONLY | os.O_CREAT))
 
 
 def _look(folder: Path) -> Seen:
     while True:
         names = _names(folder)
         number = max(names, default=0)
-        if number == 0 or f"{number}{FREE}" in names[number]:
+        if number == 0 or f"{number}{FREE_SUFFIX}" in names[number]:
             return Seen(number, True)
         try:
             descriptor = os.open(folder / str(number), os.O_RDONLY | os.O_NONBLOCK)  # for which NFS asks the server
@@ -260,7 +261,7 @@ def _look(folder: Path) -> Seen:
                 continue
             return Seen(number, False)
         with open(descriptor, "rb") as file:
-            beat, text = os.fstat(descriptor).st_mtime_ns, file.read(LARGEST) or b""
+            beat, text = os.fstat(descriptor).st_mtime_ns, file.read(MAX_FILE_BYTES) or b""
         return Seen(number, False, Owner.parse(text.decode(errors="replace")), beat)
 
 

@@ -16,9 +16,9 @@ from megalite.base.errors import InputError
 from megalite.base.files import exists, is_file
 from megalite_launch.base.files import opened
 
-MOST = 1e100  # of a number: no run has such a one, and pictures have no axis for it
-WARM_UP = 5  # steps of a start that tell no speed: kernels are compiled, connections made, memory is taken
-BACK = ("resumed", "rollback")  # events after which records of later steps no longer count
+MAX_NUMBER = 1e100  # of a number: no run has such a one, and pictures have no axis for it
+WARM_UP_STEPS = 5  # steps of a start that tell no speed: kernels are compiled, connections made, memory is taken
+RETURN_EVENTS = ("resumed", "rollback")  # events after which records of later steps no longer count
 
 
 def line_of(step: int, values: Mapping[str, Any]) -> bytes:
@@ -36,7 +36,7 @@ def read_records(path: Path) -> list[dict[str, Any]]:
     for record in read_lines(path):
         if "event" not in record:
             found.append(record)
-        elif record["event"] in BACK:
+        elif record["event"] in RETURN_EVENTS:
             found = [earlier for earlier in found if earlier["step"] <= record["step"]]
     return found
 
@@ -102,4 +102,4 @@ def _has_numbers(record: dict[str, Any]) -> bool:
 
 
 def _is_number(value: Any, of: type[int] | tuple[type[int], type[float]]) -> bool:
-    return isinstance(value, of) and not abs(value) > MOST  # NaN is one
+    return isinstance(value, of) and not abs(value) > MAX_NUMBER  # NaN is one

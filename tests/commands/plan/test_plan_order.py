@@ -14,7 +14,7 @@ from megalite.commands.plan.search_order import Order, best_order
 from megalite.config.load import load
 from megalite.config.schema import Config
 from megalite.config.validate import check as checked
-from megalite.layout_search.time_bounds import VIRTUAL
+from megalite.layout_search.time_bounds import VIRTUAL_STAGES
 from megalite.plan.pipeline import table_of
 from megalite.schedule import search as searching
 from megalite.schedule.check import check
@@ -86,7 +86,7 @@ def named(question: Asked, config: Config) -> dict[str, float]:
     """The seconds of a step under each named schedule that fits into memory."""
     found = {}
     for name in NAMES:
-        for virtual in VIRTUAL if name == "interleaved_1f1b" else (None,):
+        for virtual in VIRTUAL_STAGES if name == "interleaved_1f1b" else (None,):
             pipeline = replace(config.parallel.pipeline, schedule=name, virtual_stages=virtual)
             other = replace(config, parallel=replace(config.parallel, pipeline=pipeline))
             try:

@@ -14,7 +14,7 @@ import pytest
 
 from megalite.base.errors import InputError
 from megalite.config.schema import Config
-from megalite.train.folder.records import WARM_UP
+from megalite.train.folder.records import WARM_UP_STEPS
 from megalite_tools.bench.training import end_to_end
 from megalite_tools.bench.training.end_to_end import MORE, Start, measure
 
@@ -81,7 +81,7 @@ def test_saves_are_counted_and_deleted(results: list[dict[str, Any]], folder: Pa
 
 def test_all_steps_after_the_warm_up_are_timed(results: list[dict[str, Any]]) -> None:
     result = results[-1]
-    assert result["steps"] + result["during_save"]["steps"] == LAST - 2 * WARM_UP
+    assert result["steps"] + result["during_save"]["steps"] == LAST - 2 * WARM_UP_STEPS
     assert result["during_save"]["steps"] >= 1
     assert result["tokens_per_step"] == 8 * 64
     for speed in (result, result["during_save"]):
@@ -108,7 +108,7 @@ def test_steps_and_saves_that_overlap() -> None:
 
 
 def test_nothing_is_told_of_steps_that_were_not_taken() -> None:
-    result = end_to_end._figures(_two_saves()[:WARM_UP], [Start(80.0, 130.0, 0)], Config())
+    result = end_to_end._figures(_two_saves()[:WARM_UP_STEPS], [Start(80.0, 130.0, 0)], Config())
     assert (result["steps"], result["step_ms"], result["tokens_per_second"], result["saves"]) == (0, None, None, [])
 
 

@@ -12,7 +12,7 @@ from megalite.config.load import dump, load
 from megalite.config.validate import check
 from megalite.cost.cluster import Cluster, load_cluster, read_cluster
 from megalite.cost.predict import predict
-from megalite.train.folder.records import WARM_UP, line_of
+from megalite.train.folder.records import WARM_UP_STEPS, line_of
 from megalite_tools.plan.calibrate_cluster import main
 from megalite_tools.plan.calibration import FIGURES, scaled
 
@@ -50,7 +50,7 @@ def made(
     (run / "starts").mkdir(parents=True)
     (run / "starts/001.yaml").write_text(dump(config))
     records = [
-        {"step_seconds": seconds * (30 if step <= WARM_UP else draw.gauss(1, noise)), "data_wait_seconds": 0.0}
+        {"step_seconds": seconds * (30 if step <= WARM_UP_STEPS else draw.gauss(1, noise)), "data_wait_seconds": 0.0}
         for step in range(1, 31)
     ]
     lines = [line_of(step, record | changes) for step, record in enumerate(records, start=1)]
@@ -148,8 +148,8 @@ def test_bad_runs_are_refused_with_one_message(tmp_path: Path, calibrate: Calibr
     refused("gpu.measured would have to be less than 0.25 times as large", far)
     short = made(tmp_path / "short", "products", {})
     lines = (short / "metrics.jsonl").read_text().splitlines(keepends=True)
-    (short / "metrics.jsonl").write_text("".join(lines[: WARM_UP + 2]))
-    refused(f"has 2 records of step times after the first {WARM_UP} steps", short)
+    (short / "metrics.jsonl").write_text("".join(lines[: WARM_UP_STEPS + 2]))
+    refused(f"has 2 records of step times after the first {WARM_UP_STEPS} steps", short)
     growing = made(tmp_path / "growing", "products", {})
     text = (growing / "starts/001.yaml").read_text()
     (growing / "starts/001.yaml").write_text(text.replace("rampup: null", "rampup: {start: 8, tokens: 1000000}"))

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from commands import in_process
 
-from megalite.cost.constants import FITTED
+from megalite.cost.constants import FITTED_CONSTANTS
 from megalite_tools.plan.published.fit import BOUNDS
 from megalite_tools.plan.validate_planner import main
 
@@ -84,7 +84,7 @@ def test_constants_can_be_fitted_anew(tmp_path: Path, capsys: pytest.CaptureFixt
     assert code == 0
     fitted = json.loads(report.read_text())["time"]["mean_abs_error"]
     told = {line.split()[0]: line.split()[1:] for line in out.partition("constant")[2].splitlines() if line.strip()}
-    assert float(told["throttle"][0]) == FITTED.throttle
+    assert float(told["throttle"][0]) == FITTED_CONSTANTS.throttle
     assert any(told[name][0] != told[name][1] for name in BOUNDS)
     assert in_process(main, capsys)(*files, "--json", report)[0] == 0
     assert fitted < json.loads(report.read_text())["time"]["mean_abs_error"]

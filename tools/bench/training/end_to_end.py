@@ -3,7 +3,7 @@
 `measure` starts the command twice, on random tokens. The first start saves in the middle and at its end, the second one
 resumes there. Figures come from the run's metrics.jsonl (docs/metrics.md) and from when the processes began and ended.
 
-The first `WARM_UP` steps of each start are left out of all timings. A later step counts as *during a save* where it
+The first `WARM_UP_STEPS` of each start are left out of all timings. A later step counts as *during a save* where it
 overlaps with the writing of a checkpoint. The writing begins at the time of the event `saving`, which is written when
 training goes on, and lasts as long as the `seconds` of the event `saved`.
 """
@@ -27,11 +27,11 @@ from megalite.config.load import dump, files_and_overrides, load
 from megalite.config.schema import Config, Source
 from megalite.data.store import StoreWriter, token_dtype
 from megalite.plan.model.size import model_parameters
-from megalite.train.folder.records import WARM_UP, read_lines
+from megalite.train.folder.records import WARM_UP_STEPS, read_lines
 from megalite_launch.base.texts import scaled
 from megalite_tools.bench.training.cases import Device
 
-MORE = WARM_UP + 5  # steps of the second start
+MORE = WARM_UP_STEPS + 5  # steps of the second start
 SEED = 0  # makes the tokens
 SLACK = 1 << 30  # bytes that must be free beside the checkpoints: for logs, tokens and other programs
 SHOWN = 2000  # bytes of stderr that the error of a failed start repeats
@@ -233,7 +233,7 @@ def _figures(lines: Sequence[Line], starts: Sequence[Start], config: Config) -> 
     losses = [(step.number, step.loss) for part in steps for step in part]
     if (numbers := [number for number, _ in losses]) != list(range(1, len(numbers) + 1)):
         raise RuntimeError(f"a start did not continue the one before: the steps in metrics.jsonl are {numbers}")
-    timed = [step for part in steps for step in part[WARM_UP:]]
+    timed = [step for part in steps for step in part[WARM_UP_STEPS:]]
     during = [step for step in timed if any(save.overlaps(step) for save in saves)]
     tokens = _tokens_per_step(config)
     return {

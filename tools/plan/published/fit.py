@@ -5,7 +5,7 @@ from dataclasses import replace
 from math import log
 from statistics import fmean
 
-from megalite.cost.constants import FITTED, Constants
+from megalite.cost.constants import FITTED_CONSTANTS, Constants
 from megalite_tools.plan.published.rows import Row
 from megalite_tools.plan.published.score import chosen
 
@@ -34,7 +34,7 @@ def loss(rows: Sequence[Row], constants: Constants) -> float:
     return (fmean(error for group in groups for error in group) + fmean(map(fmean, groups))) / 2
 
 
-def fit(rows: Sequence[Row], start: Constants = FITTED, finest: float = 0.015) -> Constants:
+def fit(rows: Sequence[Row], start: Constants = FITTED_CONSTANTS, finest: float = 0.015) -> Constants:
     """Constants with a small loss: each is made larger or smaller in turn, by less and less, down to `finest`."""
     found, best, step = start, loss(rows, start), 0.16
     while step > finest:

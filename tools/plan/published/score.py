@@ -6,7 +6,7 @@ from math import ceil, log, sqrt
 from statistics import fmean
 from typing import TypeVar
 
-from megalite.cost.constants import FITTED, Constants
+from megalite.cost.constants import FITTED_CONSTANTS, Constants
 from megalite.cost.predict import predict
 from megalite.cost.slowest_gpu import slowest
 from megalite.cost.stages import Timer
@@ -99,7 +99,7 @@ class Trend:
     sources: int
 
 
-def chosen(row: Row, constants: Constants = FITTED) -> tuple[Work, float]:
+def chosen(row: Row, constants: Constants = FITTED_CONSTANTS) -> tuple[Work, float]:
     """Choose the row's work, and time its step. Where micro-batches are unknown, the fastest that fit are taken."""
     works = list(works_of(row))
     works = [work for work in works if fits(work, row.program, row.cluster.gpu.memory)] or works
@@ -107,7 +107,7 @@ def chosen(row: Row, constants: Constants = FITTED) -> tuple[Work, float]:
     return min(steps, key=lambda step: step[1])
 
 
-def timed(rows: Iterable[Row], constants: Constants = FITTED) -> list[Compared]:
+def timed(rows: Iterable[Row], constants: Constants = FITTED_CONSTANTS) -> list[Compared]:
     """Step times of all rows that ran and have a speed: `predict`'s, or where no configuration is such a run, those of
     the formula for other programs."""
     return [_timed(row, row.seconds, constants) for row in rows if row.seconds is not None and row.fits]

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from math import ceil
 
 from megalite.cost.cluster import Cluster
-from megalite.cost.constants import FITTED, Constants
+from megalite.cost.constants import FITTED_CONSTANTS, Constants
 from megalite.cost.layer import LayerModel, LayerTime
 from megalite.cost.network import Group
 from megalite.cost.stages import beside
@@ -41,7 +41,7 @@ class StepTime:
 class StepModel:
     """Times of `work` done by `program` on `cluster`."""
 
-    def __init__(self, work: Work, program: Profile, cluster: Cluster, constants: Constants = FITTED) -> None:
+    def __init__(self, work: Work, program: Profile, cluster: Cluster, constants: Constants = FITTED_CONSTANTS) -> None:
         self.work, self.program, self.cluster, self.constants = work, program, cluster, constants
         self.parts = LayerModel(work.share, program, cluster, constants)
         self.kernels, self.net = self.parts.kernels, self.parts.net

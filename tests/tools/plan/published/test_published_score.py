@@ -10,8 +10,8 @@ import pytest
 from published_cases import write
 
 from megalite.commands.plan.near_ties import TIE_MARGIN
-from megalite.cost.constants import FITTED
-from megalite.cost.slowest_gpu import PUBLISHED, slowest
+from megalite.cost.constants import FITTED_CONSTANTS
+from megalite.cost.slowest_gpu import PUBLISHED_SPREAD, slowest
 from megalite_tools.plan.published.memory import UNKNOWN_MEMORY_SPREAD, fits
 from megalite_tools.plan.published.profiles import UNKNOWN_SPREAD
 from megalite_tools.plan.published.rows import Row, read_rows, works_of
@@ -65,10 +65,10 @@ def test_kernels_of_a_study_are_told_apart(times: list[Compared]) -> None:
 
 
 def test_an_unknown_program_has_a_wider_interval(rows: list[Row], times: list[Compared]) -> None:
-    assert {each.spread for each in times if each.row.program.known} == {FITTED.spread}
+    assert {each.spread for each in times if each.row.program.known} == {FITTED_CONSTANTS.spread}
     unknown = [each for each in times if not each.row.program.known]
     assert {each.row.source for each in unknown} == UNKNOWN
-    assert all(each.spread == UNKNOWN_SPREAD > 2 * FITTED.spread and each.inside for each in unknown)
+    assert all(each.spread == UNKNOWN_SPREAD > 2 * FITTED_CONSTANTS.spread and each.inside for each in unknown)
     memory = [each for each in weighed(rows) if not each.row.program.known]
     assert len(memory) == 2
     assert all(each.spread == UNKNOWN_MEMORY_SPREAD and each.inside for each in memory)
@@ -157,7 +157,7 @@ def test_a_ranking_counts_a_group_whose_best_layout_is_predicted_as_slow(tmp_pat
 def test_published_rows_tell_the_spread_that_predictions_contain(times: list[Compared]) -> None:
     found = trend(times)
     assert found is not None
-    assert found.spread == pytest.approx(PUBLISHED, abs=5e-4)
+    assert found.spread == pytest.approx(PUBLISHED_SPREAD, abs=5e-4)
     assert found.spread < 2 * found.error  # so that it may well be nothing
     assert found.sources == 19
 

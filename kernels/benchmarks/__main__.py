@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from megalite_kernels.backend import HAS_TRITON, INTERPRETED
+from megalite_kernels.backend import HAS_TRITON, USES_INTERPRETER
 from megalite_kernels.benchmarks.cases import OPS, cases
 from megalite_kernels.benchmarks.inputs import MODELS, TINY_MODEL, fitting
 from megalite_kernels.benchmarks.machine import device_facts, has_cuda, versions
@@ -107,10 +107,10 @@ def _obstacle(options: argparse.Namespace) -> str:
         return "Triton is not installed, and without it there are no kernels; pip install 'triton>=3.6,<3.8'"
     if options.check:
         missing = "without CUDA, --check runs the kernels in Triton's interpreter; set TRITON_INTERPRET=1"
-        return "" if has_gpu or INTERPRETED else missing
+        return "" if has_gpu or USES_INTERPRETER else missing
     if not has_gpu:
         return "there is no CUDA device, and nothing is timed without one; --check compares results on any machine"
-    if INTERPRETED:
+    if USES_INTERPRETER:
         return "TRITON_INTERPRET is set, and interpreted kernels are not worth timing; unset it"
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -136,7 +136,7 @@ def _check_sweep(ops: Sequence[str]) -> list[Trial]:
 
 
 def _checked_device() -> torch.device:
-    return torch.device("cuda" if has_cuda() and not INTERPRETED else "cpu")
+    return torch.device("cuda" if has_cuda() and not USES_INTERPRETER else "cpu")
 
 
 def _run(options: argparse.Namespace, command: str) -> list[Row]:

@@ -176,7 +176,7 @@ def _fake_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(program, "Gpu", lambda device: FakeGpu(ticks=1e-5))
     monkeypatch.setattr(program, "device_facts", lambda device: {"name": "none"})
     monkeypatch.setattr(program, "has_cuda", lambda: True)
-    monkeypatch.setattr(program, "INTERPRETED", False)
+    monkeypatch.setattr(program, "USES_INTERPRETER", False)
     monkeypatch.setitem(program.MODELS, "8B", replace(TINY_MODEL, name="8B"))
     for op, (ours, *others) in VARIANTS.items():  # interpreted kernels would take seconds
         eager = next(one for one in others if one.kind == EAGER_TORCH)
@@ -254,17 +254,17 @@ def test_without_a_device(capsys: pytest.CaptureFixture[str], monkeypatch: pytes
         "python -m megalite_kernels.benchmarks: error: there is no CUDA device, and nothing is timed without one; "
         "--check compares results on any machine"
     ]
-    monkeypatch.setattr(program, "INTERPRETED", False)
+    monkeypatch.setattr(program, "USES_INTERPRETER", False)
     assert program.main(["--check"]) == 2
     assert "set TRITON_INTERPRET=1" in capsys.readouterr().err
 
 
 def test_with_a_device(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(program, "has_cuda", lambda: True)
-    monkeypatch.setattr(program, "INTERPRETED", True)
+    monkeypatch.setattr(program, "USES_INTERPRETER", True)
     assert program.main([]) == 2
     assert "TRITON_INTERPRET is set" in capsys.readouterr().err
-    monkeypatch.setattr(program, "INTERPRETED", False)
+    monkeypatch.setattr(program, "USES_INTERPRETER", False)
     (tmp_path / "file").touch()
     assert program.main(["--out", str(tmp_path / "file" / "x.json")]) == 2
     assert f"--out {tmp_path}/file/x.json: its folder cannot be made: " in capsys.readouterr().err

@@ -134,7 +134,7 @@ def _fake_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command, "Gpu", lambda device: FakeGpu(ticks=1e-5))
     monkeypatch.setattr(command, "device_facts", lambda device: {"name": "none"})
     monkeypatch.setattr(command, "has_cuda", lambda: True)
-    monkeypatch.setattr(command, "INTERPRETED", False)
+    monkeypatch.setattr(command, "USES_INTERPRETER", False)
     monkeypatch.setitem(command.MODELS, "8B", replace(TINY_MODEL, name="8B"))
     monkeypatch.setattr(sweep, "_compile", lambda one: None)  # the interpreter knows no threads
 

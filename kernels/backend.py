@@ -33,7 +33,7 @@ except ImportError:
 Backend = Literal["auto", "triton", "torch"]
 
 HAS_TRITON = triton is not None
-INTERPRETED = HAS_TRITON and triton.knobs.runtime.interpret  # fixed when Triton is imported
+USES_INTERPRETER = HAS_TRITON and triton.knobs.runtime.interpret  # fixed when Triton is imported
 
 
 class Program(NamedTuple):
@@ -77,14 +77,14 @@ def use_triton(backend: Backend, device: torch.device) -> bool:
     if backend not in ("auto", "triton", "torch"):
         raise ValueError(f"{backend!r} is no backend; choose auto, triton or torch")
     if backend == "auto":
-        return HAS_TRITON and not INTERPRETED and device.type == "cuda"
+        return HAS_TRITON and not USES_INTERPRETER and device.type == "cuda"
     if backend == "torch":
         return False
     if not HAS_TRITON:
         raise ValueError(
             "triton is asked for but not installed; on Linux: pip install 'triton>=3.6,<3.8', or choose auto"
         )
-    if device.type not in ("cuda", "meta") and not INTERPRETED:
+    if device.type not in ("cuda", "meta") and not USES_INTERPRETER:
         raise ValueError(
             f"triton is asked for, but tensors are on {device.type}; move them to cuda, choose auto, "
             "or set TRITON_INTERPRET=1 before Triton is imported to run kernels, slowly, in its interpreter"

@@ -33,10 +33,10 @@ from megalite_kernels.compile_cases import Case
 
 OPS = ("adamw", "add_rms_norm", "cross_entropy", "grad_norm", "qk_norm_rope", "rms_norm", "rope", "swiglu")
 ARCHITECTURES = (80, 90)
-SHARED = {80: 163 << 10, 90: 227 << 10}  # bytes that a program may use
+SHARED_BYTES = {80: 163 << 10, 90: 227 << 10}  # bytes that a program may use
 REPORT = Path(__file__).with_name("compile_report.json")
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-SLACK = 8  # registers: so many more are not reported
+REGISTER_SLACK = 8  # registers: so many more are not reported
 
 
 @dataclass(frozen=True)
@@ -152,8 +152,10 @@ def faults(kernels: Iterable[Compiled]) -> list[str]:
     for kernel in kernels:
         if kernel.stack:
             found.append(f"{kernel.name}: spills registers to {kernel.stack} bytes of stack")
-        if kernel.shared > SHARED[kernel.architecture]:
-            found.append(f"{kernel.name}: {kernel.shared} bytes of shared memory, of {SHARED[kernel.architecture]}")
+        if kernel.shared > SHARED_BYTES[kernel.architecture]:
+            found.append(
+                f"{kernel.name}: {kernel.shared} bytes of shared memory, of {SHARED_BYTES[kernel.architecture]}"
+            )
         if kernel.wants_wide_loads and not kernel.wide_loads:
             found.append(f"{kernel.name}: no 16-byte load, and {kernel.narrow_loads} narrower ones")
         if kernel.doubles:
@@ -169,7 +171,7 @@ def regressions(kernels: Iterable[Compiled], before: Iterable[Compiled]) -> list
     found = [f"{name}: not in the report; write it anew" for name in new.keys() - old.keys()]
     found += [f"{name}: in the report, but compiled no more; write it anew" for name in old.keys() - new.keys()]
     for name in old.keys() & new.keys():
-        for field, slack in (("registers", SLACK), ("shared", 0), ("narrow_loads", 0)):
+        for field, slack in (("registers", REGISTER_SLACK), ("shared", 0), ("narrow_loads", 0)):
             was, now = getattr(old[name], field), getattr(new[name], field)
             if now > was + slack:
                 found.append(f"{name}: {field} {was} → {now}")

@@ -32,9 +32,9 @@ from megalite_kernels.cross_entropy import (
 from megalite_kernels.cross_entropy import reference as reference_of_logits
 from megalite_kernels.labels import Labels, labels_of
 
-FEWEST = 4096  # tokens of a chunk: with fewer, the time to sum dW in float32 shows beside the matrix products
-TILE = 128  # tokens of a matrix product's tile
-CLASSES = 1024  # whose logits are widened at a time, if they must be
+MIN_CHUNK_TOKENS = 4096  # tokens of a chunk: with fewer, the time to sum dW in float32 shows beside the matrix products
+TILE_TOKENS = 128  # tokens of a matrix product's tile
+CHUNK_CLASSES = 1024  # whose logits are widened at a time, if they must be
 
 
 def reference(x: Tensor, weight: Tensor, targets: Tensor, **options: Any) -> Tensor:
@@ -56,14 +56,14 @@ def chunk_tokens(
     token = columns * dtype.itemsize
     buffers = 2 if ranks > 1 else 1
     if memory is None:
-        most = max(width // buffers, FEWEST)
+        most = max(width // buffers, MIN_CHUNK_TOKENS)
         if tokens * token <= buffers * most * token + columns * width * wide_dtype(dtype).itemsize:
             most = max(tokens, 1)
     else:
         most = max(memory // (buffers * token), 1)
     chunks = max(-(-tokens // most), 1)
     even = max(-(-tokens // chunks), 1)
-    return min(-(-even // TILE) * TILE, most)
+    return min(-(-even // TILE_TOKENS) * TILE_TOKENS, most)
 
 
 def _chunks(count: int, chunk: int) -> list[slice]:
@@ -78,7 +78,7 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor, beta: int = 1) -> None:
         torch.addmm(total, a, b, out_dtype=total.dtype, beta=beta, out=total)
     else:  # a CPU has no such product; wide copies of all logits would take more memory
         wide = b.to(total.dtype)
-        for rows in _chunks(len(a), CLASSES):
+        for rows in _chunks(len(a), CHUNK_CLASSES):
             torch.addmm(total[rows], a[rows].to(total.dtype), wide, beta=beta, out=total[rows])
 
 

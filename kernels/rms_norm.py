@@ -35,7 +35,7 @@ from megalite_kernels.backend import (
 from megalite_kernels.compile_cases import TOKENS, Case, meta, models
 
 ELEMENTS = 4096  # elements of a program's block, if rows are narrow enough
-SCRATCH = 1024  # bytes of shared memory for sums over a program's threads
+SCRATCH_BYTES = 1024  # bytes of shared memory for sums over a program's threads
 
 
 def reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -191,7 +191,7 @@ def backward_block(
     rows = elements // tile
     tiles = -(-width // tile)
     parts = -(-tiles // max(8 // itemsize, 1))
-    ahead = 2 * (rows * (3 * tile * itemsize + max(itemsize, 4)) + tile * weight_itemsize) + SCRATCH
+    ahead = 2 * (rows * (3 * tile * itemsize + max(itemsize, 4)) + tile * weight_itemsize) + SCRATCH_BYTES
     stages = 3 if tiles == 1 and ahead <= shared else 1
     return {
         "ROWS": rows,

@@ -28,7 +28,7 @@ from megalite_kernels.backend import (
 )
 from megalite_kernels.compile_cases import TOKENS, Case, meta, models
 
-BYTES = 32  # per thread, of every tensor: two loads
+THREAD_BYTES = 32  # per thread, of every tensor: two loads
 WARPS = 4
 
 
@@ -76,7 +76,7 @@ def _swiglu_backward(Gate, Up, DY, DGate, DUp, width, gate_stride, up_stride, dy
 
 def program_for(itemsize: int) -> Program:
     """The size of programs for elements of `itemsize` bytes."""
-    return Program(32 * WARPS * BYTES // itemsize, WARPS)
+    return Program(32 * WARPS * THREAD_BYTES // itemsize, WARPS)
 
 
 def _grid(block: int, *tensors: Tensor) -> tuple[list[Tensor], int, int]:

@@ -12,7 +12,7 @@ from .base.outcome import BAD_INPUT, INTERRUPTED, STOPPED
 from .base.processes import Stopped, stoppable
 from .base.texts import escaped
 
-READER_LEFT = 141  # as the shell gives it for SIGPIPE
+BROKEN_PIPE_CODE = 141  # as the shell gives it for SIGPIPE
 PROGRAMS = {  # the module and the summary of each, by what `python3 launch` calls it
     "launch": ("submit.launch_command", "start a run on this machine, by Slurm or on Kubernetes"),
     "supervise": ("supervise.supervise_command", "look after the ranks of a job; batch scripts call it"),
@@ -45,7 +45,7 @@ def run(name: str, arguments: list[str]) -> int:
         return INTERRUPTED
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # the interpreter flushes once more as it ends
-        return READER_LEFT
+        return BROKEN_PIPE_CODE
     except OSError as error:
         if error.filename is None:
             raise

@@ -11,7 +11,7 @@ from rounding import assert_rounded
 from torch import Tensor
 
 from megalite_kernels.adamw import reference as adamw
-from megalite_kernels.backend import INTERPRETED
+from megalite_kernels.backend import USES_INTERPRETER
 from megalite_kernels.cross_entropy import reference as cross_entropy
 from megalite_kernels.rope import Layout
 
@@ -134,7 +134,7 @@ def assert_logits_gradient(
     # An error of the exponent is an error relative to the exponential; what it is compared with is at most 1.
     magnitude = ((wide - lse[:, None]).exp() + 1 / classes) * terms[:, None] * scale
     magnitude += torch.nn.functional.one_hot(targets.clamp(0), classes) * scale
-    outer = 2 if INTERPRETED else 1  # Triton's interpreter does not round to bfloat16, it cuts off
+    outer = 2 if USES_INTERPRETER else 1  # Triton's interpreter does not round to bfloat16, it cuts off
     assert_rounded(dx, gradient, magnitude, outer, inner=(additions or classes) + 16)
     return loss.detach(), terms.sum()
 

@@ -18,17 +18,17 @@ from typing import Any
 
 import torch
 
-from megalite_kernels.backend import HAS_TRITON, INTERPRETED
+from megalite_kernels.backend import HAS_TRITON, USES_INTERPRETER
 from megalite_kernels.benchmarks.cases import OPS, cases
-from megalite_kernels.benchmarks.inputs import MODELS, TINY, fitting
+from megalite_kernels.benchmarks.inputs import MODELS, TINY_MODEL, fitting
 from megalite_kernels.benchmarks.machine import device_facts, has_cuda, versions
 from megalite_kernels.benchmarks.measure import Log, Row, check, measure
 from megalite_kernels.benchmarks.report import as_data, page, result_table, summaries, summary_table
-from megalite_kernels.benchmarks.sweep import SWEPT, Trial, swept_cases
+from megalite_kernels.benchmarks.sweep import SWEEPS, Trial, swept_cases
 from megalite_kernels.benchmarks.sweep import check as check_sweep
 from megalite_kernels.benchmarks.sweep import measure as measure_sweep
 from megalite_kernels.benchmarks.sweep_report import agreement_table, comparison_table, sweep_data, sweep_page
-from megalite_kernels.benchmarks.timing import LEAST_ROUNDS, Gpu, copied_sizes, copies, copy_bandwidths
+from megalite_kernels.benchmarks.timing import MIN_ROUNDS, Gpu, copied_sizes, copies, copy_bandwidths
 
 PROGRAM = "python -m megalite_kernels.benchmarks"
 OUT = "docs/benchmarks/kernels_gpu.json"
@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if argv is None else list(argv)
     options = _parser().parse_args(arguments)
     options.out = options.out or Path(SWEEP_OUT if options.sweep else OUT)
-    options.ops = options.ops or list(SWEPT if options.sweep else OPS)
+    options.ops = options.ops or list(SWEEPS if options.sweep else OPS)
     try:
         if obstacle := _obstacle(options):
             print(f"{PROGRAM}: error: {obstacle}", file=sys.stderr)
@@ -59,7 +59,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog=PROGRAM, description=__doc__)
     parser.add_argument("--check", action="store_true", help="compare on tiny inputs, on any machine; time nothing")
     parser.add_argument(
-        "--sweep", action="store_true", help=f"other sizes of the kernels' programs, of {', '.join(SWEPT)}"
+        "--sweep", action="store_true", help=f"other sizes of the kernels' programs, of {', '.join(SWEEPS)}"
     )
     parser.add_argument(
         "--ops",
@@ -101,16 +101,16 @@ def _json(text: str) -> Path:
 def _obstacle(options: argparse.Namespace) -> str:
     """Return why the benchmarks cannot run here; empty if they can."""
     has_gpu, out = has_cuda(), options.out
-    if options.sweep and (others := [op for op in options.ops if op not in SWEPT]):
-        return f"--sweep knows {', '.join(SWEPT)}, not {', '.join(others)}; leave that out of --ops"
+    if options.sweep and (others := [op for op in options.ops if op not in SWEEPS]):
+        return f"--sweep knows {', '.join(SWEEPS)}, not {', '.join(others)}; leave that out of --ops"
     if not HAS_TRITON:
         return "Triton is not installed, and without it there are no kernels; pip install 'triton>=3.6,<3.8'"
     if options.check:
         missing = "without CUDA, --check runs the kernels in Triton's interpreter; set TRITON_INTERPRET=1"
-        return "" if has_gpu or INTERPRETED else missing
+        return "" if has_gpu or USES_INTERPRETER else missing
     if not has_gpu:
         return "there is no CUDA device, and nothing is timed without one; --check compares results on any machine"
-    if INTERPRETED:
+    if USES_INTERPRETER:
         return "TRITON_INTERPRET is set, and interpreted kernels are not worth timing; unset it"
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -121,7 +121,7 @@ def _obstacle(options: argparse.Namespace) -> str:
 
 def _check(ops: Sequence[str]) -> list[Row]:
     device, log = _checked_device(), _log()
-    rows = [row for case in cases(ops, [TINY]) for row in check(case, device, log)]
+    rows = [row for case in cases(ops, [TINY_MODEL]) for row in check(case, device, log)]
     print(f"On {device}" + ("; torch.compile only traces here." if device.type == "cpu" else "."))
     print(result_table(rows), end="")
     return rows
@@ -129,14 +129,14 @@ def _check(ops: Sequence[str]) -> list[Row]:
 
 def _check_sweep(ops: Sequence[str]) -> list[Trial]:
     device = _checked_device()
-    trials = [trial for case in cases(ops, [TINY]) for of_pass in check_sweep(case, device) for trial in of_pass]
+    trials = [trial for case in cases(ops, [TINY_MODEL]) for of_pass in check_sweep(case, device) for trial in of_pass]
     print(f"On {device}.")
     print(agreement_table(trials), end="")
     return trials
 
 
 def _checked_device() -> torch.device:
-    return torch.device("cuda" if has_cuda() and not INTERPRETED else "cpu")
+    return torch.device("cuda" if has_cuda() and not USES_INTERPRETER else "cpu")
 
 
 def _run(options: argparse.Namespace, command: str) -> list[Row]:
@@ -157,7 +157,7 @@ def _run(options: argparse.Namespace, command: str) -> list[Row]:
 
 def _sweep(options: argparse.Namespace, command: str) -> list[Trial]:
     log, gpu = _log(), Gpu(torch.device("cuda", 0))
-    head, bandwidths = _head(command, gpu), _bandwidths(gpu, min(options.rounds, LEAST_ROUNDS), log)
+    head, bandwidths = _head(command, gpu), _bandwidths(gpu, min(options.rounds, MIN_ROUNDS), log)
     trials: list[Trial] = []
     for case in swept_cases(options.ops, [MODELS[model] for model in options.models], gpu.free()):
         for of_pass in measure_sweep(case, gpu, options.rounds, log):

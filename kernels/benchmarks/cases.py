@@ -55,8 +55,8 @@ class AdamWOptions(TypedDict):
 
 
 ADAMW: AdamWOptions = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
-APART = ("forward", "backward")
-WHOLE = "whole"  # forward and backward together, or all there is of an op without backward
+SEPARATE_PASSES = ("forward", "backward")
+WHOLE_PASS = "whole"  # forward and backward together, or all there is of an op without backward
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class _Op:
     reference: Callable[..., Any]
     sizes: Callable[[Model], str]
     moved: Callable[[Model], tuple[int, int] | None]
-    parts: tuple[str, ...] = APART
+    parts: tuple[str, ...] = SEPARATE_PASSES
     rounded: tuple[torch.dtype, int] = (torch.bfloat16, 2)
 
 
@@ -110,7 +110,7 @@ def _case(name: str, model: Model) -> Case:
         make=lambda device: op.inputs(model, Random(device)),
         exact=partial(_exact, op),
         parts=op.parts,
-        moved={} if moved is None else {"forward": moved[0], "backward": moved[1], WHOLE: sum(moved)},
+        moved={} if moved is None else {"forward": moved[0], "backward": moved[1], WHOLE_PASS: sum(moved)},
         rounded=op.rounded,
     )
 
@@ -192,14 +192,14 @@ OPS = {
         cross_entropy_reference,
         _rows(lambda model: model.columns),
         lambda model: cross_entropy_bytes(model.tokens, model.columns, torch.bfloat16),
-        parts=(*APART, WHOLE),
+        parts=(*SEPARATE_PASSES, WHOLE_PASS),
     ),
     "linear_cross_entropy": _Op(
         linear_inputs,
         linear_cross_entropy_reference,
         lambda model: f"{model.tokens} × {model.shape.width} × {model.columns}",
         lambda model: None,
-        parts=(*APART, WHOLE),
+        parts=(*SEPARATE_PASSES, WHOLE_PASS),
         rounded=(torch.bfloat16, 4),  # logits, their gradients and sums over chunks are rounded too
     ),
     "adamw": _Op(
@@ -207,7 +207,7 @@ OPS = {
         _adamw_reference,
         _parameters,
         lambda model: adamw_bytes(model.elements),
-        parts=(WHOLE,),
+        parts=(WHOLE_PASS,),
         rounded=(torch.float32, 8),
     ),
     # Implementations add up thousands of squares in float32 before they add up these sums.
@@ -216,7 +216,7 @@ OPS = {
         grad_norm_reference,
         _parameters,
         lambda model: grad_norm_bytes(model.elements, torch.float32),
-        parts=(WHOLE,),
+        parts=(WHOLE_PASS,),
         rounded=(torch.float32, 64),
     ),
 }

@@ -44,14 +44,14 @@ MODELS = {
     "8B": Model("8B", LLAMAS["Llama 3 8B"], TOKENS, columns=128256, layers=32, ranks=8),
     "70B": Model("70B", LLAMAS["Llama 3 70B"], TOKENS, columns=128256 // 8, layers=16, ranks=16),
 }
-MOST_RANKS = 4096
-STATES = 64  # bytes that comparing and timing AdamW takes for every element
-TINY = Model("tiny", Shape(48, 3, 1, 16, 80, 72), 11, columns=70, layers=1, ranks=1)
+MAX_RANKS = 4096
+STATE_BYTES = 64  # bytes that comparing and timing AdamW takes for every element
+TINY_MODEL = Model("tiny", Shape(48, 3, 1, 16, 80, 72), 11, columns=70, layers=1, ranks=1)
 
 
 def fitting(model: Model, memory: int) -> Model:
     """Split the model's parameters among more ranks until AdamW takes at most `memory` bytes."""
-    while model.elements * STATES > memory and model.ranks < MOST_RANKS:
+    while model.elements * STATE_BYTES > memory and model.ranks < MAX_RANKS:
         model = replace(model, ranks=2 * model.ranks)
     return model
 

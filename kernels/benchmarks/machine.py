@@ -8,7 +8,7 @@ import torch
 
 # The last two bring other kernels behind PyTorch's F.rms_norm.
 PACKAGES = ("megalite", "torch", "triton", "liger-kernel", "nvidia-cutlass-dsl", "apache-tvm-ffi")
-QUERIED = ("driver_version", "power.limit", "clocks.max.sm", "clocks.max.memory")
+QUERIED_FIELDS = ("driver_version", "power.limit", "clocks.max.sm", "clocks.max.memory")
 
 
 def has_cuda() -> bool:
@@ -29,12 +29,12 @@ def device_facts(device: torch.device) -> dict[str, str]:
 
 
 def nvidia_smi(device: str) -> dict[str, str]:
-    command = ["nvidia-smi", f"--query-gpu={','.join(QUERIED)}", "--format=csv,noheader", f"--id={device}"]
+    command = ["nvidia-smi", f"--query-gpu={','.join(QUERIED_FIELDS)}", "--format=csv,noheader", f"--id={device}"]
     try:
         output = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout
     except (OSError, subprocess.SubprocessError):
         return {}
-    return dict(zip(QUERIED, output.strip().split(", "), strict=False))
+    return dict(zip(QUERIED_FIELDS, output.strip().split(", "), strict=False))
 
 
 def version(package: str) -> str:

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from megalite_kernels.benchmarks.agreement import excess
-from megalite_kernels.benchmarks.cases import WHOLE, Case
+from megalite_kernels.benchmarks.cases import WHOLE_PASS, Case
 from megalite_kernels.benchmarks.inputs import Inputs, flat
 from megalite_kernels.benchmarks.timing import Call, Gpu, Spread, Warm, spreads, warm_up
-from megalite_kernels.benchmarks.variants import LIGER, OURS, VARIANTS, Run, Variant, has_liger
+from megalite_kernels.benchmarks.variants import LIGER, MEGALITE, VARIANTS, Run, Variant, has_liger
 
-AGREES, NO_SUCH_KERNEL = "agrees", "no such kernel"
+AGREEMENT, NO_SUCH_KERNEL = "agrees", "no such kernel"
 
 Log = Callable[[str], None]
 Result = TypeVar("Result")
@@ -39,7 +39,7 @@ class Row:
     @property
     def is_fault(self) -> bool:
         """Flag: the row is of one of our kernels, and its result does not agree."""
-        return self.kind == OURS and self.status != AGREES
+        return self.kind == MEGALITE and self.status != AGREEMENT
 
     def __str__(self) -> str:
         result = self.status if self.seconds is None else f"{self.seconds.median * 1e6:.1f} µs"
@@ -102,7 +102,7 @@ def _compare(variant: Variant, case: Case, inputs: Inputs, exact: Sequence[Tenso
     worst = max(excesses, key=excesses.__getitem__)
     if excesses[worst] > 1:
         return f"differs: {worst} is {excesses[worst]:.3g} times as far off as roundings allow", None
-    return AGREES, run
+    return AGREEMENT, run
 
 
 def attempt(work: Callable[[], Result]) -> Result | str:
@@ -127,7 +127,9 @@ def _excesses(run: Run, inputs: Inputs, exact: Sequence[Tensor], rounded: tuple[
 
 def _timed(case: Case, part: str, inputs: Inputs, candidates: Sequence[_Candidate], gpu: Gpu, rounds: int) -> list[Row]:
     """Rows of one part of the work."""
-    takers = [(one, one.run) for one in candidates if one.run is not None and (one.variant.compared or part == WHOLE)]
+    takers = [
+        (one, one.run) for one in candidates if one.run is not None and (one.variant.compared or part == WHOLE_PASS)
+    ]
     restores = any(one.variant.overwrites for one, _ in takers)
     calls = {one.variant.name: _call(one.variant, run, part, inputs, restores) for one, run in takers}
     warm = {name: attempt(partial(warm_up, call, gpu)) for name, call in calls.items()}

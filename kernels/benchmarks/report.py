@@ -5,26 +5,26 @@ from dataclasses import asdict, dataclass
 from math import inf
 from typing import Any, Protocol
 
-from megalite_kernels.benchmarks.cases import WHOLE
+from megalite_kernels.benchmarks.cases import WHOLE_PASS
 from megalite_kernels.benchmarks.measure import NO_SUCH_KERNEL, Row
 from megalite_kernels.benchmarks.timing import Spread
-from megalite_kernels.benchmarks.variants import COMPILED, EAGER, LIGER, MATMULS, OURS
+from megalite_kernels.benchmarks.variants import EAGER_TORCH, LIGER, MATMULS, MEGALITE, TORCH_COMPILE
 
 SHARES = {  # targets: least share of the bandwidth of a copy
     ("rms_norm", "forward"): 0.90,
     ("rms_norm", "backward"): 0.80,
     ("add_rms_norm", "forward"): 0.90,
     ("add_rms_norm", "backward"): 0.80,
-    ("cross_entropy", WHOLE): 0.85,
+    ("cross_entropy", WHOLE_PASS): 0.85,
     ("swiglu", "forward"): 0.90,
     ("swiglu", "backward"): 0.85,
     ("rope", "forward"): 0.85,
     ("rope", "backward"): 0.85,
-    ("adamw", WHOLE): 0.85,
+    ("adamw", WHOLE_PASS): 0.85,
 }
-OVER_MATMULS = 1.05  # times the time of the matrix products alone, at most
-OTHERS = (COMPILED, LIGER, EAGER, MATMULS)
-MET, MISSED, UNKNOWN = "met", "missed", "not measured"
+MAX_MATMUL_RATIO = 1.05  # times the time of the matrix products alone, at most
+OTHER_KINDS = (TORCH_COMPILE, LIGER, EAGER_TORCH, MATMULS)
+MET_TARGET, MISSED_TARGET, UNMEASURED_TARGET = "met", "missed", "not measured"
 
 
 @dataclass(frozen=True)
@@ -60,13 +60,13 @@ def share_of_copy(row: Timed, copy: float) -> float | None:
 
 
 def summaries(rows: Sequence[Row], copy: float) -> list[Summary]:
-    return [_summary(row, rows, copy) for row in rows if row.kind == OURS]
+    return [_summary(row, rows, copy) for row in rows if row.kind == MEGALITE]
 
 
 def _summary(ours: Row, rows: Sequence[Row], copy: float) -> Summary:
     of_op = [row for row in rows if (row.op, row.model) == (ours.op, ours.model)]
     fastest = {}
-    for kind in OTHERS:
+    for kind in OTHER_KINDS:
         timed = [row for row in of_op if (row.kind, row.part) == (kind, ours.part) and row.seconds]
         if timed:
             fastest[kind] = min(timed, key=median)
@@ -79,12 +79,14 @@ def _summary(ours: Row, rows: Sequence[Row], copy: float) -> Summary:
         least = SHARES[ours.op, ours.part]
         targets[f"≥ {least:.0%} of a copy"] = _verdict(share is not None and share >= least)
     # Where the whole is measured too, implementations differ in what forward does for backward.
-    if ours.part == WHOLE or WHOLE not in {row.part for row in of_op}:
+    if ours.part == WHOLE_PASS or WHOLE_PASS not in {row.part for row in of_op}:
         rivals = {row.kind for row in of_op if row.status != NO_SUCH_KERNEL}
-        targets |= {f"≤ {kind}": _at_most(ours, ratios.get(kind), 1.0) for kind in (COMPILED, LIGER) if kind in rivals}
-    if ours.op == "linear_cross_entropy" and ours.part == WHOLE:
-        targets[f"≤ {OVER_MATMULS} × matmuls"] = _at_most(ours, ratios.get(MATMULS), OVER_MATMULS)
-        targets["peak below eager"] = _peak_below(ours, fastest.get(EAGER))
+        targets |= {
+            f"≤ {kind}": _at_most(ours, ratios.get(kind), 1.0) for kind in (TORCH_COMPILE, LIGER) if kind in rivals
+        }
+    if ours.op == "linear_cross_entropy" and ours.part == WHOLE_PASS:
+        targets[f"≤ {MAX_MATMUL_RATIO} × matmuls"] = _at_most(ours, ratios.get(MATMULS), MAX_MATMUL_RATIO)
+        targets["peak below eager"] = _peak_below(ours, fastest.get(EAGER_TORCH))
     return Summary(ours, share, ratios, targets)
 
 
@@ -95,12 +97,12 @@ def _peak_below(ours: Row, other: Row | None) -> str:
 
 
 def _verdict(is_met: bool) -> str:
-    return MET if is_met else MISSED
+    return MET_TARGET if is_met else MISSED_TARGET
 
 
 def _at_most(ours: Row, ratio: float | None, most: float) -> str:
     if ratio is None:
-        return UNKNOWN if ours.seconds else MISSED
+        return UNMEASURED_TARGET if ours.seconds else MISSED_TARGET
     return _verdict(ratio <= most)
 
 
@@ -110,12 +112,22 @@ def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def summary_table(found: Sequence[Summary]) -> str:
-    heads = ["op", "model", "part", "µs", "GB/s", "% of copy", *(f"÷ {kind}" for kind in OTHERS), "peak MiB", "targets"]
+    heads = [
+        "op",
+        "model",
+        "part",
+        "µs",
+        "GB/s",
+        "% of copy",
+        *(f"÷ {kind}" for kind in OTHER_KINDS),
+        "peak MiB",
+        "targets",
+    ]
     rows = []
     for one in found:
         row = one.row
         targets = ", ".join(f"{target}: {verdict}" for target, verdict in one.targets.items())
-        ratios = (number(one.ratios.get(kind), 1, "{:.2f}") for kind in OTHERS)
+        ratios = (number(one.ratios.get(kind), 1, "{:.2f}") for kind in OTHER_KINDS)
         cells = [row.op, f"{row.model}, {row.sizes}", row.part, *_measured(row, one.share)]
         rows.append([*cells, *ratios, number(row.peak_bytes, 2**-20), targets if row.seconds else row.status])
     return table(heads, rows)

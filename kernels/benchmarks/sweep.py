@@ -17,9 +17,9 @@ from torch import Tensor
 from megalite_kernels.adamw import PROGRAM, launch_adamw
 from megalite_kernels.backend import Program, wide_dtype
 from megalite_kernels.benchmarks.agreement import excess
-from megalite_kernels.benchmarks.cases import ADAMW, EPS, WHOLE, Case, cases
+from megalite_kernels.benchmarks.cases import ADAMW, EPS, WHOLE_PASS, Case, cases
 from megalite_kernels.benchmarks.inputs import Inputs, Model, fitting, flat
-from megalite_kernels.benchmarks.measure import AGREES, Log, attempt
+from megalite_kernels.benchmarks.measure import AGREEMENT, Log, attempt
 from megalite_kernels.benchmarks.timing import Call, Gpu, Spread, Warm, spread, spreads, take_turns, warm_up
 from megalite_kernels.cross_entropy import gradient_program, launch_gradient, launch_merge, launch_stats, stats_program
 from megalite_kernels.labels import labels_of
@@ -32,8 +32,8 @@ from megalite_kernels.swiglu import program_for
 
 WARPS = (1, 2, 4, 8, 16)
 ELEMENTS = (512, 1024, 2048, 4096, 8192, 16384)  # the last is a whole chunk of adamw
-LOADED = 16  # bytes that a thread loads at a time, at least: with fewer elements, loads are narrower
-MAX_PER_THREAD = 64  # elements: with more, registers are spilled
+MIN_LOAD_BYTES = 16  # bytes that a thread loads at a time, at least: with fewer elements, loads are narrower
+MAX_THREAD_ELEMENTS = 64  # elements: with more, registers are spilled
 STATES_BYTES = 8 << 30  # comparing and timing AdamW takes so much: its tensors are far larger than any cache
 FIRST_ROUNDS = 3
 FINALISTS = 3  # beside the program that ships
@@ -80,7 +80,7 @@ class Trial:
     @property
     def is_fault(self) -> bool:
         """True if the kernel is wrong. Programs that do not ship may fail, because the device may lack resources."""
-        return self.status.startswith("differs") or (self.is_shipped and self.status != AGREES)
+        return self.status.startswith("differs") or (self.is_shipped and self.status != AGREEMENT)
 
     @property
     def name(self) -> str:
@@ -137,10 +137,10 @@ def _adamw(inputs: Inputs) -> Iterator[Pass]:
         return [weights, firsts, seconds]
 
     elements = sum(weight.numel() for weight in weights)
-    yield Pass(WHOLE, elements, weights[0].itemsize, PROGRAM, update, inputs.restore)
+    yield Pass(WHOLE_PASS, elements, weights[0].itemsize, PROGRAM, update, inputs.restore)
 
 
-SWEPT = {"add_rms_norm": _norm, "swiglu": _swiglu, "cross_entropy": _cross_entropy, "adamw": _adamw}
+SWEEPS = {"add_rms_norm": _norm, "swiglu": _swiglu, "cross_entropy": _cross_entropy, "adamw": _adamw}
 
 
 def swept_cases(ops: Iterable[str], models: Iterable[Model], memory: int) -> list[Case]:
@@ -150,24 +150,24 @@ def swept_cases(ops: Iterable[str], models: Iterable[Model], memory: int) -> lis
 
 def programs(one: Pass) -> list[Program]:
     """The program that ships, then all others that may be as fast."""
-    least = LOADED // one.itemsize
+    least = MIN_LOAD_BYTES // one.itemsize
     every = [Program(elements, warps) for warps in WARPS for elements in ELEMENTS]
     return [one.shipped] + [
         program
         for program in every
-        if program != one.shipped and least <= program.elements // (32 * program.warps) <= MAX_PER_THREAD
+        if program != one.shipped and least <= program.elements // (32 * program.warps) <= MAX_THREAD_ELEMENTS
     ]
 
 
 def check(case: Case, device: torch.device) -> Iterator[list[Trial]]:
     """The trials of each pass. All programs are compared, and none is timed."""
-    for one in SWEPT[case.op](case.make(device)):
+    for one in SWEEPS[case.op](case.make(device)):
         yield _compared(case, one)
 
 
 def measure(case: Case, gpu: Gpu, rounds: int, log: Log) -> Iterator[list[Trial]]:
     """The trials of each pass. Programs that agree are timed, the fastest of them in at most `rounds` rounds."""
-    for one in SWEPT[case.op](case.make(gpu.device)):
+    for one in SWEEPS[case.op](case.make(gpu.device)):
         _compile(one)
         trials = _timed(one, _compared(case, one), gpu, rounds)
         for trial in trials:
@@ -210,7 +210,7 @@ def _compare(one: Pass, program: Program, expected: Sequence[Tensor]) -> str:
     worst = max(range(len(excesses)), key=excesses.__getitem__)
     if excesses[worst] > 1:
         return f"differs: result {worst} is {excesses[worst]:.3g} times as far off as roundings allow"
-    return AGREES
+    return AGREEMENT
 
 
 def _excess(found: Tensor, expected: Tensor) -> float:
@@ -220,7 +220,7 @@ def _excess(found: Tensor, expected: Tensor) -> float:
 
 def _timed(one: Pass, trials: Sequence[Trial], gpu: Gpu, rounds: int) -> list[Trial]:
     """The trials, with the times of those that agree."""
-    calls = {trial.name: _call(one, trial) for trial in trials if trial.status == AGREES}
+    calls = {trial.name: _call(one, trial) for trial in trials if trial.status == AGREEMENT}
     warm = {name: attempt(partial(warm_up, call, gpu)) for name, call in calls.items()}
     ready = {name: each for name, each in warm.items() if isinstance(each, Warm)}
     found, finalists = {}, set()

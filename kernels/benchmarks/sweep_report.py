@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from megalite_kernels.benchmarks.measure import AGREES
+from megalite_kernels.benchmarks.measure import AGREEMENT
 from megalite_kernels.benchmarks.report import facts, median, number, share_of_copy, table
 from megalite_kernels.benchmarks.sweep import Trial
 
@@ -74,9 +74,9 @@ def agreement_table(trials: Iterable[Trial]) -> str:
     """The number of programs that agree in each pass, and the results of all others."""
     rows = []
     for of_pass in _passes(trials):
-        agreeing = [trial for trial in of_pass if trial.status == AGREES]
+        agreeing = [trial for trial in of_pass if trial.status == AGREEMENT]
         results = [("", f"{len(agreeing)} of {len(of_pass)} agree")]
-        results += [(trial.name, trial.status) for trial in of_pass if trial.status != AGREES]
+        results += [(trial.name, trial.status) for trial in of_pass if trial.status != AGREEMENT]
         rows += [[of_pass[0].op, of_pass[0].part, str(of_pass[0].width), *result] for result in results]
     return table(["op", "part", "width", "program", "result"], rows)
 

@@ -18,12 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-LEAST_ROUNDS = 10
-SECONDS = 6.0  # that all rounds of one group of calls may take, unless there would be fewer than the least
+MIN_ROUNDS = 10
+GROUP_SECONDS = 6.0  # that all rounds of one group of calls may take, unless there would be fewer than the least
 WARM_UP = 3  # calls before anything is measured, of which the first compiles
-COPIED = (1 << 30, 1 << 31, 1 << 32)  # bytes
-LONGEST_LEAD = 0.02  # seconds; what takes the host longer waits for the GPU anyway
-FLUSHED = 1 << 28  # bytes: at least four times any cache of today
+COPY_BYTES = (1 << 30, 1 << 31, 1 << 32)
+MAX_LEAD = 0.02  # seconds; what takes the host longer waits for the GPU anyway
+FLUSHED_BYTES = 1 << 28  # at least four times any cache of today
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Warm:
     @property
     def lead(self) -> float:
         """Seconds of other work that the GPU gets before the call: twice the host's time, because that varies."""
-        return min(2 * self.host, LONGEST_LEAD)
+        return min(2 * self.host, MAX_LEAD)
 
 
 @dataclass(frozen=True)
@@ -63,11 +63,11 @@ class Gpu:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        size = max(4 * torch.cuda.get_device_properties(device).L2_cache_size, FLUSHED)
+        size = max(4 * torch.cuda.get_device_properties(device).L2_cache_size, FLUSHED_BYTES)
         self._scratch = torch.empty(size, dtype=torch.int8, device=device)
         self._flush_seconds = math.inf
         flush = Call(lambda _: self._scratch.zero_())
-        self._flush_seconds = spread(take_turns({"": (flush, 0.0)}, self, LEAST_ROUNDS)[""]).median
+        self._flush_seconds = spread(take_turns({"": (flush, 0.0)}, self, MIN_ROUNDS)[""]).median
 
     def keep_busy(self, seconds: float) -> None:
         """Write over the cache, once and as often again as takes `seconds`."""
@@ -124,7 +124,7 @@ def warm_up(call: Call, gpu: Gpu) -> Warm:
 def rounds_for(warm: Iterable[Warm], most: int) -> int:
     """Return the number of rounds in which to run these calls: at most `most`."""
     turns = sum(each.turn + each.lead for each in warm)
-    return min(most, max(LEAST_ROUNDS, int(SECONDS / turns)))
+    return min(most, max(MIN_ROUNDS, int(GROUP_SECONDS / turns)))
 
 
 def take_turns(calls: Mapping[str, tuple[Call, float]], gpu: Gpu, rounds: int) -> dict[str, list[float]]:
@@ -167,7 +167,7 @@ def spreads(calls: Mapping[str, Call], warm: Mapping[str, Warm], gpu: Gpu, round
 
 def copied_sizes(free: int) -> list[int]:
     """Bytes: what is copied to measure bandwidth, all at a time there, far larger than any cache."""
-    return [size for size in COPIED if 8 * size <= free] or [free // 16 * 2]
+    return [size for size in COPY_BYTES if 8 * size <= free] or [free // 16 * 2]
 
 
 def copies(device: torch.device, sizes: Iterable[int]) -> dict[str, tuple[int, Call]]:

@@ -34,8 +34,8 @@ from megalite_kernels.benchmarks.inputs import Inputs
 from megalite_kernels.rms_norm import reference as rms_norm_reference
 from megalite_kernels.swiglu import reference as swiglu_reference
 
-OURS, COMPILED, EAGER, LIGER, MATMULS = "megalite", "torch.compile", "eager", "Liger", "matmuls alone"
-LARGE = 16  # times the memory that Liger gives a chunk's logits, so that chunks are of 4096 tokens at least
+MEGALITE, TORCH_COMPILE, EAGER_TORCH, LIGER, MATMULS = "megalite", "torch.compile", "eager", "Liger", "matmuls alone"
+LARGE_CHUNK_FACTOR = 16  # times the memory that Liger gives a chunk's logits: chunks are of 4096 tokens at least
 
 Run = Callable[[], Any]
 Bind = Callable[[Inputs], Run]
@@ -68,18 +68,18 @@ def compile_for(device: torch.device, function: Callable[..., Any], fullgraph: b
 
 
 def _ours(function: Callable[..., Any], overwrites: bool = False) -> Variant:
-    return Variant(OURS, OURS, lambda inputs: partial(function, *inputs.arguments), overwrites)
+    return Variant(MEGALITE, MEGALITE, lambda inputs: partial(function, *inputs.arguments), overwrites)
 
 
 def _eager(function: Callable[..., Any]) -> Variant:
-    return Variant(EAGER, EAGER, lambda inputs: partial(function, *inputs.arguments))
+    return Variant(EAGER_TORCH, EAGER_TORCH, lambda inputs: partial(function, *inputs.arguments))
 
 
 def _compiled(function: Callable[..., Any]) -> Variant:
     def bind(inputs: Inputs) -> Run:
         return partial(compile_for(inputs.device, function, fullgraph=True), *inputs.arguments)
 
-    return Variant(COMPILED, COMPILED, bind)
+    return Variant(TORCH_COMPILE, TORCH_COMPILE, bind)
 
 
 def _liger(function: Callable[..., Any], overwrites: bool = False, name: str = LIGER) -> Variant:
@@ -222,7 +222,7 @@ VARIANTS = {
         ),
         _liger(
             lambda liger, x, weight, targets: liger.liger_fused_linear_cross_entropy(
-                x, weight, targets, reduction="sum", accum_dtype=torch.float32, chunk_mem_const=LARGE
+                x, weight, targets, reduction="sum", accum_dtype=torch.float32, chunk_mem_const=LARGE_CHUNK_FACTOR
             ),
             name="Liger, large chunks",
         ),
@@ -230,8 +230,8 @@ VARIANTS = {
     ],
     "adamw": [
         _ours(_adamw),
-        Variant(COMPILED, COMPILED, partial(_bind_torch_adamw, compiled=True)),
-        Variant(EAGER, EAGER, partial(_bind_torch_adamw, compiled=False)),
+        Variant(TORCH_COMPILE, TORCH_COMPILE, partial(_bind_torch_adamw, compiled=True)),
+        Variant(EAGER_TORCH, EAGER_TORCH, partial(_bind_torch_adamw, compiled=False)),
         NO_LIGER,
     ],
     "grad_norm": [

@@ -6,14 +6,14 @@ import argparse
 import shlex
 from collections.abc import Callable
 
-DIGITS = 12  # of a whole number, at most
+MAX_DIGITS = 12  # of a whole number, at most
 
 
 def _whole(least: int, most: int) -> Callable[[str], int]:
     """A whole number from `least` to `most`."""
 
     def read(text: str) -> int:
-        found = int(text) if text.isascii() and text.isdigit() and len(text) <= DIGITS else -1
+        found = int(text) if text.isascii() and text.isdigit() and len(text) <= MAX_DIGITS else -1
         if not least <= found <= most:
             raise argparse.ArgumentTypeError(f"{text:.60}: must be a whole number from {least} to {most}")
         return found

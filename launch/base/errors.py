@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .texts import escaped
 
-LONGEST = 8000  # characters
+MAX_MESSAGE_LENGTH = 8000  # characters
 
 
 class UserError(Exception):
@@ -14,4 +14,4 @@ class UserError(Exception):
     """
 
     def __init__(self, text: str) -> None:
-        super().__init__(escaped(text[:LONGEST]))
+        super().__init__(escaped(text[:MAX_MESSAGE_LENGTH]))

@@ -12,19 +12,19 @@ import time
 from pathlib import Path
 from typing import Any
 
-from .files import PRIVATE, opened, read_bytes
+from .files import PRIVATE_MODE, opened, read_bytes
 from .line_files import number, parsed
 
 Event = dict[str, Any]
-LONGEST = 16_000  # characters of a text: a line should be one write
+MAX_TEXT_LENGTH = 16_000  # characters of a text: a line should be one write
 
 
 def append_event(path: Path, event: str, by: str, text: str, **details: Any) -> Event:
     """Add an event to the file `path`. Returns it. Raises OSError if it cannot be written."""
-    record: Event = {"time": time.time(), "event": event, "by": by, **details, "text": text[:LONGEST]}
+    record: Event = {"time": time.time(), "event": event, "by": by, **details, "text": text[:MAX_TEXT_LENGTH]}
     line = (json.dumps(record, allow_nan=False) + "\n").encode()
     path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor = opened(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, PRIVATE)
+    descriptor = opened(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, PRIVATE_MODE)
     try:
         if _half_written(descriptor):
             line = b"\n" + line

@@ -15,14 +15,14 @@ from pathlib import Path
 from typing import IO, Optional, Union
 
 LINKS = ("checkpoints", "export")  # in a run folder, to other storage; in there, links are left alone
-PRIVATE = 0o600  # records: paths, commands and errors are nobody else's business
-SHOWN = 0o666  # pages and results; the umask takes from it
+PRIVATE_MODE = 0o600  # records: paths, commands and errors are nobody else's business
+SHARED_MODE = 0o666  # pages and results; the umask takes from it
 
 
 def write_whole(
     path: Path,
     content: Union[str, bytes],
-    mode: int = PRIVATE,
+    mode: int = PRIVATE_MODE,
     give_name: Callable[[Path, Path], object] = os.replace,
 ) -> None:
     """Write a file that is whole, and on the disk, as soon as it has its name. Raises OSError.
@@ -42,7 +42,7 @@ def write_whole(
             hidden.unlink()
 
 
-def opened(path: Union[str, Path], flags: int, mode: int = SHOWN) -> int:
+def opened(path: Union[str, Path], flags: int, mode: int = SHARED_MODE) -> int:
     """A descriptor of a regular file. Raises OSError, with the reason as its `strerror`.
 
     One that is written to must be no link and have no second name, which could be that of a file elsewhere.
@@ -68,7 +68,7 @@ def opened(path: Union[str, Path], flags: int, mode: int = SHOWN) -> int:
     return descriptor
 
 
-def appended(path: Path, mode: int = SHOWN) -> IO[bytes]:
+def appended(path: Path, mode: int = SHARED_MODE) -> IO[bytes]:
     """A file opened to add to its end, without a buffer; it is made if it is not there. As `opened`."""
     return open(opened(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, mode), "ab", buffering=0)
 

@@ -7,8 +7,8 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
-LEAST = 2**20  # bytes that are free where there is room for anything
-FULL = (errno.ENOSPC, errno.EDQUOT)
+MIN_FREE_BYTES = 2**20  # bytes that are free where there is room for anything
+FULL_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT)
 
 
 def no_room(run: Path) -> str:
@@ -27,7 +27,7 @@ def _refusal(folder: Path) -> str:
     probe = folder / f".room.{os.getpid()}"
     try:
         found = os.statvfs(folder)
-        if found.f_blocks and found.f_bavail * found.f_frsize < LEAST:  # some count no blocks at all
+        if found.f_blocks and found.f_bavail * found.f_frsize < MIN_FREE_BYTES:  # some count no blocks at all
             return os.strerror(errno.ENOSPC)
         descriptor = os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
         try:
@@ -37,5 +37,5 @@ def _refusal(folder: Path) -> str:
             os.close(descriptor)
             probe.unlink()
     except OSError as error:
-        return os.strerror(error.errno) if error.errno in FULL else ""
+        return os.strerror(error.errno) if error.errno in FULL_DISK_ERRORS else ""
     return ""

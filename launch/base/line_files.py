@@ -10,9 +10,9 @@ from typing import Any, BinaryIO, Optional
 
 from .files import opened
 
-CHUNK = 2**20  # bytes that are read at a time
-LONGEST = 2**20  # bytes of a line; a longer one is passed over
-MOST = 1e15  # of a number that is believed
+CHUNK_BYTES = 2**20  # that are read at a time
+MAX_LINE_BYTES = 2**20  # a longer one is passed over
+MAX_NUMBER = 1e15  # of a number that is believed
 
 
 class Tail:
@@ -46,15 +46,15 @@ class Tail:
 
     def _new(self, file: BinaryIO) -> Iterator[bytes]:
         rest = b""
-        while chunk := file.read(CHUNK):
+        while chunk := file.read(CHUNK_BYTES):
             *whole, rest = (rest + chunk).split(b"\n")
             for line in whole:
                 self._at += len(line) + 1
                 if self._skipping:
                     self._skipping = False
-                elif len(line) <= LONGEST:
+                elif len(line) <= MAX_LINE_BYTES:
                     yield line
-            if len(rest) > LONGEST:
+            if len(rest) > MAX_LINE_BYTES:
                 self._at += len(rest)
                 self._skipping, rest = True, b""
 
@@ -70,9 +70,9 @@ def parsed(line: bytes) -> Optional[dict[str, Any]]:
 
 def number(value: object) -> Optional[float]:
     """A number that can be reckoned with; None if it is none."""
-    return float(value) if type(value) in (int, float) and -MOST < value < MOST else None  # type: ignore[operator, arg-type]
+    return float(value) if type(value) in (int, float) and -MAX_NUMBER < value < MAX_NUMBER else None  # type: ignore[operator, arg-type]
 
 
 def whole(value: object) -> Optional[int]:
     """A whole number from 0 on; None if it is none."""
-    return value if type(value) is int and 0 <= value < MOST else None
+    return value if type(value) is int and 0 <= value < MAX_NUMBER else None

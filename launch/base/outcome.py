@@ -18,7 +18,7 @@ from .files import read_bytes, write_whole
 from .line_files import number, whole
 
 DONE, FAILED, BAD_INPUT, STOPPED, UNHEALTHY, LOST_CONTACT, INTERRUPTED = 0, 1, 2, 3, 4, 5, 130  # docs/exit_codes.md
-LARGEST = 2**20  # bytes of a report
+MAX_REPORT_BYTES = 2**20  # bytes of a report
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ def read_outcome(attempt: Path) -> Outcome | None:
 def _read(path: Path, kind: type[Failure] | type[Outcome]) -> Failure | Outcome | None:
     """Read the report of one kind from a file; None if the file is incomplete or of another kind."""
     try:
-        report = json.loads(read_bytes(path, LARGEST))
+        report = json.loads(read_bytes(path, MAX_REPORT_BYTES))
         values = {field.name: report[field.name] for field in fields(kind)}
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parents[1]
-BEGIN = """
+START_SCRIPT = """
 import importlib.util, runpy, sys
 folder, module = sys.argv[1:3]
 where = importlib.util.spec_from_file_location(
@@ -20,4 +20,4 @@ runpy.run_module("megalite_launch." + module, run_name="__main__", alter_sys=Tru
 
 def own_command(module: str, *arguments: str) -> list[str]:
     """The command that runs a module of this package, with the Python that runs this one."""
-    return [sys.executable, "-c", BEGIN, str(PACKAGE), module, *arguments]
+    return [sys.executable, "-c", START_SCRIPT, str(PACKAGE), module, *arguments]

@@ -10,8 +10,8 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-HEARD = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-NAMES = ",".join(number.name[3:] for number in HEARD)  # as env and the shell call them
+HANDLED_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+SIGNAL_NAMES = ",".join(number.name[3:] for number in HANDLED_SIGNALS)  # as env and the shell call them
 SET_PARENT_DEATH_SIGNAL = 1  # of prctl(2)
 
 
@@ -31,7 +31,7 @@ def stoppable() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():  # no handler could be set
         yield
         return
-    before = {number: signal.getsignal(number) for number in HEARD if number != signal.SIGINT}
+    before = {number: signal.getsignal(number) for number in HANDLED_SIGNALS if number != signal.SIGINT}
     for number, handler in before.items():
         if handler != signal.SIG_IGN:
             signal.signal(number, _stop)
@@ -50,13 +50,13 @@ def _stop(number: int, frame: object) -> None:
 def prepared(number: int) -> Callable[[], None]:
     """Return a function for `preexec_fn`, which prepares a child's signals before it becomes another program.
 
-    The signals of `HEARD` wait until that program can hear them. On Linux, it gets the signal `number` when this
-    process dies.
+    The signals of `HANDLED_SIGNALS` wait until that program can hear them. On Linux, it gets the signal `number` when
+    this process dies.
     """
     parent = os.getpid()
 
     def prepare() -> None:
-        signal.pthread_sigmask(signal.SIG_BLOCK, HEARD)
+        signal.pthread_sigmask(signal.SIG_BLOCK, HANDLED_SIGNALS)
         if sys.platform == "linux":
             ctypes.CDLL(None).prctl(SET_PARENT_DEATH_SIGNAL, number)
             if os.getppid() != parent:  # it has died before

@@ -19,7 +19,7 @@ from .line_files import parsed, whole
 
 ATTEMPT = "MEGALITE_ATTEMPT"  # environment of ranks: the absolute path of the folder of their attempt
 NODE = "MEGALITE_NODE"  # environment of pods: the name of the node on which they are
-EARLY = 2**20  # bytes of reports in which ranks say from where they go on
+START_BYTES = 2**20  # bytes of reports in which ranks say from where they go on
 CHECKPOINT = re.compile(r"step-(\d{1,15})")
 NAME = re.compile(r"(?P<job>[A-Za-z0-9_-]+)\.(?P<restart>\d{1,9})\.(?P<number>\d{1,9})")
 
@@ -104,7 +104,7 @@ class RunFolder:
         """
         with suppress(OSError), open(opened(self.metrics, os.O_RDONLY), "rb") as file:
             file.seek(since)
-            found = (parsed(line) for line in file.read(EARLY).split(b"\n"))
+            found = (parsed(line) for line in file.read(START_BYTES).split(b"\n"))
             steps = [event.get("step") for event in found if event is not None and event.get("event") == "resumed"]
             return whole(steps[0]) if steps else None
         return None

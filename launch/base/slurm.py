@@ -15,15 +15,15 @@ from typing import NamedTuple, TypeVar
 
 from .errors import UserError
 
-ANSWER = 30.0  # seconds that a command may take
+ANSWER_SECONDS = 30.0  # seconds that a command may take
 JOB = re.compile(r"\d{1,10}(_\d{1,7})?")
 NODE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,254}")
 # Lines of `scontrol show job`, which begin like this. The name of the job, which users choose, is on another one.
 STATE = re.compile(r"^   JobState=([A-Z_]+) Reason=(\S+)", re.MULTILINE)
 COUNTS = re.compile(r"^   Requeue=([01]) Restarts=(\d+)", re.MULTILINE)
 NODES = re.compile(r"^   NodeList=(\S*)", re.MULTILINE)
-GONE = "Invalid job id"
-UNFIT = ("drain", "down", "fail")  # how states of nodes begin on which nothing new should be started
+UNKNOWN_JOB_ERROR = "Invalid job id"
+UNFIT_STATES = ("drain", "down", "fail")  # how states of nodes begin on which nothing new should be started
 
 T = TypeVar("T")
 
@@ -57,9 +57,11 @@ class Job:
 def call(command: Sequence[str]) -> Answer:
     """Run a command of Slurm."""
     try:
-        done = subprocess.run(list(command), stdin=subprocess.DEVNULL, capture_output=True, timeout=ANSWER, check=False)
+        done = subprocess.run(
+            list(command), stdin=subprocess.DEVNULL, capture_output=True, timeout=ANSWER_SECONDS, check=False
+        )
     except subprocess.TimeoutExpired:
-        return Answer(124, "", f"{command[0]} gave no answer within {ANSWER:.0f} s")
+        return Answer(124, "", f"{command[0]} gave no answer within {ANSWER_SECONDS:.0f} s")
     except OSError as error:
         return Answer(127, "", f"{command[0]} cannot be run: {error.strerror}")
     return Answer(done.returncode, done.stdout.decode(errors="replace"), done.stderr.decode(errors="replace").strip())
@@ -77,7 +79,7 @@ class Slurm:
         """Ask Slurm for this job or another; None if Slurm gave no answer that can be understood."""
         answer = self._call(["scontrol", "show", "job", number or self.number])
         if answer.code:
-            return Job("GONE") if GONE in answer.error else None
+            return Job("GONE") if UNKNOWN_JOB_ERROR in answer.error else None
         state, counts, nodes = (pattern.search(answer.out) for pattern in (STATE, COUNTS, NODES))
         if not state or not counts:
             return None
@@ -95,7 +97,7 @@ class Slurm:
         does not answer."""
         answer = self._call(["sinfo", "--noheader", "--Node", "--nodes", ",".join(nodes), "--format", "%N|%T|%E"])
         rows = [line.strip().split("|", 2) for line in answer.out.splitlines()] if answer.code == 0 else []
-        return {row[0]: f"{row[1]}: {row[2]}" for row in rows if len(row) == 3 and row[1].startswith(UNFIT)}
+        return {row[0]: f"{row[1]}: {row[2]}" for row in rows if len(row) == 3 and row[1].startswith(UNFIT_STATES)}
 
     def requeue(self) -> str:
         """Ask Slurm to put the job back into its queue. Returns why it refused; empty if it did not."""

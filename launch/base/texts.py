@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from typing import Optional
 
 DAY, HOUR, MINUTE = 86_400, 3600, 60
-LEAST_WIDTH = 30  # of a column that is wrapped
-DECIMAL = ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
-BINARY = ((2.0**40, "Ti"), (2.0**30, "Gi"), (2.0**20, "Mi"), (2.0**10, "Ki"))
+MIN_WIDTH = 30  # of a column that is wrapped
+DECIMAL_UNITS = ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
+BINARY_UNITS = ((2.0**40, "Ti"), (2.0**30, "Gi"), (2.0**20, "Mi"), (2.0**10, "Ki"))
 Prefixes = tuple[tuple[float, str], ...]
-HIDDEN = ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp")  # categories that could disturb a terminal or mislead a reader
+HIDDEN_CATEGORIES = ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp")  # could disturb a terminal or mislead a reader
 
 
 def escaped(text: str, kept: str = "\n\t") -> str:
@@ -22,7 +22,7 @@ def escaped(text: str, kept: str = "\n\t") -> str:
         return text
     return "".join(
         character.encode("unicode_escape").decode()
-        if character not in kept and unicodedata.category(character) in HIDDEN
+        if character not in kept and unicodedata.category(character) in HIDDEN_CATEGORIES
         else character
         for character in text
     )
@@ -47,8 +47,8 @@ def lasting(seconds: float) -> str:
     raise AssertionError("days have no end")
 
 
-def scaled(value: float, unit: str, prefixes: Prefixes = DECIMAL) -> str:
-    """A number of units to three digits, with a prefix: `42.6 MFLOP/s`, or with BINARY ones `51.2 GiB`."""
+def scaled(value: float, unit: str, prefixes: Prefixes = DECIMAL_UNITS) -> str:
+    """A number of units to three digits, with a prefix: `42.6 MFLOP/s`, or with BINARY_UNITS `51.2 GiB`."""
     size, prefix = next(((size, prefix) for size, prefix in prefixes if value >= 0.9995 * size), (1.0, ""))
     number = value / size
     if number >= 999.5 or (isinstance(value, int) and not prefix):
@@ -81,7 +81,7 @@ def table(
     lines = [header, *rows] if any(header) else list(rows)
     widths = [max(len(line[at]) for line in lines) for at in range(len(header))]
     if width is not None:
-        widths[-1] = min(widths[-1], max(LEAST_WIDTH, width - sum(widths[:-1]) - 2 * len(widths[:-1])))
+        widths[-1] = min(widths[-1], max(MIN_WIDTH, width - sum(widths[:-1]) - 2 * len(widths[:-1])))
 
     def one(line: Sequence[str]) -> list[str]:
         ends = [line[-1]] if width is None else textwrap.wrap(line[-1], widths[-1]) or [""]

@@ -13,20 +13,27 @@ from dataclasses import dataclass, field, replace
 
 from .outcome import BAD_INPUT, DONE, FAILED, INTERRUPTED, LOST_CONTACT, STOPPED, UNHEALTHY, Failure, Outcome
 
-FINISHED, STOP, BAD, SICK, CRASH = "finished", "stopped", "bad_input", "unhealthy", "crash"
-LOST, HANG, KILLED, TIMEOUT = "lost_contact", "hang", "killed", "timeout"
-BROKEN = (CRASH, LOST, HANG, KILLED)  # after which it is worth trying again
-CAUSE = {DONE: FINISHED, STOPPED: STOP, BAD_INPUT: BAD, UNHEALTHY: SICK, LOST_CONTACT: LOST, INTERRUPTED: STOP}
+FINISH, STOP, INPUT_ERROR, HEALTH_FAILURE, CRASH = "finished", "stopped", "bad_input", "unhealthy", "crash"
+CONTACT_LOSS, HANG, KILL, TIMEOUT = "lost_contact", "hang", "killed", "timeout"
+RETRIED_CAUSES = (CRASH, CONTACT_LOSS, HANG, KILL)  # after which it is worth trying again
+CAUSES = {
+    DONE: FINISH,
+    STOPPED: STOP,
+    BAD_INPUT: INPUT_ERROR,
+    UNHEALTHY: HEALTH_FAILURE,
+    LOST_CONTACT: CONTACT_LOSS,
+    INTERRUPTED: STOP,
+}
 TASKS = re.compile(r"srun: error: (\S+): tasks? ([\d,-]+): (.+)")
-NODE_FAILED = re.compile(r"srun: error: Node failure on (\S+)")
-OWN = re.compile(  # an error of srun itself, as while Slurm's controller restarts, and of no node
+NODE_FAILURE = re.compile(r"srun: error: Node failure on (\S+)")
+SRUN_ERROR = re.compile(  # an error of srun itself, as while Slurm's controller restarts, and of no node
     r"srun: (?:error|fatal): (?P<why>.*(?:controller|configuration source|Socket timed out|Zero Bytes|temporarily"
     r"|Connection (?:refused|reset|timed out)|Communication connection"
     r"|Unable to create step(?!.*(?:not available \(|already|nvalid|xpired))).*)"
 )
-OF_NODES = re.compile(r"on node|launch failed|Node failure")  # in errors of srun about nodes, which may time out too
+NODE_ERROR = re.compile(r"on node|launch failed|Node failure")  # in errors of srun about nodes, which may time out too
 TRACEBACK = "Traceback (most recent call last)"
-ENDING = ("_step_signal: Terminating", "Job step aborted", "Force Terminated", "*** STEP", "*** JOB")
+STEP_END_MARKS = ("_step_signal: Terminating", "Job step aborted", "Force Terminated", "*** STEP", "*** JOB")
 
 
 @dataclass(frozen=True)
@@ -94,14 +101,14 @@ def judge(seen: Seen) -> Ended:
 
 def srun_failed(said: Sequence[str]) -> str:
     """The error of srun itself, which has started nothing; empty if there is none, or it tells of tasks and nodes."""
-    if any(TASKS.search(line) or OF_NODES.search(line) for line in said):
+    if any(TASKS.search(line) or NODE_ERROR.search(line) for line in said):
         return ""
-    return next((found["why"] for line in said if (found := OWN.search(line))), "")
+    return next((found["why"] for line in said if (found := SRUN_ERROR.search(line))), "")
 
 
 def _judged(seen: Seen) -> Ended:
     if seen.outcome is not None and not _belied(seen, seen.outcome):
-        return Ended(CAUSE.get(seen.outcome.code, CRASH), seen.outcome.code)
+        return Ended(CAUSES.get(seen.outcome.code, CRASH), seen.outcome.code)
     if seen.out_of_time:
         return Ended(TIMEOUT, STOPPED, _first_said(seen))
     told = seen.failures[0] if seen.failures else None
@@ -112,15 +119,15 @@ def _judged(seen: Seen) -> Ended:
         return _found(seen, _code(killed.text), killed)
     if told is not None:
         hangs = seen.dumps or seen.silent
-        return Ended(HANG if hangs else LOST, LOST_CONTACT, _who(seen, told))
+        return Ended(HANG if hangs else CONTACT_LOSS, LOST_CONTACT, _who(seen, told))
     if seen.silent and seen.full:
-        return Ended(SICK, UNHEALTHY, First(None, None, seen.full))
+        return Ended(HEALTH_FAILURE, UNHEALTHY, First(None, None, seen.full))
     if seen.silent:
         return Ended(HANG, LOST_CONTACT, _missing(seen))
     if seen.reaped:
-        return Ended(KILLED, LOST_CONTACT, _missing(seen))
+        return Ended(KILL, LOST_CONTACT, _missing(seen))
     if not seen.met and not seen.full and (why := srun_failed(seen.said)):
-        return Ended(LOST, LOST_CONTACT, First(None, None, why))
+        return Ended(CONTACT_LOSS, LOST_CONTACT, First(None, None, why))
     return _found(seen, seen.code, None)
 
 
@@ -129,10 +136,10 @@ def _found(seen: Seen, code: int, first: First | None) -> Ended:
     cause, meant = _meaning(code)
     if cause == STOP and first is None and code == STOPPED and not seen.asked and not seen.full:
         return Ended(cause, meant, First(None, None, "its exit code says so, and no rank has told it"))
-    if not seen.full or cause in (FINISHED, KILLED) or (cause == STOP and (seen.asked or code == INTERRUPTED)):
+    if not seen.full or cause in (FINISH, KILL) or (cause == STOP and (seen.asked or code == INTERRUPTED)):
         return Ended(cause, meant, first)
     said = f"{seen.full} ({first.summary})" if first and first.summary else seen.full
-    return Ended(SICK, UNHEALTHY, First(first.rank if first else None, first.node if first else None, said))
+    return Ended(HEALTH_FAILURE, UNHEALTHY, First(first.rank if first else None, first.node if first else None, said))
 
 
 def _belied(seen: Seen, outcome: Outcome) -> bool:
@@ -149,8 +156,8 @@ def _belied(seen: Seen, outcome: Outcome) -> bool:
 def _meaning(code: int) -> tuple[str, int]:
     """The cause that an exit code stands for, and the exit code that the job gets for it."""
     if code < 0 or (code > 128 and code != INTERRUPTED):
-        return KILLED, LOST_CONTACT
-    return (CAUSE[code], code) if code in CAUSE else (CRASH, FAILED)
+        return KILL, LOST_CONTACT
+    return (CAUSES[code], code) if code in CAUSES else (CRASH, FAILED)
 
 
 def _code(text: str) -> int:
@@ -170,9 +177,9 @@ def _first_said(seen: Seen) -> First | None:
     after: list[First] = []
     ending = False
     for line in seen.said:
-        if node := NODE_FAILED.search(line):
+        if node := NODE_FAILURE.search(line):
             return First(None, node[1], f"Node failure on {node[1]}")
-        ending = ending or any(sign in line for sign in ENDING)
+        ending = ending or any(sign in line for sign in STEP_END_MARKS)
         if tasks := TASKS.search(line):
             (after if ending else before).append(First(_ranks(tasks[2])[0], tasks[1], tasks[3]))
     killed = [first for first in before if _code(first.text) < 0]

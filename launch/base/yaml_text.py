@@ -7,8 +7,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-PLAIN = re.compile(r"[A-Za-z/][A-Za-z0-9_./-]*")
-WORDS = {"true", "false", "yes", "no", "on", "off", "null", "y", "n"}  # that YAML takes for something else
+PLAIN_SCALAR = re.compile(r"[A-Za-z/][A-Za-z0-9_./-]*")
+RESERVED_WORDS = {"true", "false", "yes", "no", "on", "off", "null", "y", "n"}  # that YAML takes for something else
 
 
 def yaml_text(value: Any, indent: int = 0) -> str:
@@ -36,7 +36,7 @@ def _inner(value: Any, indent: int) -> str:
 
 def _scalar(value: Any) -> str:
     """JSON is YAML, but for people a plain word needs no quotes."""
-    if isinstance(value, str) and PLAIN.fullmatch(value) and value.lower() not in WORDS:
+    if isinstance(value, str) and PLAIN_SCALAR.fullmatch(value) and value.lower() not in RESERVED_WORDS:
         return value
     if isinstance(value, str):
         return '"' + "".join(map(_escaped, value)) + '"'

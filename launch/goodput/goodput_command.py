@@ -14,14 +14,14 @@ from ..base.texts import lasting, printable, table
 from ..base.texts import share as share_text
 from ..watch.run import open_run
 from ..watch.summary import Summary, summary
-from ..watch.text import WHERE
+from ..watch.text import ACCOUNT_NAMES
 from .formulas import HOURS_BETWEEN_FAILURES, Costs, approximation, between_failures, daly, share, young
 from .learned import failure_rate, learned_interval
 from .simulate import simulate
 
 DAY = 86_400.0
-MOST_GPUS, MOST_RUNS, MOST_SECONDS = 2**24, 100_000, 1e9
-MOST_FAILURES = 20_000_000  # that are simulated in all: about half a minute
+MAX_GPUS, MAX_RUNS, MAX_SECONDS = 2**24, 100_000, 1e9
+MAX_FAILURES = 20_000_000  # that are simulated in all: about half a minute
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -85,7 +85,7 @@ def advice(found: Summary) -> dict[str, Any]:
 def _account_text(found: Summary) -> str:
     rows = [
         (text, lasting(found["accounts"][name]), f"{found['accounts'][name]:,.1f} s")
-        for name, text in WHERE.items()
+        for name, text in ACCOUNT_NAMES.items()
     ]  # fmt: skip
     rows.append(("all", lasting(found["wall"]), f"{found['wall']:,.1f} s"))
     told = share_text(found["goodput_without_waiting"])
@@ -170,23 +170,23 @@ def _simulate(arguments: Sequence[str]) -> int:
 def _asked(given: argparse.Namespace) -> tuple[list[int], list[Costs], list[float]]:
     """The sizes of jobs, and for each its costs and interval. Raises UserError."""
     words = given.gpus.split(",")
-    if not all(word.isascii() and word.isdigit() and 0 < int(word[:12]) <= MOST_GPUS for word in words):
-        raise UserError(f"--gpus {printable(given.gpus)}: must be numbers from 1 to {MOST_GPUS:,}, as 256,1024")
+    if not all(word.isascii() and word.isdigit() and 0 < int(word[:12]) <= MAX_GPUS for word in words):
+        raise UserError(f"--gpus {printable(given.gpus)}: must be numbers from 1 to {MAX_GPUS:,}, as 256,1024")
     for name, least in (("mtbf_gpu_hours", 1e-3), ("save_seconds", 0.0), ("write_seconds", 0.0), ("detect", 0.0),
                         ("restart", 0.0), ("days", 1e-3)):  # fmt: skip
         value = getattr(given, name)
-        if not least <= value <= MOST_SECONDS:
-            raise UserError(f"--{name.replace('_', '-')} {value:g}: must be from {least:g} to {MOST_SECONDS:g}")
-    if not 2 <= given.runs <= MOST_RUNS:
-        raise UserError(f"--runs {given.runs}: must be from 2 to {MOST_RUNS:,}, so that there is an interval")
+        if not least <= value <= MAX_SECONDS:
+            raise UserError(f"--{name.replace('_', '-')} {value:g}: must be from {least:g} to {MAX_SECONDS:g}")
+    if not 2 <= given.runs <= MAX_RUNS:
+        raise UserError(f"--runs {given.runs}: must be from 2 to {MAX_RUNS:,}, so that there is an interval")
     sizes = [int(word) for word in words]
     costs = [
         Costs(between_failures(gpus, given.mtbf_gpu_hours), given.save_seconds, given.write_seconds, given.detect,
               given.restart) for gpus in sizes
     ]  # fmt: skip
     expected = sum(given.runs * given.days * DAY / (of.between + of.detect + of.restart) for of in costs)
-    if expected > MOST_FAILURES:
-        raise UserError(f"--runs {given.runs}: makes {expected:,.0f} failures; use fewer than {MOST_FAILURES:,}")
+    if expected > MAX_FAILURES:
+        raise UserError(f"--runs {given.runs}: makes {expected:,.0f} failures; use fewer than {MAX_FAILURES:,}")
     return sizes, costs, [_interval(given, of) for of in costs]
 
 
@@ -199,8 +199,8 @@ def _interval(given: argparse.Namespace, of: Costs) -> float:
         interval = float(given.interval)
     except ValueError:
         interval = inf
-    if not 0 < interval <= MOST_SECONDS:
-        raise UserError(f"--interval {printable(given.interval)}: must be auto, or seconds up to {MOST_SECONDS:g}")
+    if not 0 < interval <= MAX_SECONDS:
+        raise UserError(f"--interval {printable(given.interval)}: must be auto, or seconds up to {MAX_SECONDS:g}")
     if interval < of.write:
         raise UserError(
             f"--interval {interval:g}: must be at least --write-seconds = {of.write:g}: a save waits for the one before"

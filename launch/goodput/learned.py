@@ -15,8 +15,8 @@ from .formulas import HOUR, HOURS_BETWEEN_FAILURES, Costs, between_failures, dal
 
 PRIORS = tuple((0.1 if at else 0.5, HOURS_BETWEEN_FAILURES / 10**at) for at in range(6))  # weights and hours of a GPU
 ROUNDS = 60  # halvings of an interval
-BETWEEN = 3  # saves from one failure to the next, at least
-FIRST = 100  # times a save's own cost, for which a run may train unsaved until it has survived longer
+MIN_SAVES = 3  # saves from one failure to the next, at least
+UNSAVED_FACTOR = 100  # times a save's own cost, for which a run may train unsaved until it has survived longer
 
 
 @dataclass(frozen=True)
@@ -67,5 +67,5 @@ def learned_interval(rate: float, seen: Rate, gpu_hours: float, gpus: int, save:
     though not less than a save takes; before the first of them, 100 times that or all the time survived.
     """
     survived = gpu_hours * HOUR / gpus
-    ceiling = max(survived / seen.failures / BETWEEN, save) if seen.failures else max(survived, FIRST * save)
+    ceiling = max(survived / seen.failures / MIN_SAVES, save) if seen.failures else max(survived, UNSAVED_FACTOR * save)
     return max(min(daly(Costs(between_failures(gpus, 1 / rate), save, write)), ceiling), write)

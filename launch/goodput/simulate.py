@@ -9,7 +9,7 @@ from statistics import mean, stdev
 
 from .formulas import Costs
 
-NORMAL = 1.96  # standard errors of a mean within which the true one lies with a probability of 95 %
+CONFIDENCE_QUANTILE = 1.96  # standard errors of a mean within which the true one lies with a probability of 95 %
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ def simulate(costs: Costs, interval: float, seconds: float, runs: int, seed: int
     random = Random(seed)
     found = [_run(random, costs, interval, seconds) for _ in range(runs)]
     shares = sorted(share for share, _ in found)
-    error = NORMAL * stdev(shares) / sqrt(runs) if runs > 1 else inf
+    error = CONFIDENCE_QUANTILE * stdev(shares) / sqrt(runs) if runs > 1 else inf
     last = runs - 1
     failures = mean(failures for _, failures in found)
     return Simulated(mean(shares), error, shares[round(0.05 * last)], shares[round(0.95 * last)], failures)

@@ -9,21 +9,21 @@ from math import ceil, floor, log10
 from .html import Key, escape, legend
 
 WIDTH, HEIGHT = 520, 260
-RIGHT, TOP, BOTTOM = 20, 14, 50
-BESIDE, LETTER = 14, 8.5  # left of an axis: a gap, and a character of its numbers
-POINTS = 400  # of a curve: as many as a picture can show
-ROWS = 60  # attempts that are drawn
-ROW, GAP, LENGTH = 14, 5, 1000
-LEAST, MOST = 1e-100, 1e100  # smallest value that differs from 0, and largest that an axis can show
+RIGHT_MARGIN, TOP_MARGIN, BOTTOM_MARGIN = 20, 14, 50
+AXIS_GAP, LETTER_WIDTH = 14, 8.5  # left of an axis: a gap, and a character of its numbers
+MAX_POINTS = 400  # of a curve: as many as a picture can show
+MAX_ROWS = 60  # attempts that are drawn
+ROW_HEIGHT, GAP, LENGTH = 14, 5, 1000
+MIN_VALUE, MAX_VALUE = 1e-100, 1e100  # smallest value that differs from 0, and largest that an axis can show
 Point = tuple[float, float]
 
 
-def thinned(points: Sequence[Point], most: int = POINTS) -> list[Point]:
+def thinned(points: Sequence[Point], most: int = MAX_POINTS) -> list[Point]:
     """Thin out points to at most about `most` that look the same: the lowest and the highest of every stretch.
 
     Values for which no axis has numbers are left out; those next to 0 are 0.
     """
-    good = [(step, value if abs(value) > LEAST else 0.0) for step, value in points if abs(value) < MOST]
+    good = [(step, value if abs(value) > MIN_VALUE else 0.0) for step, value in points if abs(value) < MAX_VALUE]
     if len(good) <= most:
         return good
     size = ceil(len(good) / (most // 2))
@@ -44,16 +44,16 @@ def curve_chart(title: str, unit: Callable[[float], str], curves: Sequence[tuple
     values = sorted(value for _, points, _ in drawn for _, value in points)
     low, high = _range(values)
     marks = _marks(low, high, 4)
-    left = BESIDE + LETTER * max(len(unit(mark)) for mark in marks)
+    left = AXIS_GAP + LETTER_WIDTH * max(len(unit(mark)) for mark in marks)
     steps = [step for _, points, _ in drawn for step, _ in points]
     first, last = min(steps), max(max(steps), min(steps) + 1)
 
     def across(step: float) -> float:
-        return left + (WIDTH - RIGHT - left) * (step - first) / (last - first)
+        return left + (WIDTH - RIGHT_MARGIN - left) * (step - first) / (last - first)
 
     def up(value: float) -> float:
         held = min(max(value, low), high)
-        return (HEIGHT - BOTTOM) + (TOP - HEIGHT + BOTTOM) * (held - low) / (high - low)
+        return (HEIGHT - BOTTOM_MARGIN) + (TOP_MARGIN - HEIGHT + BOTTOM_MARGIN) * (held - low) / (high - low)
 
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" class="chart" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" '
@@ -61,15 +61,15 @@ def curve_chart(title: str, unit: Callable[[float], str], curves: Sequence[tuple
     ]
     for mark in marks:
         y = up(mark)
-        parts.append(f'<line x1="{left:.1f}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}" class="grid"/>')
+        parts.append(f'<line x1="{left:.1f}" x2="{WIDTH - RIGHT_MARGIN}" y1="{y:.1f}" y2="{y:.1f}" class="grid"/>')
         parts.append(_text(left - 6, y + 4, unit(mark), "end"))
     free = left  # where the next number may begin
     for mark in _marks(first, last, 4, whole=True):
         if across(mark) >= free:
             free = across(mark) + 90
             anchor = "end" if across(mark) > WIDTH - 70 else "middle" if across(mark) > left + 30 else "start"
-            parts.append(_text(across(mark), HEIGHT - BOTTOM + 20, f"{mark:,.0f}", anchor))
-    parts.append(_text((left + WIDTH - RIGHT) / 2, HEIGHT - 8, "step", "middle"))
+            parts.append(_text(across(mark), HEIGHT - BOTTOM_MARGIN + 20, f"{mark:,.0f}", anchor))
+    parts.append(_text((left + WIDTH - RIGHT_MARGIN) / 2, HEIGHT - 8, "step", "middle"))
     for name, points, colour in drawn:
         path = " ".join(f"{across(step):.1f},{up(value):.1f}" for step, value in points)
         words = escape(f"{name}: {unit(points[-1][1])} at step {points[-1][0]:,.0f}")
@@ -105,26 +105,26 @@ def attempts_chart(
 
     rows: name, begin, end and the seconds of every account. The parts of a bar are not in their order of time.
     """
-    shown = rows[-ROWS:]
+    shown = rows[-MAX_ROWS:]
     if not shown:
         return ""
     first, last = min(row[1] for row in shown), max(row[2] for row in shown)
     scale = LENGTH / max(last - first, 1.0)
-    height = len(shown) * (ROW + GAP)
+    height = len(shown) * (ROW_HEIGHT + GAP)
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {LENGTH} {height}" preserveAspectRatio="none" '
         f'role="img" aria-label="attempts over time" style="height: {height}px">'
     ]
     for at, (name, began, ended, spent) in enumerate(shown):
-        y = at * (ROW + GAP)
-        parts.append(f'<rect x="0" y="{y}" width="{LENGTH}" height="{ROW}" class="lane"/>')
+        y = at * (ROW_HEIGHT + GAP)
+        parts.append(f'<rect x="0" y="{y}" width="{LENGTH}" height="{ROW_HEIGHT}" class="lane"/>')
         total = sum(spent.values())
         x, width = (began - first) * scale, max((ended - began) * scale, 2.0)
         for account, seconds in spent.items():
             length = width * seconds / total if total else 0.0
             words = escape(f"{name}: {names[account]}, {seconds / total:.1%} of its time") if total else ""
             parts.append(
-                f'<rect x="{x:.2f}" y="{y}" width="{length:.2f}" height="{ROW}" class="c{colours[account]}">'
+                f'<rect x="{x:.2f}" y="{y}" width="{length:.2f}" height="{ROW_HEIGHT}" class="c{colours[account]}">'
                 f"<title>{words}</title></rect>"
             )
             x += length

@@ -14,10 +14,10 @@ import time
 from types import TracebackType
 from typing import Any, Optional
 
-LONGEST = 2**16  # bytes of a line
-MOST = 100_000  # notes
+MAX_LINE_BYTES = 2**16  # bytes of a line
+MAX_NOTES = 100_000  # notes
 PINGS = 20
-ANSWER = 5.0  # seconds that a request may take beyond what it asked to wait
+ANSWER_SECONDS = 5.0  # seconds that a request may take beyond what it asked to wait
 
 
 class Unreachable(Exception):
@@ -45,7 +45,7 @@ class _Handler(socketserver.StreamRequestHandler):
         server = self.server
         assert isinstance(server, _Server)
         while True:
-            line = self.rfile.readline(LONGEST)
+            line = self.rfile.readline(MAX_LINE_BYTES)
             if not line.endswith(b"\n"):
                 return
             request = json.loads(line)
@@ -58,7 +58,7 @@ class _Handler(socketserver.StreamRequestHandler):
         key = str(request["key"])
         with server.changed:
             if request["do"] == "put":
-                if len(server.notes) < MOST:
+                if len(server.notes) < MAX_NOTES:
                     server.notes[key] = request["value"]
                 server.changed.notify_all()
                 return True
@@ -93,7 +93,7 @@ class Board:
         self._where = f"{host}:{port}"
         while True:
             try:
-                self._socket = socket.create_connection((host, port), timeout=ANSWER)
+                self._socket = socket.create_connection((host, port), timeout=ANSWER_SECONDS)
                 break
             except OSError as error:
                 if time.monotonic() >= deadline:
@@ -133,9 +133,9 @@ class Board:
 
     def _ask(self, request: Any, wait: float) -> Any:
         try:
-            self._socket.settimeout(wait + ANSWER)
+            self._socket.settimeout(wait + ANSWER_SECONDS)
             self._socket.sendall((json.dumps(request) + "\n").encode())
-            line = self._file.readline(LONGEST)
+            line = self._file.readline(MAX_LINE_BYTES)
         except OSError as error:
             raise Unreachable(f"{self._where} gave no answer: {error}") from None
         try:

@@ -15,7 +15,7 @@ from .thresholds import Thresholds
 from .trainer import Trainer, TrainerError
 
 PROGRAM = "megalite.cost.measured_cluster"
-ENOUGH = 8  # GPUs from which on a spread is told, within a quarter of it; of fewer it could be anything
+MIN_SPREAD_GPUS = 8  # GPUs from which on a spread is told, within a quarter of it; of fewer it could be anything
 
 
 def figures(verdict: Verdict) -> dict[str, Any]:
@@ -46,7 +46,7 @@ def figures(verdict: Verdict) -> dict[str, Any]:
         "gpus": gpus,
         "precision": "bf16" if on_gpus else "fp32",
         "matmul": median(products),
-        "spread": stdev(products) / mean(products) if on_gpus and len(products) >= ENOUGH else None,
+        "spread": stdev(products) / mean(products) if on_gpus and len(products) >= MIN_SPREAD_GPUS else None,
         "host": median(copies) if copies else None,
         "node": median(reduced) if reduced and gpus > 1 else None,
         "network": median(pairs) if pairs else None,

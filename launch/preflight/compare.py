@@ -18,7 +18,7 @@ from .findings import FAIL, FILE, OK, WARN, Sheet, as_json, number, read_sheet, 
 from .gpus import gpu_values
 from .thresholds import Thresholds
 
-SAME = ("commit", "torch", "nccl", "driver")  # versions that must be the same on all nodes
+COMMON_VERSIONS = ("commit", "torch", "nccl", "driver")  # versions that must be the same on all nodes
 COPIES = {"copy to device": "to_device", "copy to host": "to_host"}
 
 
@@ -207,7 +207,7 @@ def _clocks(nodes: Sequence[Sheet], thresholds: Thresholds) -> None:
 
 
 def _same_versions(nodes: Sequence[Sheet]) -> None:
-    for name in SAME:
+    for name in COMMON_VERSIONS:
         versions = {sheet.node: sheet.versions.get(name) for sheet in nodes}
         known = [version for version in versions.values() if version is not None]
         if len(known) < 2:

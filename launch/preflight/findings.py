@@ -17,8 +17,8 @@ from .thresholds import Limits
 
 OK, WARN, FAIL, UNCHECKED = "ok", "warn", "fail", "unchecked"
 LISTS = {"failures": FAIL, "warnings": WARN, "unchecked": UNCHECKED, "fine": OK}  # keys of the file
-BAD = {">": operator.gt, ">=": operator.ge, "<": operator.lt}
-LARGEST = 2**22  # bytes of a file
+COMPARISONS = {">": operator.gt, ">=": operator.ge, "<": operator.lt}
+MAX_FILE_BYTES = 2**22  # bytes of a file
 FILE = re.compile(r"preflight-(?P<node>[A-Za-z0-9._-]+)\.json")
 NODE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,252}")
 
@@ -55,7 +55,7 @@ class Sheet:
             limit = limits.number(f"{key}_{name}")
             if limit is not None:
                 rules.append(f"{name} {sign} {limit:g}")
-                result = outcome if BAD[sign](value, limit) else result
+                result = outcome if COMPARISONS[sign](value, limit) else result
         self.add(check, result, value, ", ".join(reversed(rules)), text)
 
     def of(self, result: str) -> list[Finding]:
@@ -106,7 +106,7 @@ def write_sheet(folder: Path, sheet: Sheet) -> Path:
 def read_sheet(path: Path) -> Sheet:
     """Raises UserError if the file is none of a node."""
     try:
-        read = json.loads(read_bytes(path, LARGEST), parse_constant=refuse_constant)
+        read = json.loads(read_bytes(path, MAX_FILE_BYTES), parse_constant=refuse_constant)
         return _sheet(read)
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror}") from None

@@ -10,7 +10,7 @@ from .findings import FAIL, OK, UNCHECKED, WARN, Sheet
 from .smi import SLOWDOWNS, Broken, SmiError, Survey, count, flag, survey
 from .thresholds import Limits, Thresholds
 
-HARDWARE = SLOWDOWNS[:3]  # the rest is the driver's own doing
+HARDWARE_SLOWDOWNS = SLOWDOWNS[:3]  # the rest is the driver's own doing
 Values = dict[str, Optional[float]]  # by the name of a GPU
 
 
@@ -171,7 +171,7 @@ def _slowdown(sheet: Sheet, found: Survey) -> None:
 
         return read
 
-    values = _read(sheet, "slowdown", found, "slowdown", reasons(HARDWARE))
+    values = _read(sheet, "slowdown", found, "slowdown", reasons(HARDWARE_SLOWDOWNS))
     if values is None:
         return
     by_driver = _read(sheet, "slowdown", found, "slowdown", reasons(SLOWDOWNS[3:])) or {}

@@ -15,8 +15,8 @@ XID = re.compile(r"NVRM: Xid \((?:PCI:)?([0-9A-Fa-f:.]+)\): (\d+)")
 START = "Linux version "  # the first line that a kernel logs
 COMMANDS = (["dmesg"], ["journalctl", "-k", "-b", "0", "--no-pager", "-q", "-o", "short-monotonic"])
 FILES = tuple(Path("/var/log") / name for name in ("kern.log", "messages", "syslog"))
-LARGEST = 2**26  # bytes from the end of a file
-SECONDS = 2.0  # for a command
+MAX_TAIL_BYTES = 2**26  # bytes from the end of a file
+COMMAND_SECONDS = 2.0  # for a command
 
 
 def check_xids(sheet: Sheet, limits: Limits, files: tuple[Path, ...] = FILES) -> None:
@@ -49,7 +49,7 @@ def _kernel_log(files: tuple[Path, ...]) -> Optional[tuple[str, str]]:
 def _sources(files: tuple[Path, ...]) -> Iterator[tuple[str, str]]:
     for command in COMMANDS:
         try:
-            done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=SECONDS)
+            done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=COMMAND_SECONDS)
         except (OSError, subprocess.TimeoutExpired):
             continue
         if done.returncode == 0:
@@ -58,7 +58,7 @@ def _sources(files: tuple[Path, ...]) -> Iterator[tuple[str, str]]:
         try:
             with path.open("rb") as file:
                 size = file.seek(0, 2)
-                file.seek(max(0, size - LARGEST))
+                file.seek(max(0, size - MAX_TAIL_BYTES))
                 text = file.read().decode(errors="replace")
         except OSError:
             continue

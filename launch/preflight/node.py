@@ -20,8 +20,8 @@ from .storage import check_room, check_shm, judge_write, read_back, write
 from .thresholds import Limits, Thresholds
 from .trainer import Trainer, TrainerError
 
-SECONDS = {"light": 18.0, "full": 165.0}  # that a preflight may take; who waits for it allows 20 and 180
-BOARD = {"light": 8.0, "full": 30.0}  # seconds until the first node must have begun
+PREFLIGHT_SECONDS = {"light": 18.0, "full": 165.0}  # that a preflight may take; who waits for it allows 20 and 180
+BOARD_SECONDS = {"light": 8.0, "full": 30.0}  # seconds until the first node must have begun
 VERSIONS = "megalite_launch.preflight.versions"
 CPU = "cpu"
 
@@ -46,7 +46,7 @@ class Order:
 
 def check_node(order: Order, thresholds: Thresholds) -> Sheet:
     """Run all checks of this node and return its findings. Raises UserError if it cannot even keep the board."""
-    deadline = time.monotonic() + SECONDS[order.level]
+    deadline = time.monotonic() + PREFLIGHT_SECONDS[order.level]
     sheet = Sheet(order.node, order.level, gpu=CPU)
     with ExitStack() as stack:
         if len(order.nodes) > 1 and order.node == order.nodes[0]:
@@ -57,7 +57,7 @@ def check_node(order: Order, thresholds: Thresholds) -> Sheet:
             stack.callback(_wait_for_others, order, deadline)
         if order.gpus != 0:
             sheet.gpu = ""
-            check_gpus(sheet, order.gpus, thresholds, _corrected_before(order), SECONDS["light"] * 0.6)
+            check_gpus(sheet, order.gpus, thresholds, _corrected_before(order), PREFLIGHT_SECONDS["light"] * 0.6)
         limits = thresholds.of(sheet.gpu)
         if order.gpus != 0:
             check_xids(sheet, limits)
@@ -103,7 +103,7 @@ def _between_nodes(sheet: Sheet, order: Order, limits: Limits, deadline: float) 
         board: Optional[Board] = None
         if len(order.nodes) > 1:
             try:
-                board = Board(order.nodes[0], order.port, min(deadline, time.monotonic() + BOARD[order.level]))
+                board = Board(order.nodes[0], order.port, min(deadline, time.monotonic() + BOARD_SECONDS[order.level]))
                 stack.callback(board.close)
                 stack.callback(_leave, board, order.node)
                 _clock(sheet, board, order.nodes[0])

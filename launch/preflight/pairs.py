@@ -13,8 +13,8 @@ from .trainer import Trainer, TrainerError
 
 PROBE = "megalite.distributed.start.probe"
 INFINIBAND = Path("/sys/class/infiniband")  # RoCE adapters as well
-WAITING = 60.0  # seconds for a partner that is still measuring alone
-MEASURING = 60.0  # seconds for one pair
+PARTNER_SECONDS = 60.0  # seconds for a partner that is still measuring alone
+PAIR_SECONDS = 60.0  # seconds for one pair
 
 
 def rounds(nodes: Sequence[str]) -> list[list[tuple[str, str]]]:
@@ -62,7 +62,7 @@ class _Pair:
 
     def measure(self, side: int) -> float:
         """Run this node's half of the ranks, those of side 0 or 1. Raises Unreachable or TrainerError."""
-        wait = min(WAITING, self._deadline - time.monotonic())
+        wait = min(PARTNER_SECONDS, self._deadline - time.monotonic())
         self._board.put(f"{self._key}:ready:{side}", True)
         self._board.get(f"{self._key}:ready:{1 - side}", wait)
         if side == 0:
@@ -71,7 +71,7 @@ class _Pair:
                 port = probe.getsockname()[1]
             self._board.put(f"{self._key}:port", port)
         port = self._board.get(f"{self._key}:port", wait)
-        limit = min(MEASURING, max(1.0, self._deadline - time.monotonic()))
+        limit = min(PAIR_SECONDS, max(1.0, self._deadline - time.monotonic()))
         ranks = [
             [
                 *rank_arguments(self._gpus, place),

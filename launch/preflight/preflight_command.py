@@ -18,13 +18,13 @@ from typing import Any, Optional
 
 from ..base.arguments import natural, port
 from ..base.errors import UserError
-from ..base.files import SHOWN, write_whole
+from ..base.files import SHARED_MODE, write_whole
 from ..base.outcome import DONE, FAILED
 from ..base.run_folder import RunFolder, node_name
 from .cluster import check_target, write_cluster
 from .compare import Verdict, compare, compare_folder
 from .findings import NODE, write_sheet
-from .node import SECONDS, Order, check_node
+from .node import PREFLIGHT_SECONDS, Order, check_node
 from .show import sheet_text, verdict_text
 from .storage import checkpoint_bytes
 from .thresholds import Thresholds, load_thresholds
@@ -60,7 +60,7 @@ def _parser() -> argparse.ArgumentParser:
     how: dict[str, Any] = {"dest": "level", "action": "store_const", "default": "light"}
     level.add_argument("--light", const="light", **how, help="what takes at most 20 s; the default")
     level.add_argument("--full", const="full", **how, help="measure speeds as well; at most 3 minutes")
-    level.add_argument("--level", choices=tuple(SECONDS), default="light", help="the same, as a word")
+    level.add_argument("--level", choices=tuple(PREFLIGHT_SECONDS), default="light", help="the same, as a word")
     add("--run", type=Path, metavar="RUN", help="the run folder, where checkpoints go")
     add("--checkpoints", type=Path, metavar="DIR", help="where checkpoints go, if not into RUN/checkpoints")
     add("--checkpoint-size", metavar="SIZE", help="of one, as in 350GiB; by default that of the newest")
@@ -127,7 +127,7 @@ def _compare(options: argparse.Namespace) -> int:
 def _finish(options: argparse.Namespace, verdict: Verdict, thresholds: Thresholds, report: Any) -> int:
     if options.json:
         try:
-            write_whole(options.json, json.dumps(report, indent=1, allow_nan=False) + "\n", SHOWN)
+            write_whole(options.json, json.dumps(report, indent=1, allow_nan=False) + "\n", SHARED_MODE)
         except OSError as error:
             raise UserError(f"--json {options.json}: cannot be written: {error.strerror}") from None
     if options.write_cluster:

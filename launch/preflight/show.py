@@ -8,13 +8,13 @@ from ..base.texts import printable, table
 from .compare import Verdict
 from .findings import FAIL, OK, UNCHECKED, WARN, Sheet
 
-SHOWN = {FAIL: "FAIL", WARN: "warn", UNCHECKED: "not checked", OK: "ok"}
+RESULT_WORDS = {FAIL: "FAIL", WARN: "warn", UNCHECKED: "not checked", OK: "ok"}
 WIDTH = 120
 
 
 def sheet_text(sheet: Sheet) -> str:
     """All findings of a node, in the order of the checks."""
-    rows = [(finding.check, SHOWN[finding.result], finding.text) for finding in sheet.findings]
+    rows = [(finding.check, RESULT_WORDS[finding.result], finding.text) for finding in sheet.findings]
     heading = f"{sheet.node} · {printable(sheet.gpu) or 'GPUs not known'} · {sheet.level}\n"
     return heading + _aligned(("check", "result", ""), rows) + _summary(sheet)
 
@@ -28,12 +28,12 @@ def verdict_text(verdict: Verdict) -> str:
     rows += [(node, "BAD", "", "", "", "") for node in verdict.missing]
     text = _aligned(("node", "", "failed", "warned", "not checked", "fine"), rows)
     told = [
-        (sheet.node, SHOWN[finding.result], f"{finding.check}: {finding.text}")
+        (sheet.node, RESULT_WORDS[finding.result], f"{finding.check}: {finding.text}")
         for result in (FAIL, WARN)
         for sheet in verdict.sheets.values()
         for finding in sheet.of(result)
     ]
-    told = [(node, SHOWN[FAIL], reason) for node, reason in verdict.missing.items()] + told
+    told = [(node, RESULT_WORDS[FAIL], reason) for node, reason in verdict.missing.items()] + told
     return text + ("\n" + _aligned(("node", "result", "check"), told) if told else "")
 
 

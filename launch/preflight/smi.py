@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Optional
 
-LONGEST = 2**20  # characters of an answer
+MAX_ANSWER_LENGTH = 2**20  # characters of an answer
 GPU = re.compile(r"GPU (\d+):")
 LINK = re.compile(r"Link (\d+): (.+)")
 SPEED = re.compile(r"([0-9]+(?:\.[0-9]+)?) GB/s")
@@ -32,11 +32,11 @@ ERRORS = (  # counters that should be 0; corrected symbols and FEC histograms, o
     "Local link integrity Error",
     "Link recovery failed event",
 )
-UNKNOWN = ("N/A", "[N/A]", "Not Supported", "[Not Supported]", "")  # the GPU or the driver does not have it
-ACTIVE = {"Active": True, "Not Active": False}
-FLAGS = {"0": False, "1": True, "No": False, "Yes": True}
+MISSING_VALUES = ("N/A", "[N/A]", "Not Supported", "[Not Supported]", "")  # the GPU or the driver does not have it
+ACTIVITY_WORDS = {"Active": True, "Not Active": False}
+FLAG_WORDS = {"0": False, "1": True, "No": False, "Yes": True}
 
-BASE = ("index", "uuid", "pci.bus_id", "driver_version", "memory.used", "temperature.gpu", "name")
+BASE_FIELDS = ("index", "uuid", "pci.bus_id", "driver_version", "memory.used", "temperature.gpu", "name")
 GROUPS = {  # asked one by one: of a field that a driver does not know, only its group is lost
     "ecc": ("ecc.errors.uncorrected.volatile.total", "ecc.errors.corrected.volatile.total"),
     "sram": ("ecc.errors.uncorrected.aggregate.sram",),
@@ -44,14 +44,14 @@ GROUPS = {  # asked one by one: of a field that a driver does not know, only its
 }
 SLOWDOWNS = ("hw_slowdown", "hw_thermal_slowdown", "hw_power_brake_slowdown", "sw_thermal_slowdown")
 PREFIXES = ("clocks_event_reasons", "clocks_throttle_reasons")  # drivers before 535 know only the second
-REMAPPED = (
+REMAPPED_FIELDS = (
     "gpu_uuid",
     "remapped_rows.correctable",
     "remapped_rows.uncorrectable",
     "remapped_rows.pending",
     "remapped_rows.failure",
 )
-PROCESSES = ("gpu_uuid", "pid", "used_memory", "process_name")
+PROCESS_FIELDS = ("gpu_uuid", "pid", "used_memory", "process_name")
 
 
 class SmiError(Exception):
@@ -71,7 +71,7 @@ class Survey:
     """Report of nvidia-smi on the GPUs of this node."""
 
     seconds: float  # that the first answer took
-    gpus: list[dict[str, str]]  # a row of `BASE` and of `GROUPS` for each
+    gpus: list[dict[str, str]]  # a row of `BASE_FIELDS` and of `GROUPS` for each
     remapped: dict[str, dict[str, str]] = field(default_factory=dict)  # by uuid
     links: list[list[Optional[float]]] = field(default_factory=list)  # GB/s of every GPU's links; None: inactive
     link_errors: dict[str, int] = field(default_factory=dict)  # those above 0, as `GPU 0 link 3 Replay Error`
@@ -97,7 +97,7 @@ def ask(arguments: Sequence[str], timeout: float) -> str:
         with suppress(subprocess.TimeoutExpired):
             process.communicate(timeout=1)
         raise SmiError("slow", f"nvidia-smi gave no answer in {timeout:g} s") from None
-    text = raw[:LONGEST].decode(errors="replace")
+    text = raw[:MAX_ANSWER_LENGTH].decode(errors="replace")
     if process.returncode != 0:
         lines = text.strip().splitlines() or ["nothing"]
         raise SmiError("failed", f"nvidia-smi ended with {process.returncode}: {lines[-1]:.200}")
@@ -119,7 +119,7 @@ def table(text: str, columns: Sequence[str]) -> list[dict[str, str]]:
 
 def count(cell: str) -> Optional[float]:
     """A number; None if the GPU does not have it. Raises Broken for what is neither."""
-    if cell in UNKNOWN:
+    if cell in MISSING_VALUES:
         return None
     try:
         value = float(cell)
@@ -132,9 +132,9 @@ def count(cell: str) -> Optional[float]:
 
 def flag(cell: str) -> Optional[bool]:
     """Yes or no; as `count`."""
-    if cell in UNKNOWN:
+    if cell in MISSING_VALUES:
         return None
-    found = {**ACTIVE, **FLAGS}.get(cell)
+    found = {**ACTIVITY_WORDS, **FLAG_WORDS}.get(cell)
     if found is None:
         raise Broken(cell)
     return found
@@ -171,14 +171,14 @@ def survey(limit: float, most: float) -> Survey:
     Raises SmiError if there is no first answer.
     """
     start = time.monotonic()
-    gpus = _query("--query-gpu", BASE, limit)
+    gpus = _query("--query-gpu", BASE_FIELDS, limit)
     found = Survey(time.monotonic() - start, gpus)
     timeout = max(1.0, most - found.seconds)
     with ThreadPoolExecutor(8) as pool:
         jobs = {name: pool.submit(_query, "--query-gpu", columns, timeout) for name, columns in GROUPS.items()}
         slowdown = pool.submit(_slowdowns, timeout)
-        remapped = pool.submit(_query, "--query-remapped-rows", REMAPPED, timeout)
-        processes = pool.submit(_query, "--query-compute-apps", PROCESSES, timeout)
+        remapped = pool.submit(_query, "--query-remapped-rows", REMAPPED_FIELDS, timeout)
+        processes = pool.submit(_query, "--query-compute-apps", PROCESS_FIELDS, timeout)
         status = pool.submit(ask, ["nvlink", "-s"], timeout)
         errors = pool.submit(ask, ["nvlink", "-e"], timeout)
     for name, job in {**jobs, "slowdown": slowdown}.items():

@@ -19,15 +19,15 @@ Scalar = Union[float, str]
 Value = Union[Scalar, list[Scalar], None]
 Sections = dict[str, dict[str, Value]]
 
-OURS = Path(__file__).parents[1] / "thresholds.yaml"
-ALL = "all"  # the section for every node
-LARGEST = 2**20  # bytes of a file
+OWN_FILE = Path(__file__).parents[1] / "thresholds.yaml"
+COMMON_SECTION = "all"  # the section for every node
+MAX_FILE_BYTES = 2**20  # bytes of a file
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
-PLAIN = re.compile(r"[^\s\[\]{},:#&*!|>'\"%@`?-][^\[\]{},:#'\"]*")  # text that needs no quotes
-QUOTED = re.compile(r"\"([^\"\\]*)\"|'([^']*)'")
-TEXTS, LISTS = ("cluster",), ("xid_fail", "xid_warn")  # keys with other values than a number
-OF_KINDS = ("names", "cluster")  # keys that `all` cannot have
+PLAIN_TEXT = re.compile(r"[^\s\[\]{},:#&*!|>'\"%@`?-][^\[\]{},:#'\"]*")  # text that needs no quotes
+QUOTED_TEXT = re.compile(r"\"([^\"\\]*)\"|'([^']*)'")
+TEXT_KEYS, LIST_KEYS = ("cluster",), ("xid_fail", "xid_warn")  # keys with other values than a number
+KIND_KEYS = ("names", "cluster")  # keys that `all` cannot have
 
 
 @dataclass(frozen=True)
@@ -61,16 +61,16 @@ class Thresholds:
         for values in self.sections.values():
             names = values.get("names")
             if isinstance(names, list) and gpu in names:
-                return Limits({**self.sections[ALL], **values})
-        return Limits(self.sections[ALL])
+                return Limits({**self.sections[COMMON_SECTION], **values})
+        return Limits(self.sections[COMMON_SECTION])
 
 
 def load_thresholds(site: Optional[Path] = None) -> Thresholds:
     """Ours, with the keys that the file `site` replaces. Raises UserError, naming file, line and rule."""
-    sections = read_sections(OURS)
+    sections = read_sections(OWN_FILE)
     if site is not None:
         for kind, values in read_sections(site).items():
-            known = {*sections[ALL], *OF_KINDS}
+            known = {*sections[COMMON_SECTION], *KIND_KEYS}
             for key, value in values.items():
                 problem = _misfit(kind, key, value, known)
                 if problem:
@@ -85,16 +85,16 @@ def _misfit(kind: str, key: str, value: Value, known: set[str]) -> str:
     """Return what is wrong with a key of a site's file; empty if nothing is."""
     if key not in known:
         return f"is not known; known are {', '.join(sorted(known))}"
-    if key in OF_KINDS and kind == ALL:
+    if key in KIND_KEYS and kind == COMMON_SECTION:
         return "belongs to a kind of GPU"
     if key == "names":
         fits = isinstance(value, list) and bool(value) and all(isinstance(entry, str) for entry in value)
         return "" if fits else "must be a list of texts"
     if value is None:
         return ""
-    if key in TEXTS:
+    if key in TEXT_KEYS:
         return "" if isinstance(value, str) else "must be a text or null"
-    if key in LISTS:
+    if key in LIST_KEYS:
         whole = isinstance(value, list) and all(isinstance(e, float) and e.is_integer() for e in value)
         return "" if whole else "must be a list of whole numbers"
     return "" if isinstance(value, float) and value >= 0 else "must be a number of at least 0, or null"
@@ -104,11 +104,11 @@ def read_sections(path: Path) -> Sections:
     """The sections of a file. Raises UserError if it cannot be read, or is no such file."""
     try:
         with path.open("rb") as file:
-            raw = file.read(LARGEST + 1)
+            raw = file.read(MAX_FILE_BYTES + 1)
     except (OSError, ValueError) as error:
         raise UserError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
-    if len(raw) > LARGEST:
-        raise UserError(f"{path}: has more than {LARGEST:,} bytes; it is no file of thresholds")
+    if len(raw) > MAX_FILE_BYTES:
+        raise UserError(f"{path}: has more than {MAX_FILE_BYTES:,} bytes; it is no file of thresholds")
     try:
         return parse_sections(raw.decode())
     except UnicodeDecodeError:
@@ -176,9 +176,9 @@ def _scalar(text: str, where: str) -> Scalar:
         if math.isinf(number):
             raise ValueError(f"{where}: {text:.30} is too large")
         return number
-    quoted = QUOTED.fullmatch(text)
+    quoted = QUOTED_TEXT.fullmatch(text)
     if quoted:
         return quoted[1] if quoted[1] is not None else quoted[2]
-    if PLAIN.fullmatch(text) and text not in ("true", "false", "yes", "no", "on", "off"):
+    if PLAIN_TEXT.fullmatch(text) and text not in ("true", "false", "yes", "no", "on", "off"):
         return text
     raise ValueError(f"{where}: {text!r:.60} must be a number, a text, [a list of these] or null")

@@ -16,7 +16,7 @@ from typing import Any
 
 from .findings import refuse_constant
 
-LONGEST = 2**20  # characters of what a program prints
+MAX_OUTPUT_LENGTH = 2**20  # characters of what a program prints
 
 
 class TrainerError(Exception):
@@ -89,7 +89,7 @@ def _end(running: list[subprocess.Popen[bytes]]) -> None:
 
 
 def _last_line(path: Path) -> Any:
-    lines = path.read_text(errors="replace")[-LONGEST:].strip().splitlines() or [""]
+    lines = path.read_text(errors="replace")[-MAX_OUTPUT_LENGTH:].strip().splitlines() or [""]
     try:
         return json.loads(lines[-1], parse_constant=refuse_constant)
     except ValueError:

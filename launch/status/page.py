@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 from typing import Optional
 
-from ..base.files import SHOWN, write_whole
+from ..base.files import SHARED_MODE, write_whole
 from ..base.texts import clock, lasting, printable, share
 from ..page.charts import account_bar, attempts_chart, curve_chart
 from ..page.html import Key, escape, paragraph, section, table
@@ -14,14 +14,14 @@ from ..page.style import document
 from ..watch.ledger import ACCOUNTS
 from ..watch.run import Watched
 from ..watch.summary import Summary, summary
-from ..watch.text import WHERE, against, attempt_row, facts
+from ..watch.text import ACCOUNT_NAMES, against, attempt_row, facts
 
-NAME = "status.html"  # in the run folder
-EVERY = 30.0  # seconds between two versions of a page
+PAGE_NAME = "status.html"  # in the run folder
+PAGE_PERIOD = 30.0  # seconds between two versions of a page
 COLOUR = {"training": 2, "saving": 0, "evaluating": 8, "restarting": 1, "lost": 3, "waiting": 6}  # of style.COLOURS
 ATTEMPTS, DECISIONS = 100, 30  # latest ones in tables
 REFRESH = '<meta http-equiv="refresh" content="60">\n'
-MORE = """
+PAGE_STYLE = """
 .lane { fill: var(--panel); }
 .facts { display: grid; grid-template-columns: max-content 1fr; gap: .15rem 1rem; margin: .5rem 0; }
 .facts dt { color: var(--pale); }
@@ -29,26 +29,26 @@ MORE = """
 .state { display: inline-block; padding: .1rem .6rem; border-radius: 6px; color: #fff; font-weight: 600; }
 .good { background: #2f7d43; } .wait { background: #7a6200; } .bad { background: #b3261e; }
 """
-GOOD, BAD = ("running", "saving", "finished"), ("failed", "silent")
+GOOD_STATES, BAD_STATES = ("running", "saving", "finished"), ("failed", "silent")
 
 _watched: dict[Path, tuple[Watched, float]] = {}  # runs that this process writes pages of, and when it last did
 
 
 def write(run: Path, now: Optional[float] = None, at_once: bool = False) -> bool:
-    """Write `RUN/status.html`, unless that was done less than EVERY seconds ago. Returns whether it was written.
+    """Write `RUN/status.html`, unless that was done less than PAGE_PERIOD seconds ago. Returns whether it was written.
 
     A page is no reason to fail: what cannot be written is passed over, and tried again the next time. Only what has
     come since the call before is read. at_once: write in any case, as at the end.
     """
     moment = time.time() if now is None else now
     watched, written = _watched.get(run, (None, 0.0))
-    if watched is not None and not at_once and 0 <= moment - written < EVERY:
+    if watched is not None and not at_once and 0 <= moment - written < PAGE_PERIOD:
         return False
     watched = watched or Watched(run)
     _watched[run] = watched, moment
     try:
         watched.update(moment)
-        write_whole(run / NAME, render(watched, summary(watched)), SHOWN)
+        write_whole(run / PAGE_NAME, render(watched, summary(watched)), SHARED_MODE)
     except OSError:
         return False
     return True
@@ -64,11 +64,11 @@ def render(run: Watched, found: Summary) -> str:
     )
     page = document(f"{name}: {found['text']}", "\n".join([*filter(None, parts), f"<footer>{foot}</footer>"]))
     refresh = "" if found["over"] else REFRESH
-    return page.replace("</style>", f"{MORE}</style>", 1).replace("<title>", f"{refresh}<title>", 1)
+    return page.replace("</style>", f"{PAGE_STYLE}</style>", 1).replace("<title>", f"{refresh}<title>", 1)
 
 
 def _head(name: str, found: Summary) -> str:
-    kind = "good" if found["state"] in GOOD else "bad" if found["state"] in BAD else "wait"
+    kind = "good" if found["state"] in GOOD_STATES else "bad" if found["state"] in BAD_STATES else "wait"
     items = "".join(f"<dt>{escape(term)}</dt><dd>{escape(text)}</dd>" for term, text in facts(found))
     state = f'<p><span class="state {kind}">{escape(found["text"])}</span></p>'
     return f'<header><h1>{escape(printable(name))}</h1>{state}<dl class="facts">{items}</dl></header>'
@@ -79,12 +79,12 @@ def _time(found: Summary) -> str:
         return ""
     accounts = found["accounts"]
     rows = [
-        (Key(WHERE[name], f"c{COLOUR[name]}"), lasting(accounts[name]), f"{accounts[name] / found['wall']:.2%}")
+        (Key(ACCOUNT_NAMES[name], f"c{COLOUR[name]}"), lasting(accounts[name]), f"{accounts[name] / found['wall']:.2%}")
         for name in ACCOUNTS
         if accounts[name]
     ]
     total = ("all", lasting(found["wall"]), "100.00%")
-    bar = account_bar(accounts, COLOUR, WHERE, f"{share(found['goodput'])} training")
+    bar = account_bar(accounts, COLOUR, ACCOUNT_NAMES, f"{share(found['goodput'])} training")
     return section("Where time went", bar, table(("", "time", "share"), [*rows, total]))
 
 
@@ -111,7 +111,9 @@ def _attempts(found: Summary) -> str:
     rows = [attempt_row(each, 300) for each in reversed(attempts[-ATTEMPTS:])]
     header = ("attempt", "began", "took", "nodes", "from step", "saved step", "how it ended")
     return section(
-        f"Attempts: {len(attempts):,}", attempts_chart(bars, COLOUR, WHERE), table(header, rows, (0, 6), "attempts")
+        f"Attempts: {len(attempts):,}",
+        attempts_chart(bars, COLOUR, ACCOUNT_NAMES),
+        table(header, rows, (0, 6), "attempts"),
     )
 
 

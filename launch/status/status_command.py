@@ -12,7 +12,7 @@ from pathlib import Path
 from textwrap import wrap
 
 from ..base.errors import UserError
-from ..base.files import SHOWN, write_whole
+from ..base.files import SHARED_MODE, write_whole
 from ..base.outcome import DONE
 from ..base.texts import printable
 from ..watch.run import Watched, open_run
@@ -20,9 +20,9 @@ from ..watch.summary import Summary, summary
 from ..watch.text import one_line, status_text
 from . import page
 
-EVERY = 2.0  # seconds between two looks
-TELL = 30.0  # seconds between two lines of a pipe on which nothing happens
-CLEAR = "\x1b[H\x1b[J"
+LOOK_PERIOD = 2.0  # seconds between two looks
+IDLE_LINE_PERIOD = 30.0  # seconds between two lines of a pipe on which nothing happens
+CLEAR_SEQUENCE = "\x1b[H\x1b[J"
 INDENT = "    "  # before the rest of a line that is too long
 
 
@@ -50,7 +50,7 @@ def main(arguments: Sequence[str]) -> int:
             raise UserError(f"--html {printable(given.html)}: {error.strerror}; choose another file") from None
         if not given.follow or all(each["over"] for each in found):
             return DONE
-        time.sleep(EVERY)
+        time.sleep(LOOK_PERIOD)
 
 
 class _Teller:
@@ -71,7 +71,7 @@ class _Page(_Teller):
         self.file = Path(file)
 
     def __call__(self, runs: Sequence[Watched], found: Sequence[Summary]) -> None:
-        write_whole(self.file, page.render(runs[0], found[0]), SHOWN)
+        write_whole(self.file, page.render(runs[0], found[0]), SHARED_MODE)
 
 
 class _Screen(_Teller):
@@ -81,7 +81,7 @@ class _Screen(_Teller):
         width, height = shutil.get_terminal_size()
         whole = "\n\n".join(map(status_text, found)).splitlines()
         lines = [part for line in whole for part in wrap(line, width, subsequent_indent=INDENT) or [""]]
-        print(CLEAR + "\n".join(lines[: height - 1]), flush=True)
+        print(CLEAR_SEQUENCE + "\n".join(lines[: height - 1]), flush=True)
 
 
 class _Lines(_Teller):
@@ -93,13 +93,13 @@ class _Lines(_Teller):
     def __call__(self, runs: Sequence[Watched], found: Sequence[Summary]) -> None:
         for each in found:
             name = each["run"]
-            state, at, decided = self.told.get(name, ("", 0.0, each["time"] - TELL))
+            state, at, decided = self.told.get(name, ("", 0.0, each["time"] - IDLE_LINE_PERIOD))
             start = f"{printable(name)}: " if len(found) > 1 else ""
             for decision in each["decisions"]:
                 if decision["time"] > decided:
                     decided = decision["time"]
                     print(f"{start}{decision['by']}: {decision['text']}", flush=True)
-            if each["state"] != state or each["time"] - at >= TELL:
+            if each["state"] != state or each["time"] - at >= IDLE_LINE_PERIOD:
                 state, at = each["state"], each["time"]
                 print(start + one_line(each), flush=True)
             self.told[name] = state, at, decided

@@ -16,7 +16,7 @@ from ..base.errors import UserError
 from ..base.outcome import DONE, STOPPED
 from ..base.run_folder import NODE
 from ..base.yaml_text import yaml_text
-from ..supervise.attempts_without_supervisor import FINAL
+from ..supervise.attempts_without_supervisor import FINAL_CODES
 from .overlay import overlaid
 
 LABEL = re.compile(r"[a-z]([a-z0-9-]{0,51}[a-z0-9])?")  # room for the numbers that Kubernetes adds
@@ -30,7 +30,7 @@ TAINT = re.compile(r"(?P<key>[^=:]+)(=(?P<value>[^=:]*))?(:(?P<effect>NoSchedule
 QUEUE = "kueue.x-k8s.io/queue-name"
 PORT = 29400
 CONTAINER = "megalite"
-MOST = 2**31 - 1  # of a backoffLimit
+MAX_BACKOFF_LIMIT = 2**31 - 1  # of a backoffLimit
 JOB = "MEGALITE_JOB"  # environment of pods: what distinguishes this Job from others of the same name
 UID = "metadata.labels['batch.kubernetes.io/controller-uid']"
 
@@ -104,12 +104,14 @@ def _job(pods: Pods) -> dict[str, Any]:
         "completionMode": "Indexed",
         "completions": pods.nodes,
         "parallelism": pods.nodes,
-        "backoffLimit": min(pods.retries * pods.nodes, MOST),  # which counts pods: a failure takes all with it
+        "backoffLimit": min(
+            pods.retries * pods.nodes, MAX_BACKOFF_LIMIT
+        ),  # which counts pods: a failure takes all with it
         "podReplacementPolicy": "Failed",  # a pod that is still saving has no second one beside it
         "podFailurePolicy": {
             "rules": [
                 {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
-                {"action": "FailJob", "onExitCodes": _on_codes(set(FINAL) - {DONE})},
+                {"action": "FailJob", "onExitCodes": _on_codes(set(FINAL_CODES) - {DONE})},
                 {"action": "Ignore", "onExitCodes": _on_codes({STOPPED})},
             ]
         },

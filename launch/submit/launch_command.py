@@ -17,10 +17,10 @@ from pathlib import Path
 from ..base.arguments import cluster_options, count, natural
 from ..base.errors import UserError
 from ..base.events import append_event, read_events
-from ..base.files import PRIVATE, opened
+from ..base.files import PRIVATE_MODE, opened
 from ..base.outcome import DONE
 from ..base.own_command import PACKAGE
-from ..base.processes import HEARD
+from ..base.processes import HANDLED_SIGNALS
 from ..base.run_folder import RunFolder
 from ..preflight.thresholds import load_thresholds
 from ..supervise.other_supervisors import local_rival, submitting
@@ -68,7 +68,7 @@ def _local(args: argparse.Namespace) -> int:
     _tell(checked, None)
     sys.stdout.flush()
     # This process becomes the supervisor, so that signals meet it. They wait until it can hear them.
-    signal.pthread_sigmask(signal.SIG_BLOCK, HEARD)
+    signal.pthread_sigmask(signal.SIG_BLOCK, HANDLED_SIGNALS)
     return os.execv(command[0], command)
 
 
@@ -249,7 +249,7 @@ def _write(path: Path, text: str) -> Path:
     """Write a new file into a folder, which is made. Raises UserError if there is such a file by now."""
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
-        with open(opened(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, PRIVATE), "w", encoding="utf-8") as file:
+        with open(opened(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, PRIVATE_MODE), "w", encoding="utf-8") as file:
             file.write(text)
     except FileExistsError:
         raise UserError(

@@ -24,8 +24,8 @@ MERGE_KEYS = {
     "ownerReferences": "uid",
 }  # fmt: skip
 PORTS = {"Job": "containerPort", "Service": "port"}  # key of the list `ports`, by the kind of the document
-LARGEST = 1 << 20  # bytes of a file
-DEEPEST = 50  # levels of its fields
+MAX_FILE_BYTES = 1 << 20  # bytes of a file
+MAX_DEPTH = 50  # levels of its fields
 WAYS = ("merge", "replace", "delete")
 Document = dict[str, Any]
 
@@ -33,9 +33,9 @@ Document = dict[str, Any]
 def read_overlay(path: Path) -> list[Document]:
     """The documents of a file: JSON, an object or a list of them, or YAML. Raises UserError."""
     with path.open("rb") as file:
-        raw = file.read(LARGEST + 1)
-    if len(raw) > LARGEST:
-        raise UserError(f"{path}: must be at most {LARGEST:,} bytes")
+        raw = file.read(MAX_FILE_BYTES + 1)
+    if len(raw) > MAX_FILE_BYTES:
+        raise UserError(f"{path}: must be at most {MAX_FILE_BYTES:,} bytes")
     try:
         text = raw.decode()
         found = json.loads(text)
@@ -77,8 +77,8 @@ def _yaml(path: Path, text: str) -> list[Any]:
 
 def _plain(value: Any, where: str, depth: int = 0) -> None:
     """Raises UserError for what JSON does not have, such as the dates of YAML, and for what is nested too deep."""
-    if depth > DEEPEST:
-        raise UserError(f"{where[:200]}: is nested more than {DEEPEST} levels deep, which no manifest is")
+    if depth > MAX_DEPTH:
+        raise UserError(f"{where[:200]}: is nested more than {MAX_DEPTH} levels deep, which no manifest is")
     if isinstance(value, dict):
         for name, item in value.items():
             if not isinstance(name, str):

@@ -7,15 +7,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..base.processes import NAMES
+from ..base.processes import SIGNAL_NAMES
 from ..base.slurm import Call, call
 from .slurm_script import option_line, wrapped
 
-LEAST = 1001  # tasks of an array that Slurm allows unless it says otherwise: MaxArraySize
+DEFAULT_ARRAY_SIZE = 1001  # tasks of an array that Slurm allows unless it says otherwise: MaxArraySize
 SIZE = re.compile(r"^MaxArraySize\s*=\s*(\d{1,9})$", re.MULTILINE)
 ELEMENT = re.compile(r"(\d{1,10}_\d{1,7}) ([A-Z_]+)")
-SUBMITTED = re.compile(r"(\d{1,15})(;.*)?")
-ANSWER = 120.0  # seconds that sbatch has
+SUBMISSION = re.compile(r"(\d{1,15})(;.*)?")
+SBATCH_SECONDS = 120.0  # seconds that sbatch has
 
 
 @dataclass(frozen=True)
@@ -54,8 +54,8 @@ def array_script(array: Array) -> str:
             "#!/bin/bash",
             "# Written by megalite-sweep. Submit it again with:  sbatch THIS_FILE",
             *(f"#SBATCH {option_line(name, value)}" for name, value in asked.items()),
-            f"trap : {NAMES.replace(',', ' ')}",
-            f"early=(env '--block-signal={NAMES}')  # what comes before the runner can hear it waits",
+            f"trap : {SIGNAL_NAMES.replace(',', ' ')}",
+            f"early=(env '--block-signal={SIGNAL_NAMES}')  # what comes before the runner can hear it waits",
             '"${early[@]}" true 2>/dev/null || early=()  # GNU coreutils before 8.31 cannot',
             'exec "${early[@]}" ' + wrapped(array.command),
             "",
@@ -67,7 +67,7 @@ def largest_array(ask: Call = call) -> int:
     """The most tasks of an array: MaxArraySize is above the largest index. Without an answer, Slurm's own default."""
     answer = ask(["scontrol", "show", "config"])
     found = SIZE.search(answer.out) if answer.code == 0 else None
-    return max(int(found[1]), 1) if found else LEAST
+    return max(int(found[1]), 1) if found else DEFAULT_ARRAY_SIZE
 
 
 def element_states(jobs: Sequence[str], ask: Call = call) -> dict[str, str] | None:
@@ -100,7 +100,7 @@ def element_states(jobs: Sequence[str], ask: Call = call) -> dict[str, str] | No
 def submitted(script: Path, ask: Call) -> tuple[str, str]:
     """Submit a script. Returns the id of its job, and why there is none; one of them is empty."""
     answer = ask(["sbatch", "--parsable", str(script)])
-    match = SUBMITTED.fullmatch(answer.out.strip())
+    match = SUBMISSION.fullmatch(answer.out.strip())
     if answer.code or match is None:
         return "", answer.error or f"sbatch ended with {answer.code} and said {answer.out[:100]!r}"
     return match[1], ""

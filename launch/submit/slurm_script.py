@@ -10,14 +10,14 @@ from pathlib import Path
 
 from ..base.errors import UserError
 from ..base.own_command import PACKAGE
-from ..base.processes import NAMES
+from ..base.processes import SIGNAL_NAMES
 from ..supervise.policy import Limits
 from .check_first import resolve
 
 VALUE = re.compile(r"[A-Za-z0-9_.,:;=@%+/*()\[\]&|!-]+")  # of an option of sbatch: no blanks, no quotes, no line ends
 NAME = re.compile(r"[A-Za-z0-9_-]+")
 LIMIT = re.compile(r"((?P<days>\d{1,5})-)?(?P<rest>\d{1,9}(:\d{1,9}){0,2})", re.ASCII)  # of time, for sbatch
-PLACE = re.compile(r"\{[a-z]+\}")
+PLACEHOLDER = re.compile(r"\{[a-z]+\}")
 GRACE = round(Limits.grace)  # seconds that ranks have at least to save
 CORES = "8"  # for a rank with a GPU; slurm.sbatch has as many
 # Whole nodes, unless the user asks otherwise: by the option itself or by one that Slurm takes in its place.
@@ -111,8 +111,8 @@ def batch_script(job: Job) -> str:
             "#!/bin/bash",
             "# Written by megalite-launch. Submit it again with:  sbatch THIS_FILE",
             *lines,
-            f"trap : {NAMES.replace(',', ' ')}",
-            f"early=(env '--block-signal={NAMES}')  # what comes before the supervisor can hear it waits",
+            f"trap : {SIGNAL_NAMES.replace(',', ' ')}",
+            f"early=(env '--block-signal={SIGNAL_NAMES}')  # what comes before the supervisor can hear it waits",
             '"${early[@]}" true 2>/dev/null || early=()  # GNU coreutils before 8.31 cannot',
             'exec "${early[@]}" ' + wrapped([*supervisor, "--", *command]),
             "",
@@ -127,7 +127,7 @@ def frozen_options(frozen: Path, megalite: str, arguments: Sequence[str]) -> lis
 
 def _joined(words: Sequence[str]) -> str:
     """A command as one option of the supervisor, which fills in what stands in braces."""
-    return " ".join(word if PLACE.fullmatch(word) else shlex.quote(word) for word in words)
+    return " ".join(word if PLACEHOLDER.fullmatch(word) else shlex.quote(word) for word in words)
 
 
 def _preflight(job: Job) -> list[str]:

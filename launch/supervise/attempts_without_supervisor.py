@@ -29,11 +29,11 @@ from ..base.outcome import (
 )
 from ..base.run_folder import Attempt, RunFolder, node_name
 from ..base.texts import counted, escaped
-from ..base.verdict import BAD, BROKEN, KILLED, First, Seen, judge
+from ..base.verdict import INPUT_ERROR, KILL, RETRIED_CAUSES, First, Seen, judge
 from ..status import page
-from .policy import END, REQUEUE, STUCK, Limits, Past, next_move
+from .policy import END, REQUEUE, STANDSTILL, Limits, Past, next_move
 
-FINAL = (DONE, BAD_INPUT, UNHEALTHY, INTERRUPTED, STUCK)  # exit codes after which the job is not tried again
+FINAL_CODES = (DONE, BAD_INPUT, UNHEALTHY, INTERRUPTED, STANDSTILL)  # exit codes after which the job is not tried again
 LIMITS = Limits()
 
 
@@ -54,7 +54,7 @@ class Journal:
     def over(self) -> int | None:
         """The exit code with which the job has ended; None if it goes on. For all machines."""
         codes = [event.get("code") for event in self._events() if event["event"] == "end"]
-        return next((code for code in reversed(codes) if type(code) is int and code in FINAL), None)
+        return next((code for code in reversed(codes) if type(code) is int and code in FINAL_CODES), None)
 
     def begin(self) -> int | None:
         """Write down that an attempt begins; or, if it would be of no use, that the job ends, and its exit code.
@@ -89,7 +89,7 @@ class Journal:
         failures, outcome = read_failures(self.attempt), read_outcome(self.attempt)
         full = no_room(self.run.path) if code else ""
         ended = judge(Seen((), self.ranks, code, failures, outcome, full=full, met=have_met(self.attempt)))
-        if ended.first is None and ended.cause in BROKEN:
+        if ended.first is None and ended.cause in RETRIED_CAUSES:
             ended = replace(ended, first=First(None, node_name(), f"its ranks ended with exit code {code}"))
         resumed = self.run.resumed_step(self._reported)
         steps = (self._before if resumed is None else resumed, self.run.newest_step())
@@ -105,16 +105,16 @@ class Journal:
         if (over := self.over()) is not None:  # another machine has told it
             return over
         past = Past.of(self._events(), self.job)
-        if ended.cause != BAD:  # Kubernetes counts failures and pauses by itself
+        if ended.cause != INPUT_ERROR:  # Kubernetes counts failures and pauses by itself
             past = replace(past, pauses=0)
         move = next_move(ended, past, LIMITS)
         if move.kind == END:
-            if move.code not in FINAL:
+            if move.code not in FINAL_CODES:
                 return self._give_up(move.reason)
             self._note("end", f"ends with exit code {move.code}: {move.reason}", code=move.code, reason=move.reason)
         elif move.kind == REQUEUE:
             self._note("requeue", f"to be started again: {move.reason}", reason=move.reason, code=STOPPED)
-        elif ended.cause == BAD:
+        elif ended.cause == INPUT_ERROR:
             self._note("waiting", f"to be started again: {move.reason}", reason=move.reason)
             return LOST_CONTACT  # else Kubernetes would end the job
         return move.code
@@ -132,13 +132,13 @@ class Journal:
         if code == BAD_INPUT and self.over() is None and Past.of(self._events(), self.job).trained:
             return LOST_CONTACT
         reason = f"ranks of machine {self.node} on {node_name()} ended with exit code {code}"
-        if code in FINAL and code != DONE and self.over() is None:
+        if code in FINAL_CODES and code != DONE and self.over() is None:
             self._note("end", f"ends with exit code {code}: {reason}", code=code, reason=reason)
         return code
 
     def _give_up(self, reason: str) -> int:
-        self._note("end", f"ends with exit code {STUCK}: {reason}", code=STUCK, reason=reason)
-        return STUCK
+        self._note("end", f"ends with exit code {STANDSTILL}: {reason}", code=STANDSTILL, reason=reason)
+        return STANDSTILL
 
     def _close(self, events: list[Event]) -> None:
         """Write down the end of an attempt that machine 0 could not tell, as it was killed."""
@@ -147,7 +147,7 @@ class Journal:
             if event["event"] == "attempt" and event.get("attempt") not in told:
                 newest, before = self.run.newest_step(), event.get("step")
                 first = {"rank": None, "node": None, "text": "machine 0 was killed"}
-                details = {"attempt": event.get("attempt"), "cause": KILLED, "code": LOST_CONTACT, "first": first}
+                details = {"attempt": event.get("attempt"), "cause": KILL, "code": LOST_CONTACT, "first": first}
                 name = Attempt.parse(str(event.get("attempt")))
                 details["met"] = name is not None and have_met(self.run.attempt(name))
                 text = f"attempt {event.get('attempt')} ended and nobody has told how: machine 0 was killed"

@@ -24,7 +24,7 @@ from ..base.slurm import Slurm, patiently
 from .policy import Limits, why_not_requeue
 
 BEAT = 2.0  # seconds between two signs of life, and between two looks
-OVER = b"over\n"  # in the file: the silence from now on is intended
+END_MARK = b"over\n"  # in the file: the silence from now on is intended
 
 
 class Heart:
@@ -47,7 +47,7 @@ class Heart:
         """Mark in the file, for the guard, that no further sign of life is meant to come."""
         if self._thread.ident is not None:
             self._over.set()
-            self._write(OVER)
+            self._write(END_MARK)
 
     def _beat(self) -> None:
         while not self._over.wait(BEAT):
@@ -77,7 +77,7 @@ class Guard:
         except OSError:
             return ""  # a file system that does not answer now may do so later
         with open(descriptor, "rb") as file:
-            over, seen = file.read(len(OVER)) == OVER, os.fstat(descriptor).st_mtime_ns
+            over, seen = file.read(len(END_MARK)) == END_MARK, os.fstat(descriptor).st_mtime_ns
         self.still = self.still + 1 if seen == self._before else 0
         self._before = seen
         return "over" if over else "silent" if self.still >= self.looks else ""

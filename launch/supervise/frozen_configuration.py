@@ -19,7 +19,7 @@ from ..base.files import read_bytes
 from ..base.outcome import BAD_INPUT, DONE
 from ..base.texts import printable
 
-SHOWN, WIDTH = 6, 120  # changed lines that are told, and how much of each
+MAX_LISTED_LINES, LINE_WIDTH = 6, 120  # changed lines that are told, and how much of each
 
 
 @dataclass
@@ -87,5 +87,7 @@ def _differences(before: str, now: str) -> str:
     """The lines of YAML that differ, with - for what was and + for what is."""
     lines = difflib.unified_diff(before.splitlines(), now.splitlines(), lineterm="", n=0)
     changed = [line for line in list(lines)[2:] if not line.startswith("@@")]
-    shown = [printable(f"{line[0]} {line[1:].strip()}", WIDTH) for line in changed[:SHOWN]]
-    return ", ".join(shown) + (f" and {len(changed) - SHOWN} more lines" if len(changed) > SHOWN else "")
+    shown = [printable(f"{line[0]} {line[1:].strip()}", LINE_WIDTH) for line in changed[:MAX_LISTED_LINES]]
+    return ", ".join(shown) + (
+        f" and {len(changed) - MAX_LISTED_LINES} more lines" if len(changed) > MAX_LISTED_LINES else ""
+    )

@@ -18,7 +18,7 @@ from ..base.slurm import Job
 from . import other_supervisors
 from .backend import Pause, Start, ask, environment
 
-DYING = 5.0  # seconds that killed processes get to disappear
+KILL_SECONDS = 5.0  # seconds that killed processes get to disappear
 
 
 @dataclass
@@ -37,7 +37,7 @@ class LocalRanks:
 
     def kill(self, pause: Pause) -> None:
         ask(self.process, signal.SIGKILL)
-        deadline = time.monotonic() + DYING
+        deadline = time.monotonic() + KILL_SECONDS
         while left := processes_of(self.folder):
             for process in left:
                 with suppress(OSError):

@@ -20,14 +20,14 @@ from pathlib import Path
 
 from ..base.arguments import count, natural, port
 from ..base.errors import UserError
-from ..base.free_space import FULL
+from ..base.free_space import FULL_DISK_ERRORS
 from ..base.outcome import BAD_INPUT, DONE, FAILED, LOST_CONTACT, UNHEALTHY
-from ..base.processes import HEARD, prepared
+from ..base.processes import HANDLED_SIGNALS, prepared
 from ..base.run_folder import ATTEMPT, RunFolder
 from .attempts_without_supervisor import Journal
 
 GRACE = 10.0  # seconds between asking the ranks of a failed job to end and killing them
-LOOK = 0.05  # seconds between two looks at the ranks
+POLL_SECONDS = 0.05  # seconds between two looks at the ranks
 HOST = re.compile(r"[A-Za-z0-9]([A-Za-z0-9.:-]{0,252}[A-Za-z0-9])?")
 JOB = re.compile(r"[A-Za-z0-9_-]{1,100}")
 Rank = subprocess.Popen[bytes]
@@ -51,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             code = journal.begin()
         except OSError as error:  # it may be mended: no reason to end the job, but for a full disk
             print(f"megalite-node: {error.filename}: {error.strerror}", file=sys.stderr)
-            return UNHEALTHY if error.errno in FULL else FAILED
+            return UNHEALTHY if error.errno in FULL_DISK_ERRORS else FAILED
     if code is not None:
         print(f"megalite-node: the job {name} has ended with exit code {code}", file=sys.stderr)
         return code
@@ -71,7 +71,7 @@ def _run(args: argparse.Namespace, attempt: Path | None = None, meanwhile: Calla
     """
     ranks: list[Rank] = []
     # Ranks inherit that these signals wait; they let them in as soon as they can save.
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, HEARD)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, HANDLED_SIGNALS)
     try:
         with _handing_on(ranks):
             for local_rank in range(args.ranks):
@@ -151,7 +151,8 @@ def _handing_on(ranks: list[Rank]) -> Iterator[None]:
             with suppress(ProcessLookupError):
                 rank.send_signal(number)
 
-    heard = [number for number in HEARD if signal.getsignal(number) != signal.SIG_IGN]  # nohup has SIGHUP ignored
+    # nohup has SIGHUP ignored
+    heard = [number for number in HANDLED_SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
     handlers = {number: signal.signal(number, hand_on) for number in heard}
     try:
         yield
@@ -169,7 +170,7 @@ def _wait(ranks: list[Rank], meanwhile: Callable[[], None]) -> list[int]:
         if failed or all(code == DONE for code in codes):
             return failed
         meanwhile()
-        time.sleep(LOOK)
+        time.sleep(POLL_SECONDS)
 
 
 def _reap_orphans(ranks: list[Rank]) -> None:

@@ -14,12 +14,12 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ..base.events import Event
-from ..base.files import PRIVATE, opened
+from ..base.files import PRIVATE_MODE, opened
 from ..base.run_folder import RunFolder
-from .batch_host_guard import BEAT, OVER
+from .batch_host_guard import BEAT, END_MARK
 
-WATCHED = 3 * BEAT  # seconds without a sign of life, after which a supervisor is taken for dead
-LOOK = 0.2
+MAX_SILENCE = 3 * BEAT  # seconds without a sign of life, after which a supervisor is taken for dead
+POLL_SECONDS = 0.2
 
 
 def lock(run: RunFolder) -> int | None:
@@ -28,7 +28,7 @@ def lock(run: RunFolder) -> int | None:
     Raises OSError where that cannot be done.
     """
     run.path.mkdir(parents=True, exist_ok=True)
-    descriptor = opened(run.events, os.O_RDWR | os.O_CREAT, PRIVATE)
+    descriptor = opened(run.events, os.O_RDWR | os.O_CREAT, PRIVATE_MODE)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -67,7 +67,7 @@ def local_rival(run: RunFolder, events: Sequence[Event]) -> str:
 def slurm_rival(run: RunFolder, events: Sequence[Event], pause: Callable[[float], None] = time.sleep) -> str:
     """The Slurm job whose supervisor is at work in the folder; empty if there is none.
 
-    Where one has not told its end, waits up to `WATCHED` seconds for a sign of life.
+    Where one has not told its end, waits up to `MAX_SILENCE` seconds for a sign of life.
     """
     beats = {
         str(event.get("job")): run.attempts / f"{event.get('job')}.{event.get('restart')}.beat"
@@ -75,8 +75,8 @@ def slurm_rival(run: RunFolder, events: Sequence[Event], pause: Callable[[float]
         if event.get("backend") == "slurm"
     }
     before = {job: beat for job, path in beats.items() if (beat := _beat(path)) is not None}
-    for _ in range(round(WATCHED / LOOK) if before else 0):
-        pause(LOOK)
+    for _ in range(round(MAX_SILENCE / POLL_SECONDS) if before else 0):
+        pause(POLL_SECONDS)
         for job, beat in before.items():
             if _beat(beats[job]) not in (beat, None):
                 return f"Slurm job {job}"
@@ -99,6 +99,6 @@ def _beat(path: Path) -> int | None:
     """Time of the latest sign of life in ns, on whatever clock; None if no other is meant to come."""
     try:
         with open(opened(path, os.O_RDONLY), "rb") as file:  # for which NFS asks the server
-            return None if file.read(len(OVER)) == OVER else os.fstat(file.fileno()).st_mtime_ns
+            return None if file.read(len(END_MARK)) == END_MARK else os.fstat(file.fileno()).st_mtime_ns
     except OSError:
         return None

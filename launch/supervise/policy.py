@@ -12,16 +12,27 @@ from dataclasses import dataclass, replace
 from ..base.events import Event
 from ..base.outcome import BAD_INPUT, DONE, STOPPED, UNHEALTHY
 from ..base.slurm import Job
-from ..base.verdict import BAD, BROKEN, FINISHED, HANG, KILLED, LOST, SICK, STOP, TIMEOUT, Ended
+from ..base.verdict import (
+    CONTACT_LOSS,
+    FINISH,
+    HANG,
+    HEALTH_FAILURE,
+    INPUT_ERROR,
+    KILL,
+    RETRIED_CAUSES,
+    STOP,
+    TIMEOUT,
+    Ended,
+)
 
 RELAUNCH, REQUEUE, END = "relaunch", "requeue", "end"
-UNFIT = 69  # too few nodes are fit for use; as EX_UNAVAILABLE
-STUCK = 70  # too many attempts without a newer checkpoint, for Kubernetes, which goes by exit codes alone
+NODE_SHORTAGE = 69  # too few nodes are fit for use; as EX_UNAVAILABLE
+STANDSTILL = 70  # too many attempts without a newer checkpoint, for Kubernetes, which goes by exit codes alone
 OUT_OF_MEMORY = "OutOfMemoryError: "  # in a traceback: a GPU's, by PyTorch; the host's ends as a kill
-MEMORY = 24 * 3600.0  # seconds that a failure speaks against a node
+FAILURE_MEMORY = 24 * 3600.0  # seconds that a failure speaks against a node
 PAUSES = (5.0, 300.0)  # seconds of the first pause before another attempt, which doubles, and of the longest
-UNMET = (LOST, HANG, KILLED, STOP, TIMEOUT)  # ends that say nothing of training where ranks have not met before
-FRESH = 10.0  # seconds between two looks of which at most so many count as silence: this process may have slept
+MEETING_FAILURES = (CONTACT_LOSS, HANG, KILL, STOP, TIMEOUT)  # say nothing of training where ranks have not met before
+MAX_COUNTED_GAP = 10.0  # seconds between two looks that count as silence, at most: this process may have slept
 
 
 @dataclass(frozen=True)
@@ -31,7 +42,7 @@ class Limits:
     attempts: int = 3  # in a row without a newer checkpoint
     pauses: int = 12  # in a row, as for a file that is away; 35 minutes in all
     requeues: int = 1000
-    strikes: int = 2  # failures of a node within MEMORY, after which it is left out
+    strikes: int = 2  # failures of a node within FAILURE_MEMORY, after which it is left out
     reap: float = 20.0  # from the first failure to the kill of what is left
     close: float = 120.0  # the same, after all ranks have said that they end well
     grace: float = 240.0  # from a request to stop to the kill
@@ -85,11 +96,13 @@ class Past:
                 first, last, cause = event.get("from_step"), event.get("to_step"), event.get("cause")
                 progress = isinstance(first, int) and isinstance(last, int) and last > first
                 untold = cause == STOP and bool(event.get("first"))  # asked for, says an exit code alone
-                if not progress and (cause == BAD or (event.get("met") is False and cause in UNMET and not untold)):
+                if not progress and (
+                    cause == INPUT_ERROR or (event.get("met") is False and cause in MEETING_FAILURES and not untold)
+                ):
                     continue
                 stuck = 0 if progress else stuck + 1
                 pauses, trained = 0, trained or progress or event.get("met") is True
-            elif event["event"] == "requeue" and event.get("code") == UNFIT:
+            elif event["event"] == "requeue" and event.get("code") == NODE_SHORTAGE:
                 stuck += 1
             elif event["event"] == "waiting":
                 pauses += 1
@@ -99,17 +112,17 @@ class Past:
 def next_move(ended: Ended, past: Past, limits: Limits) -> Move:
     """Decide the next step after an attempt."""
     told = f": {ended.first}" if ended.first else ""
-    if ended.cause == FINISHED:
+    if ended.cause == FINISH:
         return Move(END, DONE, "training is done")
-    if ended.cause == BAD and not (past.trained and ended.asked):
+    if ended.cause == INPUT_ERROR and not (past.trained and ended.asked):
         return bad_input(f"bad input{told}", past, limits)
-    if ended.cause == SICK:
+    if ended.cause == HEALTH_FAILURE:
         return Move(END, ended.code, f"training is unhealthy{told}")
     if ended.cause == STOP and ended.code != STOPPED:
         return Move(END, ended.code, "interrupted at once by a second SIGINT")
     if limits.oom_ends and ended.first and OUT_OF_MEMORY in ended.first.text:
         return Move(END, ended.code, f"out of memory, as it would be again{told}")
-    if not ended.asked and not ended.met and ended.cause in BROKEN and ended.cause in UNMET:
+    if not ended.asked and not ended.met and ended.cause in RETRIED_CAUSES and ended.cause in MEETING_FAILURES:
         return after_a_pause(ended.code, f"{ended.cause}, before all ranks had met{told}", past, limits)
     if past.stuck >= limits.attempts:
         return Move(END, ended.code, f"{past.stuck} attempts in a row have saved no newer checkpoint{told}")
@@ -138,8 +151,8 @@ def no_nodes(count: int, least: int, stuck: int, limits: Limits) -> Move:
     """Decide when fewer nodes than `least` are fit. stuck: as in `Past`, with this start of the job."""
     told = f"{count} of at least {least} nodes are fit for use"
     if stuck >= limits.attempts:
-        return Move(END, UNFIT, f"{told}, and {stuck} attempts in a row have saved no newer checkpoint")
-    return Move(REQUEUE, UNFIT, told)
+        return Move(END, NODE_SHORTAGE, f"{told}, and {stuck} attempts in a row have saved no newer checkpoint")
+    return Move(REQUEUE, NODE_SHORTAGE, told)
 
 
 def why_not_requeue(job: Job | None, restart: int, limits: Limits) -> str:
@@ -170,7 +183,7 @@ def struck_nodes(events: Iterable[Event], now: float, strikes: int) -> dict[str,
         first = event.get("first")
         if event["event"] != "attempt_ended" or not isinstance(first, dict) or not _of_late(event, now):
             continue
-        if event.get("cause") in BROKEN and not event.get("asked") and isinstance(first.get("node"), str):
+        if event.get("cause") in RETRIED_CAUSES and not event.get("asked") and isinstance(first.get("node"), str):
             counts[first["node"]] = counts.get(first["node"], 0) + 1
     return {node: count for node, count in counts.items() if count >= strikes}
 
@@ -183,7 +196,7 @@ def slow_nodes(events: Iterable[Event], now: float) -> set[str]:
 
 def _of_late(event: Event, now: float) -> bool:
     """Return whether an event is within a day of `now`. One that a wrong clock has dated ahead would count for ever."""
-    return abs(now - float(event["time"])) <= MEMORY
+    return abs(now - float(event["time"])) <= FAILURE_MEMORY
 
 
 @dataclass(frozen=True)
@@ -237,7 +250,7 @@ class Patience:
         failed: a rank has written a failure. over: all ranks have said that they end as they should. asked: the
         supervisor was asked to stop. trace: whatever changes as the run moves.
         """
-        self.quiet = self.quiet + min(now - self.before, FRESH) if trace == self._trace else 0.0
+        self.quiet = self.quiet + min(now - self.before, MAX_COUNTED_GAP) if trace == self._trace else 0.0
         self.before, self._trace = now, trace
         for name, holds, patience, text in (
             ("failed", failed, self.limits.reap, "a rank has failed {:.0f} s ago and others have not ended"),
@@ -257,4 +270,4 @@ class Patience:
         return 0 < self.limits.silence <= self.quiet
 
 
-FAILED_TO_WRITE = Move(END, UNHEALTHY, "the run folder cannot be written to")
+WRITE_FAILURE = Move(END, UNHEALTHY, "the run folder cannot be written to")

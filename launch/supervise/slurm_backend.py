@@ -17,7 +17,7 @@ from typing import IO
 from ..base.events import Event
 from ..base.files import kept, read_bytes
 from ..base.own_command import own_command
-from ..base.processes import NAMES
+from ..base.processes import SIGNAL_NAMES
 from ..base.run_folder import RunFolder
 from ..base.slurm import Job, Slurm
 from ..base.verdict import srun_failed
@@ -28,16 +28,16 @@ from . import other_supervisors
 from .backend import Pause, Start, ask, environment
 from .batch_host_guard import Heart
 
-AT_ONCE = 64  # sruns at a time; with more nodes, one looks after several
-AGAIN = 5.0  # seconds until ranks that have not ended are asked once more: they may not have been there
-DYING = 3.0  # seconds that killed steps get to disappear; on a frozen node they never do
-LEAVING = 1.0  # seconds that an srun gets to end its step
+MAX_SRUNS = 64  # sruns at a time; with more nodes, one looks after several
+REPEAT_SECONDS = 5.0  # seconds until ranks that have not ended are asked once more: they may not have been there
+KILL_SECONDS = 3.0  # seconds that killed steps get to disappear; on a frozen node they never do
+SRUN_END_SECONDS = 1.0  # seconds that an srun gets to end its step
 GUARD = "megalite-guard"  # the name of the guard's step
 TRIES = 20
 PORTS = range(12000, 27000)  # below the range from which systems hand out ports
-HELD = ["env", f"--block-signal={NAMES}"]
-PLACE = re.compile(r"\{(mode|attempt|nodes|port)\}")
-RUNNING = ("RUNNING", "SUSPENDED", "STOPPED")
+SIGNAL_BLOCK = ["env", f"--block-signal={SIGNAL_NAMES}"]
+PLACEHOLDER = re.compile(r"\{(mode|attempt|nodes|port)\}")
+RUNNING_STATES = ("RUNNING", "SUSPENDED", "STOPPED")
 
 
 @dataclass(frozen=True)
@@ -63,21 +63,21 @@ class Ranks:
     slurm: Slurm
     log: Path
     left: bool = field(default=False, init=False)  # steps may be left: Slurm did not answer when they were killed
-    _asked: float = field(default=-AGAIN)
+    _asked: float = field(default=-REPEAT_SECONDS)
 
     def poll(self) -> int | None:
         return self.process.poll()
 
     def ask_to_stop(self, number: int) -> None:
         """srun hands SIGUSR1 on. SIGTERM or SIGHUP would have it kill the ranks, and SIGINT only tell of them."""
-        if time.monotonic() >= self._asked + AGAIN:
+        if time.monotonic() >= self._asked + REPEAT_SECONDS:
             self._asked = time.monotonic()
             ask(self.process, signal.SIGUSR1)
 
     def kill(self, pause: Pause) -> None:
         """Kill srun, then all steps but the guard: without their srun they would go on."""
         ask(self.process, signal.SIGKILL)
-        deadline, told = time.monotonic() + DYING, set[str]()
+        deadline, told = time.monotonic() + KILL_SECONDS, set[str]()
         self.left = (steps := self.slurm.steps()) is None
         while left := {step for step, name in (steps or {}).items() if name != GUARD}:
             for step in left - told:
@@ -120,7 +120,7 @@ class SlurmBackend:
         if other == self.job or not other.isdigit():
             return ""
         job = self.slurm.job(other)
-        return f"Slurm job {other}" if job and job.state in RUNNING else ""
+        return f"Slurm job {other}" if job and job.state in RUNNING_STATES else ""
 
     def standing(self) -> Job | None:
         return self.slurm.job()
@@ -144,14 +144,14 @@ class SlurmBackend:
         self, nodes: Sequence[str], folder: Path, full: bool, stopped: Callable[[], bool]
     ) -> dict[str, str]:
         self._board = str(self._port(nodes[0], len(PORTS) // 2)) if nodes else ""
-        size = -(-len(nodes) // AT_ONCE)
+        size = -(-len(nodes) // MAX_SRUNS)
         groups = [tuple(nodes[first : first + size]) for first in range(0, len(nodes), size)] if nodes else []
         bad = self._examine(groups, folder, full, stopped, nodes)
         if size > 1:
             alone = [(node,) for group in bad for node in group]
             bad = {}
-            for first in range(0, len(alone), AT_ONCE):
-                bad.update(self._examine(alone[first : first + AT_ONCE], folder, full, stopped))
+            for first in range(0, len(alone), MAX_SRUNS):
+                bad.update(self._examine(alone[first : first + MAX_SRUNS], folder, full, stopped))
         found = {group[0]: why for group, why in bad.items()}
         return found if stopped() else {**self._compared(folder, nodes), **found}
 
@@ -213,10 +213,13 @@ class SlurmBackend:
         """Words of a command that holds back signals until a rank can hear them; empty before GNU coreutils 8.31."""
         if self._held is None:
             try:
-                works = subprocess.run([*HELD, "true"], capture_output=True, timeout=30, check=False).returncode == 0
+                works = (
+                    subprocess.run([*SIGNAL_BLOCK, "true"], capture_output=True, timeout=30, check=False).returncode
+                    == 0
+                )
             except (OSError, subprocess.TimeoutExpired):
                 works = False
-            self._held = HELD if works else []
+            self._held = SIGNAL_BLOCK if works else []
         return self._held
 
     def _port(self, host: str, number: int) -> int:
@@ -291,7 +294,7 @@ class SlurmBackend:
             return ["true"]  # whether the node answers
         mode = "full" if full and self.options.preflight == "full" else "light"
         filled = {"{mode}": mode, "{attempt}": str(folder), "{nodes}": ",".join(together), "{port}": self._board}
-        return [PLACE.sub(lambda place: filled[place[0]], word) for word in self.options.preflight_command]
+        return [PLACEHOLDER.sub(lambda place: filled[place[0]], word) for word in self.options.preflight_command]
 
     def _srun(
         self, arguments: Sequence[str], said: IO[bytes] | None = None, env: dict[str, str] | None = None
@@ -313,7 +316,7 @@ def cluster() -> str:
 
 def _end(sruns: Sequence[subprocess.Popen[bytes]], pause: Pause) -> None:
     """Have sruns kill their steps; kill those that have not ended after a moment."""
-    for number, patience in ((signal.SIGTERM, LEAVING), (signal.SIGKILL, 60.0)):
+    for number, patience in ((signal.SIGTERM, SRUN_END_SECONDS), (signal.SIGKILL, 60.0)):
         for process in sruns:
             ask(process, number)
         deadline = time.monotonic() + patience

@@ -22,7 +22,7 @@ from pathlib import Path
 from ..base.arguments import natural, seconds, words
 from ..base.errors import UserError
 from ..base.outcome import BAD_INPUT, FAILED
-from ..base.processes import HEARD
+from ..base.processes import HANDLED_SIGNALS
 from ..base.run_folder import RunFolder
 from ..base.slurm import Slurm
 from ..preflight.thresholds import load_thresholds
@@ -34,7 +34,7 @@ from .slurm_backend import Options, SlurmBackend
 from .supervisor import Check, Supervisor
 
 LIMITS = Limits()
-CHECKING = 600.0  # seconds that a check of the configuration may take
+CHECK_SECONDS = 600.0  # seconds that a check of the configuration may take
 
 
 def parser() -> argparse.ArgumentParser:
@@ -132,10 +132,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     used = str(options.frozen) not in options.command
     frozen = None if options.frozen is None else Frozen(options.frozen, options.resolve, used)
     supervisor = Supervisor(run, options.command, backend, wants, limits, _checker(options.check), frozen=frozen)
-    for number in HEARD:
+    for number in HANDLED_SIGNALS:
         if signal.getsignal(number) != signal.SIG_IGN or options.backend == "slurm":  # nohup has SIGHUP ignored
             signal.signal(number, supervisor.hear)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, HEARD)  # the batch script holds them up until there are handlers
+    # the batch script holds them up until there are handlers
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, HANDLED_SIGNALS)
     return supervisor.run()
 
 
@@ -177,9 +178,11 @@ def _checker(command: Sequence[str]) -> Callable[[int], Check]:
             return Check(0)
         words = [word.replace("{ranks}", str(ranks)) for word in command]
         try:
-            done = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, timeout=CHECKING, check=False)
+            done = subprocess.run(
+                words, stdin=subprocess.DEVNULL, capture_output=True, timeout=CHECK_SECONDS, check=False
+            )
         except subprocess.TimeoutExpired:
-            return Check(FAILED, f"{words[0]} took longer than {CHECKING:.0f} s")
+            return Check(FAILED, f"{words[0]} took longer than {CHECK_SECONDS:.0f} s")
         except OSError as error:
             return Check(BAD_INPUT, f"{words[0]}: {error.strerror}")
         told = done.stderr.decode(errors="replace").strip() or f"{words[0]} ended with {done.returncode}"

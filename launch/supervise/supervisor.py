@@ -23,15 +23,15 @@ from ..base.outcome import BAD_INPUT, FAILED, STOPPED, UNHEALTHY, have_met, read
 from ..base.run_folder import Attempt, RunFolder
 from ..base.slurm import Job, patiently
 from ..base.texts import counted, escaped
-from ..base.verdict import BROKEN, HANG, LOST, Ended, First, Seen, judge
+from ..base.verdict import CONTACT_LOSS, HANG, RETRIED_CAUSES, Ended, First, Seen, judge
 from ..status import page
 from . import policy
 from .backend import Backend, Running, Start
 from .frozen_configuration import Frozen
-from .policy import END, FAILED_TO_WRITE, REQUEUE, UNFIT, Limits, Move, Past, Patience, Wants
+from .policy import END, NODE_SHORTAGE, REQUEUE, WRITE_FAILURE, Limits, Move, Past, Patience, Wants
 
-LOOK = 0.1  # seconds between two looks whether the ranks have ended
-LOOKS = 5  # of these, between two looks at the files
+POLL_SECONDS = 0.1  # seconds between two looks whether the ranks have ended
+POLLS_PER_READ = 5  # of these, between two looks at the files
 
 
 class Clock:
@@ -180,7 +180,7 @@ class Supervisor:
         try:
             start = self._make_folders()
         except OSError as error:
-            return replace(FAILED_TO_WRITE, reason=f"{error.filename}: {error.strerror}")
+            return replace(WRITE_FAILURE, reason=f"{error.filename}: {error.strerror}")
         self.backend.begin()
         chosen = self._choose(start.folder, nodes)
         if self.asked:
@@ -190,7 +190,7 @@ class Supervisor:
         ended = self._attempt(replace(start, nodes=chosen))
         if self._folder_is_lost():
             return Move(END, UNHEALTHY, self._lost)
-        self._suspicious = ended.cause in (HANG, LOST)
+        self._suspicious = ended.cause in (HANG, CONTACT_LOSS)
         return policy.next_move(ended, self._past(), self.limits)
 
     def _past(self) -> Past:
@@ -202,7 +202,7 @@ class Supervisor:
         self.note("waiting", text, seconds=move.pause, reason=move.reason)
         until = self.clock.now() + move.pause
         while self.clock.now() < until and not self.asked:
-            self.clock.pause(min(LOOK * LOOKS, until - self.clock.now()))
+            self.clock.pause(min(POLL_SECONDS * POLLS_PER_READ, until - self.clock.now()))
             self._show()
 
     def _make_folders(self) -> Start:
@@ -242,7 +242,9 @@ class Supervisor:
             wanted = self._checks.get(self.wants.nodes) or self._checked(self.wants.nodes)
             if wanted.refuses:
                 return policy.bad_input(f"refused: {wanted.text}", self._past(), self.limits)
-            return Move(REQUEUE, UNFIT, f"training does not fit the {choice.fit} nodes that are left: {check.text}")
+            return Move(
+                REQUEUE, NODE_SHORTAGE, f"training does not fit the {choice.fit} nodes that are left: {check.text}"
+            )
         return policy.no_nodes(choice.fit, self.wants.least, self._past().stuck + 1, self.limits)
 
     def _fits(self, nodes: int) -> bool:
@@ -268,7 +270,7 @@ class Supervisor:
         else:
             seen = self._watch(start, running)
         ended = judge(seen)
-        if ended.first is None and ended.cause in BROKEN and seen.said:
+        if ended.first is None and ended.cause in RETRIED_CAUSES and seen.said:
             ended = replace(ended, first=First(None, None, seen.said[-1]))
         resumed = self.run_folder.resumed_step(reported)
         steps = (before if resumed is None else resumed, self.run_folder.newest_step())
@@ -291,16 +293,16 @@ class Supervisor:
                 for number in self.asked[handed_on:] or self.asked[-1:]:
                     running.ask_to_stop(number)
                 handed_on = len(self.asked)
-            if looks % LOOKS == 0:
+            if looks % POLLS_PER_READ == 0:
                 self._tell_edits()
                 self._show()
-            if looks % LOOKS == 0 and not killed:
+            if looks % POLLS_PER_READ == 0 and not killed:
                 killed = self._lost if self._folder_is_lost() else self._too_long(start, patience)
                 if killed:
                     self.note("reaped", f"attempt {start.name} is killed: {killed}", attempt=start.name, reason=killed)
                     running.kill(self.clock.pause)
             looks += 1
-            self.clock.pause(LOOK)
+            self.clock.pause(POLL_SECONDS)
         if code and not killed:
             running.kill(self.clock.pause)  # what is left where srun or the launcher was killed
         self._look_anew(start.folder)
@@ -334,10 +336,10 @@ class Supervisor:
 
     def _folder_is_lost(self) -> bool:
         """Return whether the run folder was removed or replaced. Going on would begin again at step 0."""
-        for _ in range(LOOKS):  # a file system may lose sight of a folder for a moment
+        for _ in range(POLLS_PER_READ):  # a file system may lose sight of a folder for a moment
             if self._lost or self._made is None or _is_there(self._made):
                 return bool(self._lost)
-            self.clock.pause(LOOK)
+            self.clock.pause(POLL_SECONDS)
         path = self.run_folder.path
         what = f"was replaced: {self._made} is gone" if _is_there(path) else "was removed"
         self._lost = (

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..base.events import Event
-from ..base.verdict import BROKEN
+from ..base.verdict import RETRIED_CAUSES
 
-LONGEST = 10 * 366 * 86_400.0  # seconds that are believed of an attempt
+MAX_ATTEMPT_SECONDS = 10 * 366 * 86_400.0  # seconds that are believed of an attempt
 
 
 def interruptions(events: Sequence[Event], now: float) -> tuple[int, float]:
@@ -21,14 +21,14 @@ def interruptions(events: Sequence[Event], now: float) -> tuple[int, float]:
         elif event["event"] == "attempt_ended" and began is not None:
             seconds += ranks * _between(began, event["time"])
             began = None
-            failures += event.get("cause") in BROKEN
+            failures += event.get("cause") in RETRIED_CAUSES
     if began is not None:
         seconds += ranks * _between(began, now)
     return failures, seconds / 3600
 
 
 def _between(began: float, ended: float) -> float:
-    return ended - began if 0 < ended - began < LONGEST else 0.0  # NaN is neither
+    return ended - began if 0 < ended - began < MAX_ATTEMPT_SECONDS else 0.0  # NaN is neither
 
 
 def _whole(value: object) -> int:

@@ -10,14 +10,14 @@ from array import array
 from dataclasses import dataclass, field
 from typing import Any, Optional
 
-TRAINING, SAVING, EVALUATING, RESTARTING, LOST, WAITING = ACCOUNTS = (
+TRAINING, SAVING, EVALUATING, RESTARTING, LOST_TIME, WAITING = ACCOUNTS = (
     "training", "saving", "evaluating", "restarting", "lost", "waiting",
 )  # fmt: skip
 SECOND = 1_000_000
-LATE = 60 * SECOND  # a record that comes so long after the end of an attempt is one of it
-WELL = ("finished", "stopped")  # causes of an end at which everything was saved,
-SAVED = (0, 3, None)  # with these exit codes: a second Ctrl-C saves nothing
-LONGEST_STEP = 10**7 * SECOND
+MAX_DELAY = 60 * SECOND  # a record that comes so long after the end of an attempt is one of it
+CLEAN_CAUSES = ("finished", "stopped")  # causes of an end at which everything was saved,
+CLEAN_CODES = (0, 3, None)  # with these exit codes: a second Ctrl-C saves nothing
+MAX_STEP = 10**7 * SECOND
 Spent = dict[str, int]
 
 
@@ -62,7 +62,7 @@ class Ledger:
         self._part: Optional[Part] = None
         self._unbound = False  # the latest start has come before the attempt that it belongs to
         self._ended_at, self._well = 0, False
-        self._tail = (0, LOST)  # what the time after the last record was taken for
+        self._tail = (0, LOST_TIME)  # what the time after the last record was taken for
         self._heard = False  # whether the run has reported anything
         self._resumed = False  # whether this start has said from where
 
@@ -109,7 +109,7 @@ class Ledger:
         self, time: int, cause: str, code: Optional[int], first: Optional[dict[str, Any]], step: Optional[int]
     ) -> None:
         now = self.at(time)
-        self._end(now, cause in WELL and code in SAVED)
+        self._end(now, cause in CLEAN_CAUSES and code in CLEAN_CODES)
         if self._part is not None:
             part = self._part
             part.ended, part.cause, part.code, part.first, part.to_step = now, cause, code, first, step
@@ -144,14 +144,14 @@ class Ledger:
         now = self.at(time)
         if self.phase != "training":
             return
-        self._spend(now, LOST, self._part)
-        self._tail = (0, LOST)
+        self._spend(now, LOST_TIME, self._part)
+        self._tail = (0, LOST_TIME)
         self._go_back(step)
         self.phase, self._resumed = "starting", True
 
     def record(self, time: int, step: int, step_time: int, loss: float, seconds: float) -> None:
         """Steps up to `step` were made. step_time: of one, in microseconds; seconds: the same as it was told."""
-        step_time = min(step_time, LONGEST_STEP)
+        step_time = min(step_time, MAX_STEP)
         if self.began is None:
             self.began = self.cursor = self.sign = time - step * step_time if step < 100 else time - step_time
         now = self.at(time)
@@ -236,17 +236,17 @@ class Ledger:
 
     def _ending(self) -> str:
         """Choose the account of the time from an attempt's last report to its end; without one, nothing was lost."""
-        return RESTARTING if self._part is None else SAVING if self._well else LOST
+        return RESTARTING if self._part is None else SAVING if self._well else LOST_TIME
 
     def _inside(self, now: int) -> int:
         return min(now, self._ended_at) if self.phase == "ended" else now
 
     def _begins_or_goes_on(self, now: int, step: int) -> bool:
         """Return whether a report counts; the first one of a start ends its time of starting."""
-        late = self._heard and not self._resumed and now <= self._ended_at + LATE
+        late = self._heard and not self._resumed and now <= self._ended_at + MAX_DELAY
         if self.phase in ("queue", "starting") and late:
             return False
-        if self.phase == "ended" and not late and now > self._ended_at + LATE:
+        if self.phase == "ended" and not late and now > self._ended_at + MAX_DELAY:
             self._close(now)
             self.phase = "queue"
         if self.phase == "queue" or self._part is None:
@@ -256,7 +256,7 @@ class Ledger:
         if self.phase in ("queue", "starting"):
             done = max(step - self.step, 1) * self.usual
             self._spend(now - done, RESTARTING, self._part)
-            self._tail = (0, LOST)
+            self._tail = (0, LOST_TIME)
             self._push(self.step, 0)
             self.phase = "training"
         self._heard = True
@@ -287,14 +287,14 @@ class Ledger:
             self._move(counts, account, TRAINING, self.parts[owner])
             self._push(step, counts)
             self.owner[-1] = owner
-        self._tail = (0, LOST)
+        self._tail = (0, LOST_TIME)
         self.lost_steps += max(self.step - step, 0)
         while self.steps and self.steps[-1] > step:
             before = self.steps[-2] if len(self.steps) > 1 else 0
             keep = 0
             if before < step:  # of these steps, some count
                 keep = self.took[-1] * (step - before) // (self.steps[-1] - before)
-            self._move(self.took[-1] - keep, TRAINING, LOST, self.parts[self.owner[-1]])
+            self._move(self.took[-1] - keep, TRAINING, LOST_TIME, self.parts[self.owner[-1]])
             if keep:
                 self.took[-1], self.steps[-1] = keep, step
                 break
@@ -328,7 +328,7 @@ class Ledger:
         if self.phase in ("ended", "queue") and not self._well and checkpoint is not None:
             gone = self._beyond(checkpoint)
             spent[TRAINING] -= gone
-            spent[LOST] += gone
+            spent[LOST_TIME] += gone
         return spent, end
 
     def _beyond(self, step: int) -> int:

@@ -18,13 +18,13 @@ from ..base.line_files import number, whole
 from ..base.outcome import DONE, Failure, read_failures, read_outcome
 from ..base.run_folder import Attempt, RunFolder
 from ..base.texts import clock, lasting, printable
-from ..base.verdict import BAD, BROKEN, SICK, First
+from ..base.verdict import HEALTH_FAILURE, INPUT_ERROR, RETRIED_CAUSES, First
 from .run import open_run
 
 TAIL = 2**16  # bytes of the end of a log that are read
 LINES, WIDTH = 15, 200  # of a log: how many lines are shown, and how much of each
 PEERS = 5  # sayings of other ranks
-EVERY = 1.0  # seconds between two looks
+POLL_SECONDS = 1.0  # seconds between two looks
 SPEAKERS = ("supervisor", "launcher", "guard", "node")  # those who are no ranks
 
 
@@ -83,7 +83,7 @@ def _attempt(folder: RunFolder, events: Sequence[Event], wanted: Optional[str], 
 
 
 def _failed(ended: Event) -> bool:
-    return ended.get("cause") in (*BROKEN, BAD, SICK)
+    return ended.get("cause") in (*RETRIED_CAUSES, INPUT_ERROR, HEALTH_FAILURE)
 
 
 def _events(folder: RunFolder) -> list[Event]:
@@ -274,4 +274,4 @@ def followed(path: Path) -> Iterator[str]:
             yield _shown(rest)
             rest = b""
         if not chunk:
-            time.sleep(EVERY)
+            time.sleep(POLL_SECONDS)

@@ -12,24 +12,24 @@ from pathlib import Path
 from typing import Any, Optional
 
 from ..base.errors import UserError
-from ..base.events import LONGEST, Event
+from ..base.events import MAX_TEXT_LENGTH, Event
 from ..base.files import read_bytes
 from ..base.line_files import Tail, number, parsed, whole
 from ..base.run_folder import CHECKPOINT, Attempt, RunFolder
 from ..base.texts import printable
-from ..base.verdict import BROKEN
+from ..base.verdict import RETRIED_CAUSES
 from .failures import interruptions
 from .ledger import SECOND, Ledger
 
-EARLIEST = 946_684_800 * SECOND  # the year 2000: a clock that says less has not been set
-AHEAD = 60 * SECOND  # that the clock of a node may be before ours; a time that is later still is not believed
-DECISIONS = 50  # latest ones that are kept
-NODES = 10_000  # that are remembered
-MEASURED = 20  # latest saves whose times are kept
-TOLD = (  # events of training that people are told
+MIN_TIME = 946_684_800 * SECOND  # the year 2000: a clock that says less has not been set
+MAX_CLOCK_LEAD = 60 * SECOND  # that the clock of a node may be before ours; a time that is later still is not believed
+MAX_DECISIONS = 50  # latest ones that are kept
+MAX_NODES = 10_000  # that are remembered
+MAX_SAVES = 20  # latest saves whose times are kept
+REPORTED_EVENTS = (  # events of training that people are told
     "rollback", "save_failed", "save_local_failed", "local_off", "save_problem", "bad_step", "spike",
 )  # fmt: skip
-LARGEST = 2**20  # bytes of a record of a start
+MAX_RECORD_BYTES = 2**20  # bytes of a record of a start
 
 
 @dataclass
@@ -54,8 +54,8 @@ class Saves:
     time: float = 0.0
     bytes: float = 0.0
     under_way: Optional[int] = None
-    blocked: deque[float] = field(default_factory=lambda: deque(maxlen=MEASURED))
-    written: deque[float] = field(default_factory=lambda: deque(maxlen=MEASURED))
+    blocked: deque[float] = field(default_factory=lambda: deque(maxlen=MAX_SAVES))
+    written: deque[float] = field(default_factory=lambda: deque(maxlen=MAX_SAVES))
 
 
 class Watched:
@@ -69,7 +69,7 @@ class Watched:
         self._events, self._metrics = Tail(self.folder.events), Tail(self.folder.metrics)
         self.ledger, self.saves = Ledger(), Saves()
         self.nodes: dict[str, Node] = {}
-        self.decisions: deque[tuple[float, str, str]] = deque(maxlen=DECISIONS)
+        self.decisions: deque[tuple[float, str, str]] = deque(maxlen=MAX_DECISIONS)
         self.supervised = False  # whether there are events of a supervisor
         self._begun: dict[str, set[str]] = {}  # jobs that have not told their end, and others that were heard since
         self.over: Optional[tuple[int, str]] = None  # code and reason of the end
@@ -123,8 +123,8 @@ class Watched:
         seconds = number(line.get("time"))
         moment = None if seconds is None else int(seconds * SECOND)
         if moment is not None and moment > self._latest:
-            moment = self._latest if moment <= self._latest + AHEAD else self._before[file]
-        if moment is None or moment < EARLIEST:
+            moment = self._latest if moment <= self._latest + MAX_CLOCK_LEAD else self._before[file]
+        if moment is None or moment < MIN_TIME:
             return None
         self._before[file] = max(self._before[file], moment)
         return moment
@@ -147,7 +147,7 @@ class Watched:
             self.over = None
         elif kind == "attempt" and Attempt.parse(str(event.get("attempt"))) is not None:
             nodes = event.get("nodes")
-            names = [printable(node, 64) for node in nodes[:NODES]] if isinstance(nodes, list) else []
+            names = [printable(node, 64) for node in nodes[:MAX_NODES]] if isinstance(nodes, list) else []
             ranks, step = whole(event.get("ranks")) or 0, whole(event.get("step"))
             ledger.attempt_began(at, printable(event.get("attempt"), 64), names, ranks, step)
             self._attempts.append({"event": kind, "time": at / SECOND, "ranks": ranks})
@@ -175,13 +175,13 @@ class Watched:
             kept = {
                 "rank": whole(first.get("rank")),
                 "node": printable(first.get("node") or "", 64),
-                "text": str(first.get("text") or "")[:LONGEST],
+                "text": str(first.get("text") or "")[:MAX_TEXT_LENGTH],
             }
         cause, code = printable(event.get("cause"), 40), event.get("code")
         step = whole(event.get("to_step"))
         self.ledger.attempt_ended(at, cause, code if type(code) is int else None, kept, step)
         self._attempts.append({"event": "attempt_ended", "time": at / SECOND, "cause": cause})
-        if kept is not None and kept["node"] and cause in BROKEN and not event.get("asked"):
+        if kept is not None and kept["node"] and cause in RETRIED_CAUSES and not event.get("asked"):
             self._node(kept["node"]).first += 1
 
     def _note_nodes(self, kind: str, event: Event) -> None:
@@ -199,7 +199,7 @@ class Watched:
                 self._node(printable(refused, 64)).bad = printable(why, 200) or "refused"
 
     def _node(self, name: str) -> Node:
-        if name not in self.nodes and len(self.nodes) >= NODES:
+        if name not in self.nodes and len(self.nodes) >= MAX_NODES:
             return Node()
         return self.nodes.setdefault(name, Node())
 
@@ -255,7 +255,7 @@ class Watched:
             ledger.at(at)
         if kind in ("saved", "save_failed") and saves.under_way == checkpoint:
             saves.under_way = None
-        if kind in TOLD:
+        if kind in REPORTED_EVENTS:
             self.decisions.append((at / SECOND, "training", f"{kind.replace('_', ' ')} at step {step:,}"))
 
     # Other files
@@ -273,7 +273,7 @@ class Watched:
         self._newest_start = len(found)
         for path in found[-1:]:
             try:
-                record = json.loads(read_bytes(path, LARGEST))
+                record = json.loads(read_bytes(path, MAX_RECORD_BYTES))
             except (OSError, ValueError, RecursionError):
                 self._newest_start = -1  # it may be half written
                 continue

@@ -11,11 +11,11 @@ from ..base.texts import lasting
 from .ledger import ACCOUNTS, RESTARTING, SECOND, TRAINING, WAITING, Part
 from .run import Watched
 
-RECENT = 200  # latest reports of which the usual step time is the median
-QUIET, QUIET_STEPS = 120.0, 10  # a run is silent after so many seconds, and so many usual reports
-PREPARING = 900.0  # seconds for which a start may be silent: it compiles, loads and checks nodes
-SHOWN_NODES = 20
-IN_ORDER = sorted(ACCOUNTS, key=lambda name: name != RESTARTING)  # an attempt begins with its restart
+RECENT_REPORTS = 200  # latest reports of which the usual step time is the median
+QUIET_SECONDS, QUIET_STEPS = 120.0, 10  # a run is silent after so many seconds, and so many usual reports
+START_SECONDS = 900.0  # seconds for which a start may be silent: it compiles, loads and checks nodes
+MAX_LISTED_NODES = 20
+ORDERED_ACCOUNTS = sorted(ACCOUNTS, key=lambda name: name != RESTARTING)  # an attempt begins with its restart
 Summary = dict[str, Any]
 
 
@@ -47,12 +47,12 @@ def state_of(run: Watched) -> State:
     usual = ledger.usual / SECOND * run.report_steps
     if ledger.phase == "training" and not run.ended:
         saving = run.saves.under_way is not None or run.partial() is not None
-        if silent > max(QUIET, QUIET_STEPS * usual):
+        if silent > max(QUIET_SECONDS, QUIET_STEPS * usual):
             return State("silent", f"silent for {lasting(silent)}", False)
         if saving and silent > 2 * usual:
             return State("saving", "saving", True)
         return State("running", "running; a checkpoint is being written" if saving else "running", True)
-    if silent > PREPARING:
+    if silent > START_SECONDS:
         return State("silent", f"silent for {lasting(silent)}", False)
     if ledger.phase == "ended":
         told = "training has stopped" if run.ended in ("stopped", "done") else "an attempt has ended"
@@ -70,7 +70,7 @@ def summary(run: Watched) -> Summary:
     working = wall - accounts[WAITING]
     goodput = accounts[TRAINING] / wall if wall else None
     effective = accounts[TRAINING] / working if working else None
-    recent = [seconds for seconds in ledger.seconds[-RECENT:] if seconds == seconds]
+    recent = [seconds for seconds in ledger.seconds[-RECENT_REPORTS:] if seconds == seconds]
     usual = median(recent) if recent else None
     left = max(run.steps - ledger.step, 0) if run.steps is not None else None
     eta = None
@@ -133,7 +133,7 @@ def _attempt(part: Part, end: int) -> Summary:
         "ranks": part.ranks or None,
         "from_step": part.from_step,
         "to_step": part.to_step,
-        "accounts": {name: part.spent[name] / SECOND for name in IN_ORDER if part.spent[name]},
+        "accounts": {name: part.spent[name] / SECOND for name in ORDERED_ACCOUNTS if part.spent[name]},
     }
 
 
@@ -144,4 +144,4 @@ def _nodes(run: Watched) -> list[Summary]:
         {"node": name, "first_failures": node.first, "straggler": node.slow, "left_out": node.left_out or node.bad}
         for name, node in hot
         if any(node.heat)
-    ][:SHOWN_NODES]
+    ][:MAX_LISTED_NODES]

@@ -9,7 +9,7 @@ from ..base.texts import clock, lasting, printable, scaled, share, table
 from ..base.verdict import First
 from .summary import Summary
 
-WHERE = {  # accounts, as people read them
+ACCOUNT_NAMES = {  # accounts, as people read them
     "training": "training",
     "saving": "standing still to save",
     "evaluating": "evaluating",
@@ -88,7 +88,7 @@ def status_text(found: Summary) -> str:
 def _where(found: Summary) -> str:
     rows = [
         (text, lasting(found["accounts"][name]), f"{found['accounts'][name] / found['wall']:.1%}")
-        for name, text in WHERE.items()
+        for name, text in ACCOUNT_NAMES.items()
         if found["accounts"][name] > 0
     ]
     return table(("where time went", "", ""), rows) if rows else ""

@@ -12,7 +12,7 @@ from megalite.base.errors import InputError
 from megalite.base.json_bounds import parse
 from megalite.base.stop_signals import held_up
 from megalite_launch.base import files
-from megalite_launch.base.files import SHOWN
+from megalite_launch.base.files import SHARED_MODE
 
 FIXES = {
     errno.EACCES: "let this user into the folders that lead there",
@@ -67,7 +67,7 @@ def is_folder(path: str | Path, follow: bool = True) -> bool:
     return found is not None and stat.S_ISDIR(found.st_mode)
 
 
-def write_whole(path: Path, content: str | bytes, mode: int = SHOWN) -> None:
+def write_whole(path: Path, content: str | bytes, mode: int = SHARED_MODE) -> None:
     """Write a whole file or none, and the folder that it lies in. Stop signals wait meanwhile.
 
     Raises InputError if that cannot be done, or if there is something at `path` that is no regular file: a folder, a
@@ -93,7 +93,7 @@ def write_new(path: Path, content: str | bytes) -> None:
             raise InputError(f"{path}: there is such a file already; give another name") from None
 
     check_output(path)
-    _write(path, content, SHOWN, give_name)
+    _write(path, content, SHARED_MODE, give_name)
 
 
 def _write(path: Path, content: str | bytes, mode: int, give_name: Callable[[Path, Path], object]) -> None:
@@ -143,7 +143,7 @@ def check_writable(path: Path) -> None:
         raise InputError(f"{path}: cannot be written: this user may not write into {folder}")
 
 
-def write_object(path: Path, value: Any, mode: int = SHOWN) -> None:
+def write_object(path: Path, value: Any, mode: int = SHARED_MODE) -> None:
     """Write an object as a JSON file, as `write_whole` does."""
     write_whole(path, as_json(value), mode)
 

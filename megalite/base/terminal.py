@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from megalite.base.output import UNBOUNDED_WIDTH
-from megalite_launch.base.texts import BINARY, escaped, scaled
+from megalite_launch.base.texts import BINARY_UNITS, escaped, scaled
 
 UNITS = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))  # of memory in tables
 
@@ -60,7 +60,7 @@ def sections(on: Console, parts: list[tuple[str, RenderableType]]) -> None:
 
 def memory(size: float) -> str:
     """Bytes of memory: `51.2 GiB`."""
-    return scaled(round(size), "B", BINARY)
+    return scaled(round(size), "B", BINARY_UNITS)
 
 
 def gib_above(size: float) -> str:

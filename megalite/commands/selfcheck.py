@@ -28,7 +28,7 @@ from megalite.plan.memory.walk import HOST_MEMORY
 from megalite.plan.resolved import resolve
 from megalite.plan.traffic.step import step_traffic
 from megalite.plan.traffic.transfers import Traffic, Transfer
-from megalite_launch.base.texts import BINARY, scaled
+from megalite_launch.base.texts import BINARY_UNITS, scaled
 
 TOLERANCE = 0.01  # of memory in all, on the device and on the host
 LISTED_TRANSFERS = 8  # the most transfers that differ which are listed
@@ -129,7 +129,7 @@ def _memory_table(checked: Checked) -> Table:
 
 def _both(predicted: int, counted: int) -> tuple[str, str, str]:
     difference = f"{predicted / counted - 1:+.2%}" if counted else ""
-    return scaled(predicted, "B", BINARY), scaled(counted, "B", BINARY), difference
+    return scaled(predicted, "B", BINARY_UNITS), scaled(counted, "B", BINARY_UNITS), difference
 
 
 def _traffic_table(checked: Checked) -> Table:

@@ -25,7 +25,7 @@ from megalite.base.stop_signals import STOP_SIGNALS, listen
 from megalite.experiment.folder import END_STATES, MAX_STATUS_BYTES, ExperimentFolder, Status, read_status, write_status
 from megalite.experiment.states import SIGNAL_BASE, ended, reached
 from megalite.train.folder.lock import Lock
-from megalite_launch.base.files import PRIVATE, appended
+from megalite_launch.base.files import PRIVATE_MODE, appended
 from megalite_launch.base.processes import prepared
 from megalite_launch.base.run_folder import RunFolder
 from megalite_launch.base.slurm import Slurm
@@ -218,7 +218,7 @@ class Runner:
 
 def _supervised(run: Path) -> bool:
     """Return whether a supervisor on this machine looks after the run: it holds a lock on the events."""
-    with suppress(OSError), appended(RunFolder(run).events, PRIVATE) as events:
+    with suppress(OSError), appended(RunFolder(run).events, PRIVATE_MODE) as events:
         try:
             fcntl.flock(events, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

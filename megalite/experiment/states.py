@@ -11,7 +11,7 @@ from megalite.train.folder.records import RETURN_EVENTS
 from megalite_launch.base.events import Event, read_events
 from megalite_launch.base.outcome import BAD_INPUT, DONE, INTERRUPTED, STOPPED, UNHEALTHY
 from megalite_launch.base.run_folder import RunFolder
-from megalite_launch.base.verdict import SICK
+from megalite_launch.base.verdict import HEALTH_FAILURE
 
 TAIL = 1 << 16  # bytes at the end of metrics.jsonl that tell how far a run is
 MEMORY = re.compile(
@@ -95,8 +95,10 @@ def ended(run: Path, status: Status, code: int, timed_out: bool) -> Status:
     if MEMORY.search(said):
         return status.now("oom", _short(said), **known)
     if code == UNHEALTHY:  # the supervisor's too, where the folder of the run was removed or cannot be written to
-        diverged = cause == SICK and not SAVE_PROBLEM.search(said)
-        return status.now("diverged" if diverged else "failed", _short(said if cause == SICK else FOLDER_LOSS), **known)
+        diverged = cause == HEALTH_FAILURE and not SAVE_PROBLEM.search(said)
+        return status.now(
+            "diverged" if diverged else "failed", _short(said if cause == HEALTH_FAILURE else FOLDER_LOSS), **known
+        )
     if code in (STOPPED, INTERRUPTED):
         return status.now("planned", f"stopped at step {step} of {status.steps}, and goes on from there", **known)
     if code > SIGNAL_BASE:

@@ -12,17 +12,17 @@ from rounding import DEVICE, random
 from torch import Tensor
 
 from megalite_kernels import add_rms_norm, qk_norm_rope, rms_norm, rope, swiglu
-from megalite_kernels.backend import INTERPRETED, Backend, as_rows, on_device, power_of_2, use_triton
+from megalite_kernels.backend import USES_INTERPRETER, Backend, as_rows, on_device, power_of_2, use_triton
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
 def test_these_tests_run_kernels() -> None:
     """Compiled on a GPU, otherwise in the interpreter."""
-    assert (DEVICE.type == "cuda") != INTERPRETED
+    assert (DEVICE.type == "cuda") != USES_INTERPRETER
 
 
-@pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1")
+@pytest.mark.skipif(not USES_INTERPRETER, reason="needs TRITON_INTERPRET=1")
 def test_interpreted_kernels_run_only_when_asked_for() -> None:
     assert use_triton("triton", CPU)
     assert not use_triton("auto", CUDA)

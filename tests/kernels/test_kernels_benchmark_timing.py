@@ -12,8 +12,8 @@ from rounding import DEVICE, random
 
 from megalite_kernels.benchmarks import timing
 from megalite_kernels.benchmarks.agreement import excess
-from megalite_kernels.benchmarks.cases import OPS, WHOLE, cases
-from megalite_kernels.benchmarks.inputs import MODELS, TINY, fitting
+from megalite_kernels.benchmarks.cases import OPS, WHOLE_PASS, cases
+from megalite_kernels.benchmarks.inputs import MODELS, TINY_MODEL, fitting
 from megalite_kernels.benchmarks.timing import (
     Call,
     Gpu,
@@ -63,13 +63,13 @@ def test_bytes_of_the_published_floors() -> None:
         "swiglu": 705,
         "cross_entropy": 2101,
     }
-    assert moved["cross_entropy"][WHOLE] == 6 * 8192 * 128256
-    assert moved["adamw"][WHOLE] == 28 * MODELS["8B"].elements
+    assert moved["cross_entropy"][WHOLE_PASS] == 6 * 8192 * 128256
+    assert moved["adamw"][WHOLE_PASS] == 28 * MODELS["8B"].elements
     assert moved["linear_cross_entropy"] == {}
 
 
 def test_inputs_are_the_same_every_time_and_can_be_restored() -> None:
-    for case in cases(OPS, [TINY]):
+    for case in cases(OPS, [TINY_MODEL]):
         one, other = case.make(DEVICE), case.make(DEVICE)
         with torch.no_grad():
             for tensor in one._tensors():
@@ -153,7 +153,7 @@ def test_the_device_is_kept_busy_by_writing_over_its_cache(monkeypatch: pytest.M
     }
     for name, function in cuda.items():
         monkeypatch.setattr(torch.cuda, name, function)
-    monkeypatch.setattr(timing, "FLUSHED", 64)
+    monkeypatch.setattr(timing, "FLUSHED_BYTES", 64)
     gpu = Gpu(torch.device("cpu"))
     assert gpu._scratch.nbytes == 400
     writes: list[None] = []

@@ -18,11 +18,11 @@ from torch import Tensor
 
 from megalite_kernels.benchmarks import __main__ as program
 from megalite_kernels.benchmarks import measure, variants
-from megalite_kernels.benchmarks.cases import OPS, WHOLE, cases
-from megalite_kernels.benchmarks.inputs import TINY, Inputs
+from megalite_kernels.benchmarks.cases import OPS, WHOLE_PASS, cases
+from megalite_kernels.benchmarks.inputs import TINY_MODEL, Inputs
 from megalite_kernels.benchmarks.machine import nvidia_smi
-from megalite_kernels.benchmarks.measure import AGREES
-from megalite_kernels.benchmarks.variants import COMPILED, EAGER, LIGER, MATMULS, OURS, VARIANTS
+from megalite_kernels.benchmarks.measure import AGREEMENT
+from megalite_kernels.benchmarks.variants import EAGER_TORCH, LIGER, MATMULS, MEGALITE, TORCH_COMPILE, VARIANTS
 
 
 @pytest.fixture(autouse=True)
@@ -43,7 +43,7 @@ def test_all_implementations_of_all_ops_agree(capsys: pytest.CaptureFixture[str]
     found = _results(out)
     assert {op for op, _ in found} == set(OPS) == set(VARIANTS)
     for op in OPS:
-        assert [found[op, name] for name in (OURS, COMPILED, EAGER)] == [AGREES] * 3
+        assert [found[op, name] for name in (MEGALITE, TORCH_COMPILE, EAGER_TORCH)] == [AGREEMENT] * 3
         assert found[op, LIGER] in ("not installed", "no such kernel")
     assert found["linear_cross_entropy", MATMULS] == "not compared"
 
@@ -72,13 +72,13 @@ def _fail(*_: object) -> None:
 @pytest.mark.parametrize(
     ("kind", "function", "code", "said"),
     [
-        (OURS, lambda y, _: y * 1.02, 1, "differs: "),
-        (OURS, lambda y, _: y.detach() + 0 * y, 1, "differs: gradient of gate is "),
-        (OURS, lambda y, _: torch.full_like(y, math.nan) + y, 1, "differs: result 0 is inf times as far off"),
-        (OURS, lambda y, _: y[:-1], 1, "failed: RuntimeError: "),
-        (OURS, _fail, 1, "failed: ImportError: no such library"),
-        (EAGER, lambda y, _: y * 1.02, 0, "differs: "),
-        (EAGER, _fail, 0, "failed: ImportError: no such library"),
+        (MEGALITE, lambda y, _: y * 1.02, 1, "differs: "),
+        (MEGALITE, lambda y, _: y.detach() + 0 * y, 1, "differs: gradient of gate is "),
+        (MEGALITE, lambda y, _: torch.full_like(y, math.nan) + y, 1, "differs: result 0 is inf times as far off"),
+        (MEGALITE, lambda y, _: y[:-1], 1, "failed: RuntimeError: "),
+        (MEGALITE, _fail, 1, "failed: ImportError: no such library"),
+        (EAGER_TORCH, lambda y, _: y * 1.02, 0, "differs: "),
+        (EAGER_TORCH, _fail, 0, "failed: ImportError: no such library"),
     ],
 )
 @pytest.mark.usefixtures("_uncompiled")
@@ -97,7 +97,7 @@ def test_what_is_wrong_is_reported(
         if name == kind:
             assert result.startswith(said)
         elif name != LIGER:
-            assert result == AGREES
+            assert result == AGREEMENT
 
 
 @pytest.mark.usefixtures("_uncompiled")
@@ -106,8 +106,8 @@ def test_an_optimizer_that_leaves_one_tensor_out_is_found(monkeypatch: pytest.Mo
         results[0][5].add_(1e-6)
         return results
 
-    _plant(monkeypatch, "adamw", OURS, forget)
-    rows = [row for case in cases(["adamw"], [TINY]) for row in measure.check(case, DEVICE, lambda text: None)]
+    _plant(monkeypatch, "adamw", MEGALITE, forget)
+    rows = [row for case in cases(["adamw"], [TINY_MODEL]) for row in measure.check(case, DEVICE, lambda text: None)]
     assert [row.is_fault for row in rows] == [True, False, False, False]
     assert rows[0].status.startswith("differs: result 5 is ")
 
@@ -120,21 +120,21 @@ def test_liger_is_asked_for_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setitem(sys.modules, "liger_kernel.transformers", SimpleNamespace(__path__=[]))
     monkeypatch.setitem(sys.modules, "liger_kernel.transformers.functional", _like_liger())
     rows = []
-    for case in cases(OPS, [TINY]):
+    for case in cases(OPS, [TINY_MODEL]):
         everything = VARIANTS[case.op]
         with monkeypatch.context() as only_liger:
             only_liger.setitem(VARIANTS, case.op, [variant for variant in everything if variant.kind == LIGER])
             rows += measure.check(case, DEVICE, lambda text: None)
     found = {(row.op, row.variant): row.status for row in rows}
-    assert found.pop(("linear_cross_entropy", "Liger, large chunks")) == AGREES
-    assert found == {(op, LIGER): "no such kernel" if variants.NO_LIGER in VARIANTS[op] else AGREES for op in OPS}
+    assert found.pop(("linear_cross_entropy", "Liger, large chunks")) == AGREEMENT
+    assert found == {(op, LIGER): "no such kernel" if variants.NO_LIGER in VARIANTS[op] else AGREEMENT for op in OPS}
 
 
 def _like_liger() -> SimpleNamespace:
     eager = dict(VARIANTS)
 
     def plain(op: str) -> Callable[..., object]:
-        (variant,) = (one for one in eager[op] if one.kind == EAGER)
+        (variant,) = (one for one in eager[op] if one.kind == EAGER_TORCH)
 
         def function(*arguments: Tensor, **options: object) -> object:
             given = [one.clone() if one.requires_grad else one for one in arguments[: 3 if op == "add_rms_norm" else 2]]
@@ -157,7 +157,7 @@ def _like_liger() -> SimpleNamespace:
 
     def linear(x: Tensor, weight: Tensor, targets: Tensor, **options: object) -> Tensor:
         assert options.pop("reduction") == "sum"
-        assert not options or options == {"accum_dtype": torch.float32, "chunk_mem_const": variants.LARGE}
+        assert not options or options == {"accum_dtype": torch.float32, "chunk_mem_const": variants.LARGE_CHUNK_FACTOR}
         return variants._plain_linear_cross_entropy(x, weight, targets)
 
     return SimpleNamespace(
@@ -176,10 +176,10 @@ def _fake_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(program, "Gpu", lambda device: FakeGpu(ticks=1e-5))
     monkeypatch.setattr(program, "device_facts", lambda device: {"name": "none"})
     monkeypatch.setattr(program, "has_cuda", lambda: True)
-    monkeypatch.setattr(program, "INTERPRETED", False)
-    monkeypatch.setitem(program.MODELS, "8B", replace(TINY, name="8B"))
+    monkeypatch.setattr(program, "USES_INTERPRETER", False)
+    monkeypatch.setitem(program.MODELS, "8B", replace(TINY_MODEL, name="8B"))
     for op, (ours, *others) in VARIANTS.items():  # interpreted kernels would take seconds
-        eager = next(one for one in others if one.kind == EAGER)
+        eager = next(one for one in others if one.kind == EAGER_TORCH)
         monkeypatch.setitem(VARIANTS, op, [replace(ours, bind=eager.bind), *others])
 
 
@@ -195,7 +195,7 @@ def test_a_whole_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert (data["device"], data["versions"]["torch"]) == ({"name": "none"}, version("torch"))
     timed = [(row["model"], row["op"], row["part"], row["variant"]) for row in data["rows"] if row["seconds"]]
     assert len(timed) == len(set(timed)) == 3 * (3 + 2 * 3 + 1 + 2) + 2
-    assert ("8B, twice", "linear_cross_entropy", WHOLE, MATMULS) in timed
+    assert ("8B, twice", "linear_cross_entropy", WHOLE_PASS, MATMULS) in timed
     assert all(row["peak_bytes"] == 4000 and row["seconds"]["rounds"] == 2 for row in data["rows"] if row["seconds"])
     streams = capsys.readouterr()
     assert streams.out in out.with_suffix(".md").read_text()
@@ -216,14 +216,17 @@ def test_what_one_implementation_overwrites_the_next_finds_restored(
             raise ValueError("overwritten")
         return turned
 
-    _plant(monkeypatch, "rope", OURS, overwrite)
-    _plant(monkeypatch, "rope", EAGER, look)
+    _plant(monkeypatch, "rope", MEGALITE, overwrite)
+    _plant(monkeypatch, "rope", EAGER_TORCH, look)
     ours, *others = VARIANTS["rope"]
     monkeypatch.setitem(VARIANTS, "rope", [replace(ours, overwrites=True), *others])
     out = tmp_path / "kernels.json"
     program.main(["--ops", "rope", "--models", "8B", "--rounds", "2", "--out", str(out)])
-    rows = [row for row in json.loads(out.read_text())["rows"] if row["kind"] in (OURS, EAGER)]
-    assert [(row["part"], row["status"]) for row in rows] == [*[("forward", AGREES)] * 2, *[("backward", AGREES)] * 2]
+    rows = [row for row in json.loads(out.read_text())["rows"] if row["kind"] in (MEGALITE, EAGER_TORCH)]
+    assert [(row["part"], row["status"]) for row in rows] == [
+        *[("forward", AGREEMENT)] * 2,
+        *[("backward", AGREEMENT)] * 2,
+    ]
 
 
 @pytest.mark.usefixtures("_fake_gpu", "_uncompiled")
@@ -236,12 +239,12 @@ def test_a_kernel_that_fails_while_it_is_timed(monkeypatch: pytest.MonkeyPatch, 
             raise RuntimeError("out of memory")
         return y
 
-    _plant(monkeypatch, "swiglu", OURS, fail_later)
+    _plant(monkeypatch, "swiglu", MEGALITE, fail_later)
     out = tmp_path / "kernels.json"
     assert program.main(["--ops", "swiglu", "--models", "8B", "--rounds", "2", "--out", str(out)]) == 1
     found = {(row["part"], row["variant"]): row for row in json.loads(out.read_text())["rows"]}
-    assert found["forward", OURS]["status"] == "failed: RuntimeError: out of memory"
-    assert found["forward", EAGER]["seconds"] is not None
+    assert found["forward", MEGALITE]["status"] == "failed: RuntimeError: out of memory"
+    assert found["forward", EAGER_TORCH]["seconds"] is not None
 
 
 def test_without_a_device(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -251,17 +254,17 @@ def test_without_a_device(capsys: pytest.CaptureFixture[str], monkeypatch: pytes
         "python -m megalite_kernels.benchmarks: error: there is no CUDA device, and nothing is timed without one; "
         "--check compares results on any machine"
     ]
-    monkeypatch.setattr(program, "INTERPRETED", False)
+    monkeypatch.setattr(program, "USES_INTERPRETER", False)
     assert program.main(["--check"]) == 2
     assert "set TRITON_INTERPRET=1" in capsys.readouterr().err
 
 
 def test_with_a_device(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(program, "has_cuda", lambda: True)
-    monkeypatch.setattr(program, "INTERPRETED", True)
+    monkeypatch.setattr(program, "USES_INTERPRETER", True)
     assert program.main([]) == 2
     assert "TRITON_INTERPRET is set" in capsys.readouterr().err
-    monkeypatch.setattr(program, "INTERPRETED", False)
+    monkeypatch.setattr(program, "USES_INTERPRETER", False)
     (tmp_path / "file").touch()
     assert program.main(["--out", str(tmp_path / "file" / "x.json")]) == 2
     assert f"--out {tmp_path}/file/x.json: its folder cannot be made: " in capsys.readouterr().err

@@ -15,9 +15,9 @@ from rounding import DEVICE, random
 from megalite_kernels.backend import Program
 from megalite_kernels.benchmarks import __main__ as command
 from megalite_kernels.benchmarks import sweep
-from megalite_kernels.benchmarks.inputs import TINY
-from megalite_kernels.benchmarks.measure import AGREES
-from megalite_kernels.benchmarks.sweep import MAX_PER_THREAD, Pass, Trial, programs
+from megalite_kernels.benchmarks.inputs import TINY_MODEL
+from megalite_kernels.benchmarks.measure import AGREEMENT
+from megalite_kernels.benchmarks.sweep import MAX_THREAD_ELEMENTS, Pass, Trial, programs
 from megalite_kernels.benchmarks.sweep_report import comparison_table, comparisons, sweep_page
 from megalite_kernels.benchmarks.timing import Spread
 from megalite_kernels.rms_norm import launch_backward, launch_forward
@@ -77,7 +77,7 @@ def test_threads_load_16_bytes_and_hold_few_elements(itemsize: int) -> None:
     assert len(set(others)) == len(others) >= 17
     for elements, warps in others:
         assert elements // (32 * warps) * itemsize >= 16
-        assert elements // (32 * warps) <= MAX_PER_THREAD
+        assert elements // (32 * warps) <= MAX_THREAD_ELEMENTS
 
 
 def _plant(monkeypatch: pytest.MonkeyPatch, change: Callable[..., Any], of_block: int) -> None:
@@ -134,8 +134,8 @@ def _fake_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command, "Gpu", lambda device: FakeGpu(ticks=1e-5))
     monkeypatch.setattr(command, "device_facts", lambda device: {"name": "none"})
     monkeypatch.setattr(command, "has_cuda", lambda: True)
-    monkeypatch.setattr(command, "INTERPRETED", False)
-    monkeypatch.setitem(command.MODELS, "8B", replace(TINY, name="8B"))
+    monkeypatch.setattr(command, "USES_INTERPRETER", False)
+    monkeypatch.setitem(command.MODELS, "8B", replace(TINY_MODEL, name="8B"))
     monkeypatch.setattr(sweep, "_compile", lambda one: None)  # the interpreter knows no threads
 
 
@@ -152,7 +152,7 @@ def test_a_whole_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: py
     rounds = {
         (row["part"], row["elements"]): row["seconds"] and row["seconds"]["rounds"]
         for row in data["rows"]
-        if row["status"] == AGREES
+        if row["status"] == AGREEMENT
     }
     assert rounds == {
         ("forward", 2048): 4,
@@ -181,8 +181,8 @@ def test_a_program_that_fails_while_it_is_timed(monkeypatch: pytest.MonkeyPatch)
         return torch.ones(1)
 
     runs: list[Program] = []
-    monkeypatch.setitem(sweep.SWEPT, "swiglu", lambda _: [Pass("forward", 80, 2, Program(2048, 4), run)])
-    (case,) = sweep.swept_cases(["swiglu"], [TINY], 1 << 20)
+    monkeypatch.setitem(sweep.SWEEPS, "swiglu", lambda _: [Pass("forward", 80, 2, Program(2048, 4), run)])
+    (case,) = sweep.swept_cases(["swiglu"], [TINY_MODEL], 1 << 20)
     ((shipped, small, large),) = sweep.measure(case, FakeGpu(ticks=1e-5), 2, lambda text: None)
     assert large.status == "failed: RuntimeError: out of memory"
     assert large.seconds is None
@@ -192,7 +192,7 @@ def test_a_program_that_fails_while_it_is_timed(monkeypatch: pytest.MonkeyPatch)
 
 def _trial(warps: int, micros: float | None, **changes: object) -> Trial:
     seconds = None if micros is None else Spread(micros * 0.9e-6, micros * 1e-6, micros * 1.1e-6, 50)
-    row = Trial("swiglu", "8B", "forward", 14336, 2048, warps, False, AGREES, seconds, True, 900)
+    row = Trial("swiglu", "8B", "forward", 14336, 2048, warps, False, AGREEMENT, seconds, True, 900)
     return replace(row, **changes)
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import stand_in
 
-from megalite_launch.base.processes import HEARD
+from megalite_launch.base.processes import HANDLED_SIGNALS
 
 PACKAGE = Path(__file__).parents[2] / "launch"
 CHECKED = "printf 'ranks 1\\nlayout one\\nfolder run\\nsteps 0 to 10\\n'; exit 0"
@@ -42,7 +42,7 @@ def wait_for(path: Path) -> None:
         time.sleep(0.02)
 
 
-@pytest.mark.parametrize("number", HEARD)
+@pytest.mark.parametrize("number", HANDLED_SIGNALS)
 def test_a_stop_while_the_configuration_is_checked_ends_the_check_too(tmp_path: Path, number: signal.Signals) -> None:
     launch = start(tmp_path, "echo $$ >child; touch begun; exec sleep 60")
     wait_for(tmp_path / "begun")

@@ -9,7 +9,7 @@ from megalite_launch.base.events import append_event, read_events
 from megalite_launch.base.outcome import write_met
 from megalite_launch.base.run_folder import ATTEMPT
 from megalite_launch.commands import run
-from megalite_launch.supervise.policy import STUCK
+from megalite_launch.supervise.policy import STANDSTILL
 from megalite_launch.watch.run import Watched
 from megalite_launch.watch.summary import summary
 
@@ -47,11 +47,11 @@ def test_attempts_without_a_newer_checkpoint_end_the_job(tmp_path: Path) -> None
     assert [start(tmp_path, crash) for _ in range(2)] == [1, 1]
     saves = f"import os\nos.makedirs({str(tmp_path / 'checkpoints/step-00000004')!r})\n"
     assert start(tmp_path, saves + crash) == 1
-    assert [start(tmp_path, crash) for _ in range(3)] == [1, 1, STUCK]
+    assert [start(tmp_path, crash) for _ in range(3)] == [1, 1, STANDSTILL]
     assert told(tmp_path)[:3] == ["begin", "attempt", "attempt_ended"]
     assert told(tmp_path)[-1] == "end"
     before = told(tmp_path)
-    assert [start(tmp_path, crash, node) for node in (0, 1)] == [STUCK, STUCK]  # whoever comes late
+    assert [start(tmp_path, crash, node) for node in (0, 1)] == [STANDSTILL, STANDSTILL]  # whoever comes late
     assert told(tmp_path) == before
     assert start(tmp_path, crash, job="uid-2") == 1  # submitted anew, it gets new attempts
     watched = Watched(tmp_path)
@@ -91,7 +91,7 @@ def test_an_attempt_whose_machine_was_killed_counts_too(tmp_path: Path) -> None:
         append_event(tmp_path / "events.jsonl", "attempt", "node", "", job="uid-1", attempt=f"uid-1.0.{number}", step=0)
         if number < 2:
             append_event(tmp_path / "events.jsonl", "attempt_ended", "node", "", job="uid-1", from_step=0, to_step=0)
-    assert start(tmp_path, "raise SystemExit(0)") == STUCK
+    assert start(tmp_path, "raise SystemExit(0)") == STANDSTILL
     killed, ended = read_events(tmp_path / "events.jsonl")[-2:]
     assert (killed["event"], killed["attempt"], killed["cause"]) == ("attempt_ended", "uid-1.0.2", "killed")
     assert ended["reason"] == "3 attempts in a row have saved no newer checkpoint"
@@ -121,7 +121,7 @@ def test_a_pod_that_stays_pending_does_not_end_the_job(tmp_path: Path) -> None:
     assert [event["met"] for event in read_events(tmp_path / "events.jsonl") if "met" in event] == [False] * 5
     append_event(tmp_path / "events.jsonl", "attempt", "node", "", job="uid-1", attempt="uid-1.0.5", step=0)
     assert start(tmp_path, "raise SystemExit(5)") == 5  # machine 0 was killed while it waited
-    assert [start(tmp_path, MET + "raise SystemExit(5)") for _ in range(3)] == [5, 5, STUCK]
+    assert [start(tmp_path, MET + "raise SystemExit(5)") for _ in range(3)] == [5, 5, STANDSTILL]
 
 
 def test_a_file_that_is_away_ends_only_a_job_that_has_not_trained(tmp_path: Path) -> None:

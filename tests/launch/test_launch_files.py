@@ -9,7 +9,7 @@ import pytest
 
 from megalite_launch.base import files
 from megalite_launch.base.events import append_event, read_events
-from megalite_launch.base.files import PRIVATE, SHOWN, appended, kept, opened, read_bytes, write_whole
+from megalite_launch.base.files import PRIVATE_MODE, SHARED_MODE, appended, kept, opened, read_bytes, write_whole
 from megalite_launch.base.outcome import Failure, read_failures, write_failure
 from megalite_launch.base.run_folder import RunFolder
 from megalite_launch.commands import run
@@ -47,7 +47,7 @@ def test_a_whole_file_takes_the_place_of_whatever_is_there(
     path = tmp_path / "page.html"
     plant(path, victim)
     plant(tmp_path / f".page.html.{os.getpid()}", victim)  # a name that could be foreseen
-    write_whole(path, "new", SHOWN)
+    write_whole(path, "new", SHARED_MODE)
     assert (path.read_text(), path.is_symlink(), victim.read_text()) == ("new", False, PRECIOUS)
 
 
@@ -111,7 +111,7 @@ def test_records_are_for_their_owner_and_pages_for_all(tmp_path: Path) -> None:
     finally:
         os.umask(before)
     modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in tmp_path.iterdir()}
-    assert modes == {"events.jsonl": PRIVATE, "fail-00000.json": PRIVATE, "status.html": 0o644}
+    assert modes == {"events.jsonl": PRIVATE_MODE, "fail-00000.json": PRIVATE_MODE, "status.html": 0o644}
 
 
 @pytest.mark.parametrize("name", ["events.jsonl", "attempts", "logs"])

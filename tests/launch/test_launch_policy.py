@@ -8,10 +8,10 @@ from megalite_launch.base.slurm import Job
 from megalite_launch.base.verdict import Ended, First
 from megalite_launch.supervise.policy import (
     END,
-    MEMORY,
+    FAILURE_MEMORY,
+    NODE_SHORTAGE,
     RELAUNCH,
     REQUEUE,
-    UNFIT,
     Limits,
     Past,
     Patience,
@@ -88,7 +88,7 @@ def test_a_gpu_out_of_memory_ends_a_job_that_asks_for_that(text: str, kind: str)
 
 def test_starts_without_enough_nodes_are_bounded() -> None:
     assert (no_nodes(1, 2, 2, LIMITS).kind, no_nodes(1, 2, 3, LIMITS).kind) == (REQUEUE, END)
-    assert no_nodes(1, 2, 3, LIMITS).code == UNFIT
+    assert no_nodes(1, 2, 3, LIMITS).code == NODE_SHORTAGE
     assert no_nodes(1, 2, 1, LIMITS).reason == "1 of at least 2 nodes are fit for use"
 
 
@@ -121,7 +121,10 @@ def test_progress_starts_the_count_of_attempts_anew() -> None:
     events = [attempt(), attempt(), attempt(steps=(0, 5))]
     assert Past.of(events, "7").stuck == 0
     assert Past.of([*events, attempt(steps=(5, 5)), attempt("8")], "7").stuck == 1
-    assert Past.of([*events, attempt(), {"event": "requeue", "job": "7", "code": UNFIT, "time": EVER}], "7").stuck == 2
+    assert (
+        Past.of([*events, attempt(), {"event": "requeue", "job": "7", "code": NODE_SHORTAGE, "time": EVER}], "7").stuck
+        == 2
+    )
     assert Past.of([*events, attempt(), {"event": "requeue", "job": "7", "code": 3, "time": EVER}], "7").stuck == 1
     assert Past.of([attempt(steps=(None, "9"))], "7").stuck == 1
 
@@ -168,15 +171,15 @@ def test_a_node_that_fails_first_twice_is_remembered_for_a_day() -> None:
     assert struck_nodes([attempt()], EVER, 2) == {}
     assert struck_nodes([attempt("6"), attempt("7", "killed")], EVER, 2) == {"n2": 2}
     assert struck_nodes([attempt(), attempt(node="n1")], EVER, 2) == {}
-    assert struck_nodes([attempt(), attempt(time=EVER - MEMORY - 1)], EVER, 2) == {}
+    assert struck_nodes([attempt(), attempt(time=EVER - FAILURE_MEMORY - 1)], EVER, 2) == {}
     harmless = [attempt(asked=True), attempt(cause="bad_input"), attempt(cause="stopped"), attempt(node=None)]
     assert struck_nodes([*harmless, *harmless, attempt(first={"node": ["n2"]}), attempt(first="n2")], EVER, 1) == {}
 
 
 def test_a_failure_dated_far_ahead_speaks_against_nobody() -> None:
     """Else its node would be left out until that day."""
-    ahead = {"event": "straggler", "time": EVER + 2 * MEMORY, "node": "n3"}
-    events = [attempt(time=EVER + 2 * MEMORY)] * 3
+    ahead = {"event": "straggler", "time": EVER + 2 * FAILURE_MEMORY, "node": "n3"}
+    events = [attempt(time=EVER + 2 * FAILURE_MEMORY)] * 3
     assert struck_nodes(events, EVER, strikes=2) == {}
     assert slow_nodes([ahead], EVER) == set()
     assert struck_nodes([attempt(time=EVER + 60)] * 2, EVER, strikes=2) == {"n2": 2}

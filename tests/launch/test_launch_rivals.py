@@ -15,7 +15,7 @@ from megalite_launch.base.run_folder import RunFolder
 from megalite_launch.base.slurm import Slurm
 from megalite_launch.submit import launch_command
 from megalite_launch.supervise import other_supervisors
-from megalite_launch.supervise.batch_host_guard import OVER
+from megalite_launch.supervise.batch_host_guard import END_MARK
 from megalite_launch.supervise.local_backend import LocalBackend
 from megalite_launch.supervise.slurm_backend import Options, SlurmBackend
 
@@ -59,21 +59,21 @@ def test_a_slurm_job_that_gives_signs_of_life_is_a_rival_unless_it_has_told_its_
     assert found == ("" if told else "Slurm job 7")
 
 
-@pytest.mark.parametrize("text", [None, b"", OVER], ids=["no file", "silent", "over"])
+@pytest.mark.parametrize("text", [None, b"", END_MARK], ids=["no file", "silent", "over"])
 def test_a_slurm_job_that_is_dead_is_none(run: RunFolder, text: bytes | None) -> None:
     begin(run, "7", "slurm")
     if text is not None:
         (run.attempts / "7.0.beat").write_bytes(text)
     paused: list[float] = []
     assert other_supervisors.slurm_rival(run, read_events(run.events), paused.append) == ""
-    assert sum(paused) == pytest.approx(other_supervisors.WATCHED if text == b"" else 0)
+    assert sum(paused) == pytest.approx(other_supervisors.MAX_SILENCE if text == b"" else 0)
 
 
 def test_a_local_launch_beside_a_slurm_job_is_refused(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     begin(run, "7", "slurm")
     beat, over = run.attempts / "7.0.beat", threading.Event()
     beat.touch()
-    monkeypatch.setattr(other_supervisors, "LOOK", 0.01)
+    monkeypatch.setattr(other_supervisors, "POLL_SECONDS", 0.01)
     beats = beating(beat)
     thread = threading.Thread(target=lambda: [beats(0) for _ in iter(lambda: over.wait(0.005), True)])
     thread.start()

@@ -115,7 +115,7 @@ def test_an_examination_ends_when_the_job_is_to_stop(slurm: Path, monkeypatch: p
 def test_many_nodes_are_examined_in_groups_and_only_bad_groups_one_by_one(
     slurm: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("megalite_launch.supervise.slurm_backend.AT_ONCE", 3)
+    monkeypatch.setattr("megalite_launch.supervise.slurm_backend.MAX_SRUNS", 3)
     monkeypatch.setenv("BAD", "n5")
     nodes = [f"n{number}" for number in range(1, 9)]
     assert backend(slurm).examine(nodes, slurm, False, lambda: False) == {"n5": "ECC errors on n5"}

@@ -74,7 +74,7 @@ def test_a_refused_requeue_tells_why() -> None:
 
 def test_a_command_that_is_missing_or_late_is_an_answer_too(monkeypatch: pytest.MonkeyPatch) -> None:
     assert call(["no-such-command-here"]).code == 127
-    monkeypatch.setattr("megalite_launch.base.slurm.ANSWER", 0.05)
+    monkeypatch.setattr("megalite_launch.base.slurm.ANSWER_SECONDS", 0.05)
     assert call(["sleep", "5"]).code == 124
     assert call(["printf", "%s", "$(x)"]) == Answer(0, "$(x)", "")
 
@@ -147,7 +147,7 @@ def test_the_guard_forgives_a_supervisor_that_comes_back(beat: Path) -> None:
         if look == 4:  # while it waits for Slurm
             os.utime(beat, (1, 1))
         if look == 6:
-            beat.write_bytes(guards.OVER)
+            beat.write_bytes(guards.END_MARK)
 
     assert watch(beat, Fake(TIMED_OUT), each) == ""
 

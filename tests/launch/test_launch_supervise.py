@@ -13,7 +13,7 @@ from fake_slurm import RUNNING, Ranks, World
 
 from megalite_launch.base.events import append_event, read_events
 from megalite_launch.base.slurm import Job
-from megalite_launch.supervise.policy import UNFIT, Limits, Wants
+from megalite_launch.supervise.policy import NODE_SHORTAGE, Limits, Wants
 from megalite_launch.supervise.supervisor import Check, Supervisor
 
 
@@ -130,7 +130,7 @@ def test_what_does_not_fit_the_nodes_that_are_left_waits_for_others(world: World
     world.check = lambda ranks: Check(0 if ranks == 4 else 2, "too few")
     supervisor = world.supervisor(crash)
     world.slurm.bad = [{"n1": "dead", "n3": "dead"}]
-    assert supervisor.run() == UNFIT
+    assert supervisor.run() == NODE_SHORTAGE
     assert world.slurm.did.count("requeue") == 1
     assert "too few" in world.last("requeue")["reason"]
 
@@ -140,7 +140,7 @@ def test_too_few_healthy_nodes_requeue_a_job_three_times_at_most(world: World) -
         supervisor = world.supervisor(crash)
         world.slurm.bad, world.slurm.restart = [dict.fromkeys(("n1", "n2", "n3"), "dead")], restart
         world.slurm.jobs = [replace(RUNNING, restarts=restart)]
-        assert supervisor.run() == UNFIT
+        assert supervisor.run() == NODE_SHORTAGE
         assert world.slurm.did.count("requeue") == (restart < 2)
     assert "0 of at least 1 nodes" in world.last("end")["reason"]
 

@@ -17,7 +17,7 @@ from made_up_run import MadeUp, made_up
 
 from megalite_launch import commands
 from megalite_launch.base.events import append_event
-from megalite_launch.base.line_files import LONGEST, Tail
+from megalite_launch.base.line_files import MAX_LINE_BYTES, Tail
 from megalite_launch.status import status_command
 from megalite_launch.watch.run import Watched
 from megalite_launch.watch.summary import Summary, summary
@@ -235,7 +235,7 @@ def test_a_first_line_of_the_future_is_passed_over(tmp_path: Path) -> None:
 
 def test_lines_that_are_too_long_are_passed_over(tmp_path: Path) -> None:
     path = tmp_path / "lines"
-    path.write_bytes(b"a\n" + b"x" * (3 * LONGEST) + b"\nb\nhalf")
+    path.write_bytes(b"a\n" + b"x" * (3 * MAX_LINE_BYTES) + b"\nb\nhalf")
     tail = Tail(path)
     assert list(tail.lines()) == [b"a", b"b"]
     assert list(tail.lines()) == []
@@ -357,7 +357,7 @@ def test_a_narrow_terminal_wraps_what_it_cannot_hold(
     monkeypatch.setattr(status_command.shutil, "get_terminal_size", lambda: os.terminal_size((60, 200)))
     found = seen(made.run.path, made.now + 1)
     status_command._Screen()([], [found])
-    told = capsys.readouterr().out.removeprefix(status_command.CLEAR)
+    told = capsys.readouterr().out.removeprefix(status_command.CLEAR_SEQUENCE)
     assert max(map(len, told.splitlines())) <= 60
     assert "CUDA error: an illegal memory access was encountered" in " ".join(told.split())
     assert "".join(told.split()) == "".join(status_text(found).split())

@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "advice"))
 from browser import BROWSER, seen
 from page_cases import Page
 
-from megalite_launch.page.charts import POINTS, curve_chart, thinned
+from megalite_launch.page.charts import MAX_POINTS, curve_chart, thinned
 from megalite_launch.status import page
 from megalite_launch.watch.run import Watched
 from megalite_launch.watch.summary import summary
@@ -104,7 +104,7 @@ def test_a_page_is_written_now_and_then_and_whole(tmp_path: Path) -> None:
     run.job(0, 1)
     path = tmp_path / "run"
     assert page.write(path, run.now)
-    assert not page.write(path, run.now + page.EVERY - 1)
+    assert not page.write(path, run.now + page.PAGE_PERIOD - 1)
     run.attempt("1.0.0", 30)
     assert page.write(path, run.now)
     assert "30 of 2,000" in (path / "status.html").read_text()
@@ -120,7 +120,7 @@ def test_a_page_is_written_now_and_then_and_whole(tmp_path: Path) -> None:
 def test_curves_keep_their_ends_and_peaks(count: int) -> None:
     points = [(float(at), 1.0 + (at == 777) * 0.5) for at in range(count)]
     kept = thinned([*points, (1e9, float("nan"))])
-    assert len(kept) <= POINTS + 2
+    assert len(kept) <= MAX_POINTS + 2
     assert kept == sorted(kept)
     if count > 777:
         assert (777.0, 1.5) in kept

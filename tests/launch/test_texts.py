@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megalite_launch.base.texts import BINARY, LEAST_WIDTH, counted, lasting, printable, scaled, table
+from megalite_launch.base.texts import BINARY_UNITS, MIN_WIDTH, counted, lasting, printable, scaled, table
 
 
 @pytest.mark.parametrize(
@@ -36,7 +36,7 @@ def test_numbers_get_a_unit_that_fits(value: float, text: str) -> None:
 
 
 def test_bytes_and_counts() -> None:
-    assert scaled(3 * 2**29, "B", BINARY) == "1.50 GiB"
+    assert scaled(3 * 2**29, "B", BINARY_UNITS) == "1.50 GiB"
     assert (counted(1, "node"), counted(2000, "node")) == ("1 node", "2,000 nodes")
 
 
@@ -58,4 +58,4 @@ def test_tables_of_any_width_show_all_words(rows: list[tuple[str, str]], width: 
     words = "".join(f"{name}{what}" for name, what in [("name", "what"), *cleaned])
     assert sorted("".join(shown.split())) == sorted("".join(words.split()))
     starts = max(len(name) for name, _ in [("name", ""), *cleaned])
-    assert all(len(line) <= max(width, starts + 2 + LEAST_WIDTH) for line in shown.split("\n"))
+    assert all(len(line) <= max(width, starts + 2 + MIN_WIDTH) for line in shown.split("\n"))

@@ -49,9 +49,10 @@ from megalite_tools.bench.local_tier import Rhythm, measure_standstill, measure_
 from megalite_tools.bench.ranks import CPU, run_on_ranks
 
 COMMAND = "megalite-bench-checkpoint"
-OWN, LOCAL = "MEGALITE_BENCH_FOLDER", "MEGALITE_BENCH_LOCAL"  # environment of ranks: new folders on both disks
+FOLDER_VARIABLE = "MEGALITE_BENCH_FOLDER"  # environment of ranks: new folders on both disks
+LOCAL_FOLDER_VARIABLE = "MEGALITE_BENCH_LOCAL"
 KEPT_STAGER = not torch.__version__.startswith("2.11.")  # whether a stager of DCP can take DTensors more than once
-WORK = 40  # matrix products that stand for training during an asynchronous save
+PRODUCT_COUNT = 40  # matrix products that stand for training during an asynchronous save
 Timing = dict[str, list[float]]
 
 
@@ -67,7 +68,7 @@ def _folders(options: argparse.Namespace) -> Iterator[None]:
         TemporaryDirectory(prefix=f"{COMMAND}-", dir=options.folder) as own,
         TemporaryDirectory(prefix=f"{COMMAND}-", dir=options.local) as local,
     ):
-        os.environ[OWN], os.environ[LOCAL] = os.path.abspath(own), os.path.abspath(local)
+        os.environ[FOLDER_VARIABLE], os.environ[LOCAL_FOLDER_VARIABLE] = os.path.abspath(own), os.path.abspath(local)
         yield
 
 
@@ -289,14 +290,14 @@ def _while_training(save: Callable[[], Callable[[], object]]) -> tuple[float, fl
 
 def _work() -> None:
     x = torch.ones(1024, 1024)
-    for _ in range(WORK):
+    for _ in range(PRODUCT_COUNT):
         x = x @ x
         x /= x.max()
 
 
 def _measure(rank_info: RankInfo, options: argparse.Namespace, header: dict[str, Any]) -> None:
-    bench = Bench(options.ranks, options.layers, options.width, Path(os.environ[OWN]))
-    local = Path(os.environ[LOCAL])
+    bench = Bench(options.ranks, options.layers, options.width, Path(os.environ[FOLDER_VARIABLE]))
+    local = Path(os.environ[LOCAL_FOLDER_VARIABLE])
     report = {**header, "ranks": options.ranks, "bytes": bench.bytes}
     if not options.tiers:
         report |= _measure_saves(bench, options.rounds)

@@ -33,9 +33,9 @@ from megalite.plan.model.weights import weights
 from megalite_launch.base.texts import scaled
 
 COMMAND = "megalite-bench-convert"
-SHARD = "1GB"
-LARGE = "llama3_405b"
-PEER = """
+SHARD_SIZE = "1GB"
+LARGE_MODEL = "llama3_405b"
+PEER_SCRIPT = """
 import sys
 from transformers import AutoModelForCausalLM
 model = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype="auto")
@@ -43,7 +43,7 @@ model.save_pretrained(sys.argv[2], max_shard_size=sys.argv[3])
 """
 
 
-MEASURED = """
+MEMORY_SCRIPT = """
 import resource, subprocess, sys
 done = subprocess.run(sys.argv[1:], stdout=subprocess.DEVNULL)
 print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)
@@ -94,7 +94,7 @@ def _run(options: argparse.Namespace) -> int:
         for preset in options.models:
             results += _measure(preset, Path(folder), options.rounds, options.workers)
     _print(results)
-    large = 2 * model_parameters(load([LARGE]).model).total
+    large = 2 * model_parameters(load([LARGE_MODEL]).model).total
     last = [result for result in results if result.model == results[-1].model]  # of small ones, starting takes the time
     slowest = min(result.rate for result in last if result.way != "transformers")
     estimate = large / slowest
@@ -114,8 +114,8 @@ def _measure(preset: str, folder: Path, rounds: int, workers: int) -> list[Resul
     there, back, peer = folder / "there", folder / "back", folder / "peer"
     ways: dict[str, Sequence[str]] = {
         "hf to megalite": [*convert, "--from", f"hf:{source}", "--to", f"megalite:{there}"],
-        "megalite to hf": [*convert, "--from", f"megalite:{there}", "--to", f"hf:{back}", "--shard-size", SHARD],
-        "transformers": [sys.executable, "-c", PEER, str(source), str(peer), SHARD],
+        "megalite to hf": [*convert, "--from", f"megalite:{there}", "--to", f"hf:{back}", "--shard-size", SHARD_SIZE],
+        "transformers": [sys.executable, "-c", PEER_SCRIPT, str(source), str(peer), SHARD_SIZE],
     }
     seconds: dict[str, list[float]] = {way: [] for way in ways}
     peaks: dict[str, list[int]] = {way: [] for way in ways}
@@ -134,7 +134,7 @@ def _timed(command: Sequence[str]) -> tuple[float, int]:
     """Seconds until what the command wrote is on the disk, and its peak of memory in bytes."""
     os.sync()
     began = time.perf_counter()
-    done = subprocess.run([sys.executable, "-c", MEASURED, *command], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", MEMORY_SCRIPT, *command], capture_output=True, text=True)
     if done.returncode:
         raise InputError(f"{' '.join(command[:4])} failed: {done.stderr[-500:]}")
     os.sync()

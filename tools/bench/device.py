@@ -22,7 +22,7 @@ from megalite.cost.gpu_names import cluster_of
 from megalite.cost.measured_cluster import write_measured
 from megalite_tools.bench.training.probe import SECONDS, probe
 from megalite_tools.bench.training.probe_device import device_name
-from megalite_tools.bench.training.probe_figures import ERROR, NOT_MEASURED
+from megalite_tools.bench.training.probe_figures import ERROR, OMISSION
 from megalite_tools.terminal import Terminal
 
 COMMAND = "megalite-bench-device"
@@ -157,7 +157,7 @@ def _note(found: Mapping[str, Any], path: Path | None) -> None:
     text = counted(len(found[name]), "figure")
     failed = sum(isinstance(figure, dict) and ERROR in figure for figure in found[name].values())
     text += f", {failed} of them failed" * bool(failed)
-    text = found[name].get(NOT_MEASURED, text)
+    text = found[name].get(OMISSION, text)
     print(f"{COMMAND}: {name}: {found[name].get(ERROR, text)}; {seconds:.1f} s", file=sys.stderr, flush=True)
 
 
@@ -167,7 +167,7 @@ def _show(terminal: Terminal, found: Mapping[str, Any]) -> None:
     failed: list[int] = []
     for group in [key for key in found if key not in ("device", SECONDS)]:
         for name, figure in found[group].items():
-            if name in (ERROR, NOT_MEASURED):
+            if name in (ERROR, OMISSION):
                 name, figure = "", {name: figure}
             if ERROR in figure:
                 failed.append(len(rows))
@@ -178,7 +178,7 @@ def _show(terminal: Terminal, found: Mapping[str, Any]) -> None:
 def _cells(figure: Mapping[str, Any]) -> tuple[str, str, str]:
     time = f"{figure['ms']:.4g}" if "ms" in figure else ""
     rate = next((f"{figure[key] / unit:,.4g} {name}" for key, (unit, name) in RATES.items() if key in figure), "")
-    words = {ERROR: "failed", NOT_MEASURED: "not measured"}
+    words = {ERROR: "failed", OMISSION: "not measured"}
     rest = {words.get(key, key): value for key, value in figure.items() if key not in OTHER_COLUMNS}
     return time, rate, ", ".join(f"{key}: {value}" for key, value in rest.items() if value is not None)
 

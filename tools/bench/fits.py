@@ -15,9 +15,9 @@ from megalite.scaling.law import FLOPS, Law
 
 COMMAND = "python -m megalite_tools.bench.fits"
 TRUTH = Law(1.8172, 482.01, 2085.43, 0.3478, 0.3658)  # Besiroglu et al. 2024, arXiv 2404.10102
-SMALLEST, RATIOS = 10**7.5, (5.0, 80.0)  # parameters, and tokens per parameter
+MIN_PARAMETERS, RATIOS = 10**7.5, (5.0, 80.0)  # parameters, and tokens per parameter
 LADDERS = ((3, 3, 1.0, 0.003), (5, 4, 1.0, 0.003), (5, 5, 1.5, 0.003), (5, 5, 1.5, 0.01), (6, 6, 2.0, 0.003))
-COVERED = ((9, 0.003), (25, 0.003), (64, 0.003), (9, 0.01), (25, 0.01), (64, 0.01))
+COVERAGE_CASES = ((9, 0.003), (25, 0.003), (64, 0.003), (9, 0.01), (25, 0.01), (64, 0.01))
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -43,7 +43,7 @@ def _main(options: argparse.Namespace) -> None:
         found.add_row(f"{sizes} × {budgets}", f"{decades:g}", f"{noise:.1%}", *shown)
     names = list(quantities(TRUTH, 1.0))
     held = table("runs", "noise", *names)
-    for runs, noise in COVERED:
+    for runs, noise in COVERAGE_CASES:
         shares = coverage(runs, options.trials, options.draws, 1.5, noise, options.delta, options.seed)
         held.add_row(str(runs), f"{noise:.1%}", *(f"{shares[name]:.3f}" for name in names))
     sections(
@@ -57,7 +57,7 @@ def _main(options: argparse.Namespace) -> None:
 
 def grid(sizes: int, budgets: int, decades: float) -> tuple[Array, Array]:
     """N and D of a ladder."""
-    n = np.repeat(SMALLEST * np.logspace(0, decades, sizes), budgets)
+    n = np.repeat(MIN_PARAMETERS * np.logspace(0, decades, sizes), budgets)
     return n, n * np.tile(np.geomspace(*RATIOS, budgets), sizes)
 
 

@@ -23,7 +23,7 @@ from megalite.checkpoint.store.state import State
 from megalite.config.schema import Checkpoint, Config, LocalCheckpoint
 
 Seconds = dict[str, list[float]]
-LOOKS = 20  # between two saves
+LOOK_COUNT = 20  # between two saves
 
 
 def measure_tiers(state: State, config: Config, folder: Path, local: Path, rounds: int) -> dict[str, Seconds]:
@@ -92,16 +92,16 @@ def _train(saver: Saver, rhythm: Rhythm, locally: bool) -> dict[str, Any]:
     worked, complete, lost = 0.0, 0.0, 0.0  # seconds of work: done, safe from a crash, and lost if one came, summed up
     at: dict[int, float] = {}  # by step: the work that was done by then
     for step in range(2, rhythm.saves + 2):
-        for _ in range(LOOKS):
-            time.sleep(rhythm.pause / LOOKS)
-            worked += rhythm.pause / LOOKS
+        for _ in range(LOOK_COUNT):
+            time.sleep(rhythm.pause / LOOK_COUNT)
+            worked += rhythm.pause / LOOK_COUNT
             for item in saver.news():
                 durable += isinstance(item, Saved)
                 if not isinstance(item, Saved | SavedLocally):
                     raise InputError(f"--folder: {item.error}")
                 if isinstance(item, SavedLocally) == locally:
                     complete = max(complete, at[item.step])
-            lost += (worked - complete) / LOOKS
+            lost += (worked - complete) / LOOK_COUNT
         at[step] = worked
         before = time.perf_counter()
         saver.save(Progress(step=step), shared=not locally or step % rhythm.every == 0)

@@ -47,8 +47,8 @@ from megalite_tools.bench.ranks import CPU, run_on_ranks
 
 COMMAND = "megalite-bench-pipeline"
 RANKS = 4
-SIZE = (256, 128)  # of an activation: 128 KiB
-TORCH: dict[str, Any] = {
+ACTIVATION_SIZE = (256, 128)  # of an activation: 128 KiB
+TORCH_SCHEDULES: dict[str, Any] = {
     "gpipe": ScheduleGPipe,
     "1f1b": Schedule1F1B,
     "interleaved_1f1b": ScheduleInterleaved1F1B,
@@ -56,7 +56,7 @@ TORCH: dict[str, Any] = {
     "dualpipev": ScheduleDualPipeV,
 }
 if torch.__version__.startswith("2.11."):  # there, the rank with both ends of a V sends to itself, which gloo cannot
-    del TORCH["zbv"], TORCH["dualpipev"]
+    del TORCH_SCHEDULES["zbv"], TORCH_SCHEDULES["dualpipev"]
 TOLERANCE = 0.05  # of the time of a step, above the simulated one
 NOISE = 0.02  # of the ratio to torch's time: repeated runs differ by so much
 Run = Callable[[], None]
@@ -228,7 +228,7 @@ def length_of_transfer(mesh: Mesh) -> float:
     It is half of a round trip, run by pairs of neighbours at once.
     """
     group, rank = mesh.group("pp"), mesh.rank
-    buffer, lengths = torch.zeros(SIZE), []
+    buffer, lengths = torch.zeros(ACTIVATION_SIZE), []
     for _ in range(50):
         began = time.perf_counter()
         for send in (True, False) if rank % 2 == 0 else (False, True):
@@ -248,7 +248,7 @@ def _compare(table: Table, mesh: Mesh, unit: float, steps: int) -> dict[str, Any
     sleeps = [Sleeps(unit, unit, unit)] * table.stages
     ours, weights = runner(table, mesh, sleeps)
     runs = {"megalite": ours}
-    if table.name in TORCH:
+    if table.name in TORCH_SCHEDULES:
         runs["torch"], others = _torch(table, mesh, sleeps)
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     for step in range(-1, steps):  # the first warms up
@@ -276,28 +276,28 @@ def runner(table: Table, mesh: Mesh, sleeps: Sequence[Sleeps]) -> tuple[Run, lis
     """A function that runs a step of `table` by our runner, and the weights of this rank's stages. sleeps: by stage."""
     gradients = {number: WeightGradients() for number in table.stages_of(mesh.rank)}
     stages = {number: Stage(sleeps[number], owner) for number, owner in gradients.items()}
-    activation = Activation(SIZE, torch.float32, CPU)
+    activation = Activation(ACTIVATION_SIZE, torch.float32, CPU)
     pipeline = Pipeline(table, stages, gradients, mesh.rank, mesh.group("pp"), activation, "zero3", Activity())
     m = table.micro_batches
-    step = Step(_micro_batches(m), [torch.zeros(SIZE)] * m, [None] * m)
+    step = Step(_micro_batches(m), [torch.zeros(ACTIVATION_SIZE)] * m, [None] * m)
     return lambda: _discard(pipeline.run(step)), [stage.weight for stage in stages.values()]
 
 
 def _torch(table: Table, mesh: Mesh, sleeps: Sequence[Sleeps]) -> tuple[Run, list[nn.Parameter]]:
     toys = {number: Stage(sleeps[number], None) for number in table.stages_of(mesh.rank)}
-    example = torch.empty(SIZE, requires_grad=True)
+    example = torch.empty(ACTIVATION_SIZE, requires_grad=True)
     stage = partial(PipelineStage, input_args=example, output_args=example, group=mesh.group("pp"))
     stages = [stage(toy, number, table.stages, CPU) for number, toy in toys.items()]
     several, m = table.stages > table.ranks, table.micro_batches
     loss = next(iter(toys.values())).loss
-    schedule = TORCH[table.name](stages if several else stages[0], m, loss_fn=loss, scale_grads=False)
+    schedule = TORCH_SCHEDULES[table.name](stages if several else stages[0], m, loss_fn=loss, scale_grads=False)
     inputs = [torch.cat(_micro_batches(m)).requires_grad_()] if 0 in toys else []
-    feed = {"target": torch.zeros(m * SIZE[0], SIZE[1])} if table.stages - 1 in toys else {}
+    feed = {"target": torch.zeros(m * ACTIVATION_SIZE[0], ACTIVATION_SIZE[1])} if table.stages - 1 in toys else {}
     return lambda: _discard(schedule.step(*inputs, **feed)), [toy.weight for toy in toys.values()]
 
 
 def _micro_batches(m: int) -> list[Tensor]:
-    return list(torch.randn(m, *SIZE, generator=torch.Generator().manual_seed(0)).unbind())
+    return list(torch.randn(m, *ACTIVATION_SIZE, generator=torch.Generator().manual_seed(0)).unbind())
 
 
 def _discard(result: object) -> None:

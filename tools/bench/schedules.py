@@ -40,8 +40,8 @@ from megalite_tools.bench.ranks import CPU, run_on_ranks
 
 COMMAND = "megalite-bench-schedules"
 RANKS, MICRO_BATCHES = 4, 12  # of what is measured
-LARGEST = 8, 32  # ranks and micro-batches of a random pipeline
-WORSE = 1 + 1e-9  # sums of floats in another order may differ by so much
+MAX_PIPELINE = 8, 32  # ranks and micro-batches of a random pipeline
+ROUNDING_FACTOR = 1 + 1e-9  # sums of floats in another order may differ by so much
 TOLERANCE = 0.05  # of the time of a step, above the simulated one
 
 
@@ -200,7 +200,7 @@ def compare_in_simulation(cases: int, seed: int) -> dict[str, Any]:
     gains: dict[str, list[float]] = {"one stage on a rank": [], "two in a V": []}
     seconds, above, worse, without = list[float](), list[float](), 0, 0
     while sum(map(len, gains.values())) < cases:
-        case = random_case(random, *LARGEST)
+        case = random_case(random, *MAX_PIPELINE)
         began = time.perf_counter()
         found = case.search()
         seconds.append(time.perf_counter() - began)
@@ -212,14 +212,14 @@ def compare_in_simulation(cases: int, seed: int) -> dict[str, Any]:
         gains["one stage on a rank" if len(case.stages) == len(case.limits) else "two in a V"].append(
             1 - found.makespan / named
         )
-        worse += found.makespan > named * WORSE
+        worse += found.makespan > named * ROUNDING_FACTOR
     every = [gain for each in gains.values() for gain in each]
-    better = [gain for gain in every if gain > WORSE - 1]
+    better = [gain for gain in every if gain > ROUNDING_FACTOR - 1]
     return {
         "compared": len(every),
         "no_named_schedule_fits": without,
         "seed": seed,
-        "most_ranks_and_micro_batches": LARGEST,
+        "most_ranks_and_micro_batches": MAX_PIPELINE,
         "worse": worse,
         "better": len(better),
         "mean_gain": statistics.fmean(every),

@@ -49,19 +49,19 @@ from megalite_tools.machine import cpu_name
 
 COMMAND = "megalite-bench-step"
 MODEL = "small_60m"
-BASE = (
+BASE_SETTINGS = (
     "model.sequence_length=256",
     "batch.micro=4",
     "batch.global=4",
     "train.precision=fp32",
     "schedule.name=constant",
 )
-OURS = "megalite"
+MEGALITE = "megalite"
 PEERS: dict[str, dict[str, Any]] = {  # further arguments of torch.optim.AdamW
     "transformers, AdamW": {},
     "transformers, fused AdamW": {"fused": True},
 }
-COMPARED = 3  # the first steps: losses and gradient norms are compared; not timed, since they warm up
+COMPARED_STEPS = 3  # the first steps: losses and gradient norms are compared; not timed, since they warm up
 TOLERANCE = 1e-5  # relative
 
 
@@ -116,7 +116,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _config(options: argparse.Namespace) -> Config:
     files, overrides = files_and_overrides(options.inputs)
-    config = check(load(files or [MODEL], [*BASE, *overrides]), world_size=1)
+    config = check(load(files or [MODEL], [*BASE_SETTINGS, *overrides]), world_size=1)
     config = fit_micro(config, costing=costing_of(config))
     if llama is None:
         raise InputError("transformers is not installed; pip install 'megalite[hf]'")
@@ -138,7 +138,7 @@ def _config(options: argparse.Namespace) -> Config:
 
 def _measure(config: Config, steps: int) -> list[Variant]:
     """Let all variants take their steps in turn, the order reversed every other round."""
-    variants = [Variant(name) for name in (OURS, *PEERS)]
+    variants = [Variant(name) for name in (MEGALITE, *PEERS)]
     context = get_context("spawn")
     pipes: dict[str, Connection] = {}
     processes = []
@@ -149,10 +149,10 @@ def _measure(config: Config, steps: int) -> list[Variant]:
             processes[-1].start()
             remote.close()
             pipes[variant.name].recv()  # waits until the process is ready: two never work at the same time
-        for step in range(COMPARED + steps):
+        for step in range(COMPARED_STEPS + steps):
             for variant in variants if step % 2 else variants[::-1]:
                 _take_step(variant, step, pipes[variant.name])
-            if step == COMPARED - 1:
+            if step == COMPARED_STEPS - 1:
                 _compare(variants[0], variants[1:])
         for variant in variants:
             pipes[variant.name].send(None)
@@ -167,7 +167,7 @@ def _measure(config: Config, steps: int) -> list[Variant]:
 def _take_step(variant: Variant, step: int, pipe: Connection) -> None:
     pipe.send(step)
     seconds, loss, norm = pipe.recv()
-    if step < COMPARED:
+    if step < COMPARED_STEPS:
         variant.losses.append(loss)
         variant.norms.append(norm)
     else:
@@ -189,7 +189,7 @@ def _serve(name: str, config: Config, pipe: Connection) -> None:
     mesh = Mesh.build(Layout(), torch.device("cpu"))
     assert mesh is not None
     job = build(plan_for(config, mesh), mesh)
-    step = _ours(job) if name == OURS else build_peer(job, PEERS[name])
+    step = _ours(job) if name == MEGALITE else build_peer(job, PEERS[name])
     del job
     pipe.send(None)
     while (number := pipe.recv()) is not None:

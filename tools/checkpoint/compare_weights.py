@@ -21,7 +21,7 @@ from megalite.model.decoder import Decoder
 from megalite.plan.model.weights import weights
 
 TOKENS = 64  # that logits are computed of
-ROOM = 3  # bytes of memory asked for, per byte of what is held of a model in float32
+MEMORY_FACTOR = 3  # bytes of memory asked for, per byte of what is held of a model in float32
 
 
 def unequal_tensors(source: Weights, made: Weights, dtype: str | None, advanced: Callable[[int], None]) -> list[str]:
@@ -50,7 +50,7 @@ def difference_of_logits(source: Weights, made: Weights, given: Sequence[int] | 
 
     given: the tokens; None: random ones. Raises InputError for tokens that the model does not know or cannot see.
     """
-    needed = ROOM * 4 * sum(weight.elements for weight in weights(replace(made.model, layers=1)).values())
+    needed = MEMORY_FACTOR * 4 * sum(weight.elements for weight in weights(replace(made.model, layers=1)).values())
     if needed > host_memory():
         return None
     length, vocabulary = min(TOKENS, made.model.sequence_length), made.model.vocab_size

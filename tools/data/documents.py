@@ -26,10 +26,10 @@ except ImportError:  # optional: pip install megalite[data]
 PARQUET_ROWS = 64  # rows decoded at a time
 TEXT_TYPES = ("is_null", "is_string", "is_large_string", "is_binary", "is_large_binary", "is_fixed_size_binary")
 BLOCK = 1 << 20  # bytes of text read at a time
-MOST = 256 << 20  # bytes of a document, by default
+MAX_DOCUMENT_BYTES = 256 << 20  # bytes of a document, by default
 
-EMPTY = "empty document"
-UNREADABLE = "unreadable file"
+EMPTY_DOCUMENT = "empty document"
+UNREADABLE_FILE = "unreadable file"
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Reading:
     format: Format | None = None  # None: as the suffix says
     encoding: str = "utf-8"  # of text and JSON Lines
     separator: str | None = None  # between the documents of a text file; None: the file is one
-    most: int = MOST  # bytes of a document
+    most: int = MAX_DOCUMENT_BYTES  # bytes of a document
 
 
 def add_reading_options(parser: argparse.ArgumentParser) -> None:
@@ -60,7 +60,7 @@ def add_reading_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--max-document",
         type=int,
-        default=MOST,
+        default=MAX_DOCUMENT_BYTES,
         metavar="BYTES",
         help="the most text that a document may have (default: %(default)s)",
     )
@@ -156,7 +156,7 @@ def read_documents(
     except UnicodeError as error:
         yield Reject(str(path), f"not valid {reading.encoding}", str(error)[:200])
     except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
-        yield Reject(str(path), UNREADABLE, str(error))
+        yield Reject(str(path), UNREADABLE_FILE, str(error))
 
 
 @dataclass
@@ -204,7 +204,7 @@ def read_texts(
             if isinstance(document, Document):
                 yield document.text
             else:
-                _refuse(document, "skip" if document.reason == EMPTY else on_error, skipped)
+                _refuse(document, "skip" if document.reason == EMPTY_DOCUMENT else on_error, skipped)
         advanced(left)  # the rest of a damaged file, which is not read
 
 
@@ -347,7 +347,7 @@ def _parquet(path: Path, reading: Reading, advanced: Callable[[int], None]) -> I
                     yield _checked(f"{path}:{row}", value, reading)
                 advanced(size * row // rows - size * (row - len(batch)) // rows)
     except (pyarrow.ArrowException, UnicodeDecodeError) as error:
-        yield Reject(str(path), UNREADABLE, str(error))
+        yield Reject(str(path), UNREADABLE_FILE, str(error))
 
 
 def _unlike_text(path: Path, schema: Any, fields: tuple[str, ...], key: str) -> Reject | None:
@@ -377,7 +377,7 @@ def _checked(origin: str, text: object, reading: Reading) -> Document | Reject:
     if not isinstance(text, str):
         return Reject(origin, f"field {reading.key!r} is not a string", f"{type(text).__name__}")
     if not text or text.isspace():
-        return Reject(origin, EMPTY)
+        return Reject(origin, EMPTY_DOCUMENT)
     try:
         size = len(text.encode())
     except UnicodeEncodeError as error:  # JSON can escape half a surrogate pair

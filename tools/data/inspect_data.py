@@ -19,8 +19,8 @@ from megalite.data.trial import open_tokenizer_file
 from megalite_tools.terminal import Terminal, bar
 
 COMMAND = "megalite-inspect-data"
-SHOWN_TOKENS = 64  # of each sample document
-SHOWN_SOURCES = 3
+MAX_LISTED_TOKENS = 64  # of each sample document
+MAX_LISTED_SOURCES = 3
 PART = 1 << 22  # lengths read at a time
 
 
@@ -105,8 +105,8 @@ def _described(store: TokenStore) -> Iterator[tuple[str, str]]:
     yield "tokenizer", f"{made_with.file}, SHA-256 {made_with.sha256[:12]}…" if made_with else "not known"
     if found.source_files:
         size = sum(source.bytes for source in found.sources)
-        shown = ", ".join(repr(source.path) for source in found.sources[:SHOWN_SOURCES])
-        rest = ", …" if found.source_files > SHOWN_SOURCES else ""
+        shown = ", ".join(repr(source.path) for source in found.sources[:MAX_LISTED_SOURCES])
+        rest = ", …" if found.source_files > MAX_LISTED_SOURCES else ""
         read = f"some or all documents of {counted(found.source_files, 'file')} ({size:,} bytes in those listed)"
         yield "made from", f"{read}: {shown}{rest}"
     yield "written by", f"megalite {found.megalite}"
@@ -115,12 +115,12 @@ def _described(store: TokenStore) -> Iterator[tuple[str, str]]:
 def _sample(store: TokenStore, index: int, tokenizer: Tokenizer | None) -> str:
     """The start of a document in one line: its text as a Python literal, or token ids without a tokenizer."""
     document = store.document(index)
-    ids = document[:SHOWN_TOKENS].tolist()
+    ids = document[:MAX_LISTED_TOKENS].tolist()
     try:
         shown = " ".join(map(str, ids)) if tokenizer is None else repr(tokenizer.decode(ids))
     except InputError as error:
         raise InputError(f"{store.prefix}.bin: document {index:,}: {error}; was it made with another one?") from error
-    rest = " …" if len(document) > SHOWN_TOKENS else ""
+    rest = " …" if len(document) > MAX_LISTED_TOKENS else ""
     return f"document {index:,} ({counted(len(document), 'token')}): {shown}{rest}"
 
 

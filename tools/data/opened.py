@@ -23,8 +23,8 @@ SUFFIXES: dict[str, Format] = dict.fromkeys((".jsonl", ".ndjson", ".json"), "jso
 SUFFIXES |= dict.fromkeys((".parquet",), "parquet")
 SUFFIXES |= dict.fromkeys((".txt", ".text", ".md", ".rst", ".tex", ".html", ".py", ".c", ".h", ".cpp"), "text")
 SUFFIXES |= dict.fromkeys((".rs", ".go", ".java", ".js", ".ts", ".sh", ".sql"), "text")
-NOT_OF_FILES = ("idna", "punycode", "unicode-escape", "raw-unicode-escape")  # for host names and Python source
-COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".zstd")
+NON_FILE_ENCODINGS = ("idna", "punycode", "unicode-escape", "raw-unicode-escape")  # for host names and Python source
+COMPRESSED_SUFFIXES = (".gz", ".bz2", ".xz", ".zst", ".zstd")
 BLOCK = 1 << 16  # bytes read from a file at a time
 ZSTD_BLOCK = 1 << 9  # of Zstandard: at most 128 blocks, none of which is above 128 KiB when decompressed
 
@@ -39,7 +39,7 @@ def format_of(path: Path, asked: Format | None = None) -> Format:
     Raises UnknownFormatError for an unknown suffix, InputError for compressed Parquet.
     """
     suffixes = [suffix.lower() for suffix in path.suffixes]
-    compressed = bool(suffixes) and suffixes[-1] in COMPRESSED
+    compressed = bool(suffixes) and suffixes[-1] in COMPRESSED_SUFFIXES
     suffix = "".join(suffixes[-2:-1] if compressed else suffixes[-1:])
     found = asked or SUFFIXES.get(suffix)
     if found is None:
@@ -54,7 +54,7 @@ def check_encoding(name: str) -> None:
     """Raises InputError for an encoding that Python does not know, or that is not for text files."""
     try:
         "text".encode(name)
-        if codecs.lookup(name).name in NOT_OF_FILES:
+        if codecs.lookup(name).name in NON_FILE_ENCODINGS:
             raise LookupError("is not an encoding of files; name the one that the text was saved in")
         codecs.getincrementaldecoder(name)
     except (LookupError, UnicodeError, ValueError) as error:
@@ -67,7 +67,8 @@ def open_utf8(path: Path, encoding: str, advanced: Callable[[int], None]) -> io.
     advanced: called with the number of bytes read from the file. Reading may raise OSError, EOFError, zlib.error or
     lzma.LZMAError; for text that is not in `encoding`, it raises UnicodeError, unless `encoding` is UTF-8.
     """
-    if path.suffix.lower() in COMPRESSED and path.stat().st_size == 0:  # gzip and Zstandard read it as an empty text
+    # gzip and Zstandard read an empty file as an empty text
+    if path.suffix.lower() in COMPRESSED_SUFFIXES and path.stat().st_size == 0:
         raise EOFError("the compressed file is truncated: it has no bytes")
     raw = io.BufferedReader(_Counted(path, advanced), BLOCK)
     plain: Any = raw

@@ -24,7 +24,7 @@ from megalite_tools.data.encode import Encoding, encode_texts
 from megalite_tools.data.opened import format_of
 
 COMMAND = "megalite-prepare-data"
-MOST_WORKERS = 1024
+MAX_WORKERS = 1024
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -74,8 +74,8 @@ def _parser() -> argparse.ArgumentParser:
 def _prepare(options: argparse.Namespace) -> None:
     if not 0 <= options.valid_fraction < 1:
         raise InputError(f"--valid-fraction {options.valid_fraction}: must be at least 0 and below 1")
-    if not 1 <= options.workers <= MOST_WORKERS:
-        raise InputError(f"--workers {options.workers} is not from 1 to {MOST_WORKERS}")
+    if not 1 <= options.workers <= MAX_WORKERS:
+        raise InputError(f"--workers {options.workers} is not from 1 to {MAX_WORKERS}")
     if options.out.endswith("/"):
         raise InputError(
             f"--out {options.out}: ends with a slash; add the name of the store, as in {options.out}corpus"

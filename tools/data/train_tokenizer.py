@@ -26,8 +26,8 @@ from megalite_tools.data.documents import Skipped, add_reading_options, find_fil
 COMMAND = "megalite-train-tokenizer"
 LINE_CHARACTERS = 2000  # longer lines are cut, since SentencePiece drops what exceeds LINE_BYTES
 LINE_BYTES = 4 * LINE_CHARACTERS
-LEAST_LINES, MOST_LINES = 101, 2**31 - 1  # the sample sizes that SentencePiece accepts
-LEAST_PIECES, MOST_PIECES = 260, 1 << 27  # every byte, <unk>, <s>, </s>, and one learnt piece
+MIN_LINES, MAX_LINES = 101, 2**31 - 1  # the sample sizes that SentencePiece accepts
+MIN_PIECES, MAX_PIECES = 260, 1 << 27  # every byte, <unk>, <s>, </s>, and one learnt piece
 THREADS = 16  # fixed: the order of summation, and so the model, may depend on it
 
 
@@ -104,10 +104,10 @@ def _train(options: argparse.Namespace) -> None:
     if out.suffix != ".model":
         raise InputError(f"--out {out}: the name of a SentencePiece tokenizer must end in .model")
     _check_absent(out)
-    if not LEAST_LINES <= options.lines <= MOST_LINES:
-        raise InputError(f"--lines {options.lines} is not from {LEAST_LINES} to {MOST_LINES:,}")
-    if not LEAST_PIECES <= options.vocab_size <= MOST_PIECES:
-        raise InputError(f"--vocab-size {options.vocab_size} is not from {LEAST_PIECES} to {MOST_PIECES:,}")
+    if not MIN_LINES <= options.lines <= MAX_LINES:
+        raise InputError(f"--lines {options.lines} is not from {MIN_LINES} to {MAX_LINES:,}")
+    if not MIN_PIECES <= options.vocab_size <= MAX_PIECES:
+        raise InputError(f"--vocab-size {options.vocab_size} is not from {MIN_PIECES} to {MAX_PIECES:,}")
     reading, skipped = reading_of(options), Skipped()
     files = find_files(options.inputs, options.glob, reading, options.on_error, skipped)
     with _claimed(out) as write, _progress() as progress:

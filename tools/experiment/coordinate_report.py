@@ -14,11 +14,11 @@ from megalite.report.pictures import pyplot
 from megalite_tools.experiment.coordinates import MODULES
 
 TOLERANCE = 0.25  # of slopes
-LATE = (
+LATE_MODULES = (
     "logits",
     "attention logits",
 )  # begin with slopes of −0.5: logits by muP's factor 1/m, the others in wider heads
-CONTROL = 0.5  # the slope that some module of the control must have
+CONTROL_SLOPE = 0.5  # the slope that some module of the control must have
 
 
 @dataclass(frozen=True)
@@ -48,20 +48,20 @@ class Line:
     @property
     def passed(self) -> bool:
         """Flag: all slopes are near 0, or if this is the control, one is not."""
-        return self.steepest >= CONTROL if self.control else all(map(self.within, MODULES))
+        return self.steepest >= CONTROL_SLOPE if self.control else all(map(self.within, MODULES))
 
     @property
     def verdict(self) -> str:
         """Result of the check in words."""
         begin = f"{self.parametrization}, by {self.axis}:"
         if self.control:
-            rule = f"the largest slope of this control is {self.steepest:.2f}; it must be at least {CONTROL}"
+            rule = f"the largest slope of this control is {self.steepest:.2f}; it must be at least {CONTROL_SLOPE}"
             return f"{begin} {rule}{'' if self.passed else ', or the check tells nothing'}."
         missed = [module for module in MODULES if not self.within(module)]
         if not missed:
             return f"{begin} all slopes are within ±{TOLERANCE}."
         told = f"{begin} slopes of {listing(missed, 'and')} are not within ±{TOLERANCE}."
-        if set(missed) <= set(LATE) and all(self.slopes(module)[-1] < 0 for module in missed):
+        if set(missed) <= set(LATE_MODULES) and all(self.slopes(module)[-1] < 0 for module in missed):
             told += " They begin with −0.5, until training has changed them: take more --steps or a larger optim.lr."
         return told
 

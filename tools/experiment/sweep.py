@@ -27,8 +27,8 @@ from megalite_launch.base.run_folder import RunFolder
 from megalite_launch.submit.check_first import find_megalite
 
 COMMAND = launching.COMMAND
-LONGEST = 40  # runs that a table of a launch shows
-UNDONE = tuple(state for state in END_STATES if state != "done")
+MAX_LISTED_RUNS = 40  # runs that a table of a launch shows
+UNDONE_STATES = tuple(state for state in END_STATES if state != "done")
 COLORS = {"done": "green", "running": "cyan", "oom": "red", "diverged": "red", "timeout": "red", "failed": "red"}
 EPILOG = codes(
     {
@@ -204,7 +204,7 @@ def _launch(options: argparse.Namespace) -> int:
         expanded, known = launching.expanded_now(setup)
         cells = launching.chosen(expanded, known, only)
         costs = _costs(expanded, known, cells)
-        _show_costs(expanded, costs, LONGEST)
+        _show_costs(expanded, costs, MAX_LISTED_RUNS)
         check_budget(costs, expanded, launching.spent(expanded, known))
         if options.dry_run:
             return ExitCode.DONE
@@ -241,7 +241,7 @@ def _start(expanded: Expanded, cells: Sequence[Cell], known: launching.Known, su
 
 def _verdict(expanded: Expanded, known: launching.Known, started: Sequence[Cell] = ()) -> int:
     """FAILED if a run has ended without being done, or one of those that were started has to be started again."""
-    ended = any(known[cell.id][0].state in UNDONE for cell in expanded.cells)
+    ended = any(known[cell.id][0].state in UNDONE_STATES for cell in expanded.cells)
     waits = any(known[cell.id][0].state == "planned" for cell in started)
     return ExitCode.FAILED if ended or waits else ExitCode.DONE
 

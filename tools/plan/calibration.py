@@ -23,11 +23,11 @@ from megalite_tools.plan.measured_runs import Run
 
 FIGURES = ("gpu.measured", "gpu.bandwidth", "node.bandwidth", "network.bandwidth")
 STEP = 0.1  # of a logarithm, up and down, over which a dependence is measured
-DISTINCT = 0.1  # least dependence on a figure, beside those fitted already; times that err by 1 % give it within 10 %
-MOST = 4.0  # a factor beyond which, or beyond 1 over which, the runs are not this cluster's
+MIN_DEPENDENCE = 0.1  # on a figure, beside those fitted already; times that err by 1 % give it within 10 %
+MAX_FACTOR = 4.0  # a factor beyond which, or beyond 1 over which, the runs are not this cluster's
 ROUNDS = 30
-FARTHEST = 0.5  # change of a logarithm in one round
-SETTLED = 1e-6  # of a logarithm
+MAX_CHANGE = 0.5  # change of a logarithm in one round
+TOLERANCE = 1e-6  # of a logarithm
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ def fit(runs: Runs) -> Fit:
         raise InputError("the runs' times depend on none of these figures; give runs of larger models")
     factors = {name: exp(values[name]) for name in FIGURES if name in fitted}
     for name, factor in factors.items():
-        if abs(values[name]) > log(MOST) - SETTLED:
+        if abs(values[name]) > log(MAX_FACTOR) - TOLERANCE:
             rule = f"{name} would have to be {'more' if factor > 1 else 'less'} than {factor:.3g} times as large"
             raise InputError(f"{rule}; the runs are not this cluster's, or something else slows them down")
     return Fit(factors, kept, runs.cluster(factors))
@@ -125,8 +125,8 @@ def _least_squares(runs: Runs, names: Sequence[str], begin: Mapping[str, float])
         missing = runs.measured - runs.logs(names, values)
         change = numpy.linalg.lstsq(runs.slopes(names, values), missing, rcond=None)[0]
         before = values
-        values = numpy.clip(values + numpy.clip(change, -FARTHEST, FARTHEST), -log(MOST), log(MOST))
-        if numpy.abs(values - before).max() < SETTLED:
+        values = numpy.clip(values + numpy.clip(change, -MAX_CHANGE, MAX_CHANGE), -log(MAX_FACTOR), log(MAX_FACTOR))
+        if numpy.abs(values - before).max() < TOLERANCE:
             break
     return dict(zip(names, values.tolist(), strict=True))
 
@@ -137,14 +137,14 @@ def _distinct(runs: Runs, values: Mapping[str, float]) -> tuple[list[str], dict[
     left = dict(zip(FIGURES, slopes.T, strict=True))
     chosen: list[str] = []
     kept: dict[str, str] = {}
-    for name in [name for name, column in left.items() if numpy.linalg.norm(column) < DISTINCT]:
+    for name in [name for name, column in left.items() if numpy.linalg.norm(column) < MIN_DEPENDENCE]:
         kept[name] = "no run depends on it enough"
         del left[name]
     while left:
         name = max(left, key=lambda name: float(numpy.linalg.norm(left[name])))
         column = left.pop(name)
         size = numpy.linalg.norm(column)
-        if size < DISTINCT:
+        if size < MIN_DEPENDENCE:
             kept[name] = f"the runs do not tell it from {' and '.join(chosen)}"
             continue
         chosen.append(name)

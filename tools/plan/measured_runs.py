@@ -11,8 +11,8 @@ from megalite.config.schema import Config
 from megalite.config.validate import check
 from megalite.train.folder.records import WARM_UP_STEPS, read_lines
 
-FEWEST = 3  # records that a median is taken of
-WAITING = 0.05  # share of a step that it may wait for data; more of that is not the cluster's speed
+MIN_RECORDS = 3  # records that a median is taken of
+MAX_WAITING_SHARE = 0.05  # share of a step that it may wait for data; more of that is not the cluster's speed
 
 
 @dataclass(frozen=True)
@@ -40,11 +40,13 @@ def read_run(folder: Path) -> Run:
             seconds.append(line["step_seconds"])
             waits.append(line.get("data_wait_seconds") or 0.0)
         before = line["step"]
-    if len(seconds) < FEWEST:
+    if len(seconds) < MIN_RECORDS:
         rule = f"has {len(seconds)} records of step times after the first {WARM_UP_STEPS} steps of its latest start"
-        raise InputError(f"{folder}: {rule}, fewer than {FEWEST}; give a longer run, or use a smaller log.interval")
+        raise InputError(
+            f"{folder}: {rule}, fewer than {MIN_RECORDS}; give a longer run, or use a smaller log.interval"
+        )
     time, wait = median(seconds), median(waits)
-    if wait > WAITING * time:
+    if wait > MAX_WAITING_SHARE * time:
         rule = f"waits for data {wait / time:.0%} of its time, which no cluster file has"
         raise InputError(f"{folder}: {rule}; give a run that does not, or leave it out")
     return Run(folder, config, time)

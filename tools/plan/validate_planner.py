@@ -38,7 +38,7 @@ from megalite_tools.plan.published.score import (
 from megalite_tools.terminal import Terminal
 
 COMMAND = "megalite-validate-planner"
-WORST = 10  # rows shown with --worst
+WORST_ROWS = 10  # rows shown with --worst
 GIB = 2**30
 
 
@@ -53,7 +53,11 @@ def _parser() -> argparse.ArgumentParser:
     add("files", nargs="+", metavar="CSV", help="published runs")
     add("--json", metavar="FILE", help="write the errors to FILE too, with those of every row")
     add("--peers", metavar="FILE", help="compare with what other planners predict of these runs, as FILE (CSV) has it")
-    add("--worst", action="store_true", help=f"show the {WORST} rows that are predicted worst, of time and of memory")
+    add(
+        "--worst",
+        action="store_true",
+        help=f"show the {WORST_ROWS} rows that are predicted worst, of time and of memory",
+    )
     add(
         "--leave-out",
         action="store_true",
@@ -189,7 +193,7 @@ def _ran(verdicts: Sequence[Judged]) -> list[Judged]:
 
 def _show_worst(terminal: Terminal, times: list[Compared], memory: list[Compared]) -> None:
     for name, found, unit, size in (("time", times, "s", 1.0), ("memory", memory, "GiB", GIB)):
-        worst = sorted(found, key=lambda each: -abs(each.error))[:WORST]
+        worst = sorted(found, key=lambda each: -abs(each.error))[:WORST_ROWS]
         terminal.table(
             (f"{name} of row:", "predicted", "measured", "error"),
             [

@@ -30,7 +30,7 @@ from megalite.data.tokenizer import tokenizer_hash
 from megalite.schedule.actions import Table
 from megalite.schedule.file import write
 from megalite.train.folder.secrets import command_without_secrets, relevant
-from megalite_launch.base.files import PRIVATE, opened
+from megalite_launch.base.files import PRIVATE_MODE, opened
 
 SOURCE = Path(__file__).parents[3]  # of the code that runs, where that is a checkout
 DIFF_LIMIT = 2**20  # bytes
@@ -71,13 +71,13 @@ def record_start(
         "resumed": _resumed(folder, config, progress),
     }
     path = _create(folder / "starts", as_json(record))
-    write_whole(path.with_suffix(".yaml"), text, PRIVATE)
+    write_whole(path.with_suffix(".yaml"), text, PRIVATE_MODE)
     if order is not None:
         write_whole(path.with_suffix(".schedule.yaml"), write(order))
     if changes := _changes():
-        write_whole(path.with_suffix(".diff"), changes, PRIVATE)
+        write_whole(path.with_suffix(".diff"), changes, PRIVATE_MODE)
     if not (folder / "config.yaml").exists():
-        write_whole(folder / "config.yaml", text, PRIVATE)
+        write_whole(folder / "config.yaml", text, PRIVATE_MODE)
     if tokenizer is not None:
         keep_tokenizer(Path(tokenizer), folder, path.with_suffix(".tokenizer"))
     return path
@@ -103,7 +103,7 @@ def _create(folder: Path, text: str) -> Path:
     taken = {path.name.partition(".")[0] for path in folder.iterdir()}
     path = folder / next(f"{number:03d}.json" for number in count(1) if f"{number:03d}" not in taken)
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL  # one job is in a run folder; this holds even if there were two
-    with open(opened(path, flags, PRIVATE), "w", encoding="utf-8") as file:
+    with open(opened(path, flags, PRIVATE_MODE), "w", encoding="utf-8") as file:
         try:
             file.write(text)
             file.flush()

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from megalite.cost.cluster import known_clusters
 from megalite_launch.base.errors import UserError
 from megalite_launch.preflight.smi import Broken, SmiError, count, flag, link_errors, links, table
-from megalite_launch.preflight.thresholds import OURS, Limits, load_thresholds, parse_sections, read_sections
+from megalite_launch.preflight.thresholds import OWN_FILE, Limits, load_thresholds, parse_sections, read_sections
 
 CELLS = st.text(st.characters(exclude_characters=",\n\r", codec="utf-8", exclude_categories=["Z", "C"]), min_size=1)
 COLUMNS = ("a", "b", "c")
@@ -173,12 +173,12 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
 
 
 def test_ours_is_what_yaml_makes_of_it() -> None:
-    assert read_sections(OURS) == yaml.safe_load(OURS.read_text())
+    assert read_sections(OWN_FILE) == yaml.safe_load(OWN_FILE.read_text())
 
 
 def test_every_figure_of_ours_has_a_source() -> None:
     section = ""
-    for line in OURS.read_text().splitlines():
+    for line in OWN_FILE.read_text().splitlines():
         if line.endswith(":") or (line[:1].isalpha() and ":  " in line):
             section = line
         elif line.startswith("  "):
@@ -189,7 +189,7 @@ def test_every_figure_of_ours_has_a_source() -> None:
 
 
 def test_kinds_of_ours_name_clusters_that_there_are_and_keys_of_all() -> None:
-    sections = read_sections(OURS)
+    sections = read_sections(OWN_FILE)
     for name, values in sections.items():
         if name != "all":
             assert set(values) <= {*sections["all"], "names", "cluster"}

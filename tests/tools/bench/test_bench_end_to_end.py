@@ -16,14 +16,14 @@ from megalite.base.errors import InputError
 from megalite.config.schema import Config
 from megalite.train.folder.records import WARM_UP_STEPS
 from megalite_tools.bench.training import end_to_end
-from megalite_tools.bench.training.end_to_end import MORE, Start, measure
+from megalite_tools.bench.training.end_to_end import RESUMED_STEPS, Start, measure
 
 SIZES = {"layers": 1, "width": 32, "heads": 4, "kv_heads": 2, "ffn": 48, "vocab_size": 96, "sequence_length": 64}
 TINY = [f"model.{key}={value}" for key, value in SIZES.items()]
 TINY += ["batch.micro=8", "batch.global=8", "train.precision=fp32", "optim.lr=0.01", "schedule.name=constant"]
 TINY += ["log.tensorboard=false"]
 STEPS = 13  # an odd number: the save in the middle comes after step 7
-LAST = STEPS + MORE
+LAST = STEPS + RESUMED_STEPS
 ENDLESS = """
 import sys
 from pathlib import Path

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from megalite_tools.bench.step import COMPARED, Disagreement, Variant, _compare, main
+from megalite_tools.bench.step import COMPARED_STEPS, Disagreement, Variant, _compare, main
 
 pytest.importorskip("transformers")
 SIZES = {"layers": 2, "width": 32, "heads": 4, "kv_heads": 2, "ffn": 48, "vocab_size": 96, "sequence_length": 16}
@@ -29,7 +29,7 @@ def test_both_implementations_compute_the_same(config: str, tmp_path: Path) -> N
     ours, *peers = report["variants"]
     assert ours["name"] == "megalite"
     assert [peer["name"] for peer in peers] == ["transformers, AdamW", "transformers, fused AdamW"]
-    assert len(set(ours["losses"])) == COMPARED
+    assert len(set(ours["losses"])) == COMPARED_STEPS
     for peer in peers:
         assert peer["losses"] == pytest.approx(ours["losses"], rel=1e-5)
         assert peer["norms"] == pytest.approx(ours["norms"], rel=1e-5)

@@ -7,28 +7,28 @@ first row that is megalite's. A row that is too far from it disagrees, and no ra
 import math
 from collections.abc import Mapping, Sequence
 
-from megalite_tools.bench.training.cases import OURS
-from megalite_tools.bench.training.rows import DISAGREES, OK, Row
+from megalite_tools.bench.training.cases import MEGALITE
+from megalite_tools.bench.training.rows import DISAGREEMENT, OK, Row
 
-FIRST = 1e-2  # nats by which losses may differ: bf16 rounds activations and logits differently
-NORM = 0.03  # share by which the norms of the first gradients may differ; AdamW would hide a factor
-CURVE = 0.03  # share of the loss's fall by which later losses may differ, if that is more
+LOSS_TOLERANCE = 1e-2  # nats by which losses may differ: bf16 rounds activations and logits differently
+NORM_TOLERANCE = 0.03  # share by which the norms of the first gradients may differ; AdamW would hide a factor
+CURVE_TOLERANCE = 0.03  # share of the loss's fall by which later losses may differ, if that is more
 
 
 def judged(rows: Mapping[str, Row]) -> dict[str, Row]:
     """The same rows, each with the status that its losses give it."""
     groups: dict[str, list[Row]] = {}
     for row in sorted(rows.values(), key=lambda row: row.get("written", 0)):
-        if row["status"] in (OK, DISAGREES) and row.get("group") and row.get("loss"):
+        if row["status"] in (OK, DISAGREEMENT) and row.get("group") and row.get("loss"):
             groups.setdefault(row["group"], []).append(row)
     found = dict(rows)
     for group in groups.values():
-        ours = [row for row in group if row.get("implementation") == OURS]
+        ours = [row for row in group if row.get("implementation") == MEGALITE]
         for row in group:
             reason = _difference(ours[0], row) if ours else ""
             plain = {key: value for key, value in row.items() if key != "reason"}
             found[row["id"]] = (
-                {**plain, "status": DISAGREES, "reason": f"{reason} of {ours[0]['id']}"}
+                {**plain, "status": DISAGREEMENT, "reason": f"{reason} of {ours[0]['id']}"}
                 if reason
                 else {**plain, "status": OK}
             )
@@ -40,7 +40,7 @@ def _difference(ours: Row, row: Row) -> str:
 
 
 def _norms_apart(expected: Sequence[float] | None, got: Sequence[float] | None) -> str:
-    if expected and got and not abs(got[0] - expected[0]) <= NORM * expected[0]:
+    if expected and got and not abs(got[0] - expected[0]) <= NORM_TOLERANCE * expected[0]:
         return f"the first gradients have the norm {got[0]:.4g}, not the {expected[0]:.4g}"
     return ""
 
@@ -48,7 +48,7 @@ def _norms_apart(expected: Sequence[float] | None, got: Sequence[float] | None) 
 def apart(expected: Sequence[float], got: Sequence[float]) -> str:
     """First difference of two loss curves that is larger than roundings make, as text; "" if there is none."""
     for step, (ours, theirs) in enumerate(zip(expected, got, strict=False), 1):
-        allowed = max(FIRST, CURVE * (expected[0] - ours))
+        allowed = max(LOSS_TOLERANCE, CURVE_TOLERANCE * (expected[0] - ours))
         if not (math.isfinite(theirs) and abs(ours - theirs) <= allowed):
             return f"the loss of step {step} is {theirs:.4f}, not the {ours:.4f}"
     return ""

@@ -39,18 +39,18 @@ from megalite.plan.pipeline import micro_batches
 
 Device = Literal["cpu", "cuda"]
 
-OURS = "megalite"
-IMPLEMENTATIONS = (OURS, "transformers", "liger", "torchtitan")
+MEGALITE = "megalite"
+IMPLEMENTATIONS = (MEGALITE, "transformers", "liger", "torchtitan")
 ID = re.compile(r"[a-z0-9][a-z0-9._-]{0,79}")
-COMMON = (  # inputs of every case: settings that all implementations share
+COMMON_SETTINGS = (  # inputs of every case: settings that all implementations share
     "train.precision=bf16",
     "schedule.name=constant",
     "optim.lr=1e-4",
     "optim.clip_norm=1.0",
 )
 REHEARSAL = "model.sequence_length=64"  # a rehearsal's sequences, whatever the plan says
-LIMIT_OF_REHEARSAL = 90.0  # seconds of any training step of a rehearsal, which compiles on a CPU
-RANKS_OF_REHEARSAL = 2  # at most
+REHEARSAL_LIMIT = 90.0  # seconds of any training step of a rehearsal, which compiles on a CPU
+REHEARSAL_RANKS = 2  # at most
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class Case:
 
     def config(self, device: str) -> Config:
         """The checked configuration of a training step. Raises InputError."""
-        return _checked((*COMMON, *self.inputs, f"run.device={device}"), self.ranks)
+        return _checked((*COMMON_SETTINGS, *self.inputs, f"run.device={device}"), self.ranks)
 
     def hash(self, target: Target) -> str:
         """Tells whether a row is of this very case: a digest of all that decides what is measured."""
@@ -183,7 +183,7 @@ def _case(fields: Any, models: Mapping[str, Mapping[str, Sequence[str]]], where:
     of_model = [*known["tiny"], REHEARSAL] if target.tiny else [*known["inputs"]]
     case = replace(case, inputs=(*of_model, *case.inputs))
     if target.tiny:
-        case = replace(case, limit=LIMIT_OF_REHEARSAL, ranks=min(case.ranks, RANKS_OF_REHEARSAL))
+        case = replace(case, limit=REHEARSAL_LIMIT, ranks=min(case.ranks, REHEARSAL_RANKS))
     try:
         case.config(target.device)
     except InputError as error:

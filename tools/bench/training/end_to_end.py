@@ -31,10 +31,10 @@ from megalite.train.folder.records import WARM_UP_STEPS, read_lines
 from megalite_launch.base.texts import scaled
 from megalite_tools.bench.training.cases import Device
 
-MORE = WARM_UP_STEPS + 5  # steps of the second start
+RESUMED_STEPS = WARM_UP_STEPS + 5  # steps of the second start
 SEED = 0  # makes the tokens
 SLACK = 1 << 30  # bytes that must be free beside the checkpoints: for logs, tokens and other programs
-SHOWN = 2000  # bytes of stderr that the error of a failed start repeats
+MAX_QUOTED_BYTES = 2000  # bytes of stderr that the error of a failed start repeats
 PATIENCE = (0.5, 10.0)  # seconds to wait after the first and the second interrupt
 Line = dict[str, Any]
 
@@ -98,7 +98,7 @@ class Save:
 def measure(
     overrides: Sequence[str], folder: Path, device: Device, steps: int, note: Callable[[dict[str, Any]], None]
 ) -> dict[str, Any]:
-    """Train for `steps` steps and resume for `MORE` further ones. Returns the figures of both starts.
+    """Train for `steps` steps and resume for `RESUMED_STEPS` further ones. Returns the figures of both starts.
 
     overrides: configuration files and `key=value` settings, as for `megalite train`. folder: a new one, on a disk with
     room for two checkpoints. They are deleted at the end, other files of the run stay. note: is given the figures so
@@ -117,12 +117,12 @@ def measure(
     disk = _check_room(config, folder)
     run = Path(config.run.dir) / config.run.name
     with _stoppable(), _deleting(run / "checkpoints"):
-        _write_tokens(config, steps + MORE)
+        _write_tokens(config, steps + RESUMED_STEPS)
         file = folder / "config.yaml"
         file.write_text(dump(config))
         starts: list[Start] = []
         result: dict[str, Any] = {}
-        for last, interval in ((steps, (steps + 1) // 2), (steps + MORE, 0)):
+        for last, interval in ((steps, (steps + 1) // 2), (steps + RESUMED_STEPS, 0)):
             settings = [f"train.steps={last}", f"checkpoint.interval={interval}"]
             starts.append(_train([str(file), *settings], folder))
             used = sum(path.stat().st_size for path in (run / "checkpoints").rglob("*") if path.is_file())
@@ -186,7 +186,7 @@ def _train(arguments: Sequence[str], folder: Path) -> Start:
             with held_up():
                 _end(child)
     if code != 0:
-        told = errors.read_bytes()[-SHOWN:].decode(errors="replace")
+        told = errors.read_bytes()[-MAX_QUOTED_BYTES:].decode(errors="replace")
         raise RuntimeError(f"megalite train ended with exit code {code}: {told}")
     return Start(began, time.time(), code)
 

@@ -20,11 +20,11 @@ from pathlib import Path
 from megalite.base.errors import InputError
 from megalite.base.files import read_object, write_object
 
-TAIL = 16_384  # bytes of output that are kept of its end
-LOGGED = 4 << 20  # bytes of output that are kept of its beginning, while it runs
+TAIL_BYTES = 16_384  # bytes of output that are kept of its end
+MAX_LOG_BYTES = 4 << 20  # bytes of output that are kept of its beginning, while it runs
 GRACE = 8.0  # seconds from SIGINT, on which pytest writes its report, to SIGKILL
 PAUSE = 0.2  # seconds between two looks at clock and memory
-CHUNK = 1 << 16
+CHUNK_BYTES = 1 << 16
 LEASH = str(Path(__file__).with_name("leash.py"))
 MARK = "MEGALITE_BENCH_CASE"  # environment of all processes of a case
 ROUNDS = 20
@@ -92,7 +92,7 @@ def run_limited(
 def end_leftover(leader: Path) -> bool:
     """Kill what a parent that was killed itself has left running. Returns whether there was anything."""
     try:
-        mark = read_object(leader, CHUNK).get("mark")
+        mark = read_object(leader, CHUNK_BYTES).get("mark")
     except InputError:
         return False
     return isinstance(mark, str) and len(mark) == len(uuid.uuid4().hex) and _end(mark)
@@ -106,10 +106,10 @@ class _Output:
         self._log: int | None = None
         with suppress(OSError):  # a link in its place, say, costs the log, not the case
             self._log = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
-            self._room = LOGGED
+            self._room = MAX_LOG_BYTES
 
     def add(self, chunk: bytes) -> None:
-        self._tail = (self._tail + chunk)[-TAIL:]
+        self._tail = (self._tail + chunk)[-TAIL_BYTES:]
         if self._log is not None and self._room:
             with suppress(OSError):  # a full disk, as above
                 self._room -= os.write(self._log, chunk[: self._room])
@@ -132,7 +132,7 @@ def _watch(
         selector.register(pipe, selectors.EVENT_READ)
         while process.poll() is None:
             if selector.get_map() and selector.select(PAUSE):
-                chunk = pipe.read(CHUNK)
+                chunk = pipe.read(CHUNK_BYTES)
                 output.add(chunk or b"")
                 if chunk == b"":
                     selector.unregister(pipe)
@@ -152,8 +152,8 @@ def _watch(
                 broken, kill_at = "time", now + GRACE
                 with suppress(OSError):
                     os.killpg(process.pid, signal.SIGINT)
-    for _ in range(TAIL // 64):  # drain the pipe, which a process that is left may fill without end
-        if not (chunk := pipe.read(CHUNK)):
+    for _ in range(TAIL_BYTES // 64):  # drain the pipe, which a process that is left may fill without end
+        if not (chunk := pipe.read(CHUNK_BYTES)):
             break
         output.add(chunk)
     return broken, peak

@@ -6,11 +6,11 @@ Exit code 1 where something is missing that everything needs.
 import sys
 from importlib import import_module
 
-NEEDED = (
+NEEDED_MODULES = (
     "torch", "numpy", "omegaconf", "yaml", "rich", "xxhash", "sentencepiece", "tensorboard", "megalite.commands.main",
     "megalite_kernels", "megalite_tools.bench.training.single", "megalite_tools.bench.device",
 )  # fmt: skip
-WANTED = (
+OPTIONAL_MODULES = (
     "triton",
     "transformers",
     "liger_kernel",
@@ -25,7 +25,7 @@ WANTED = (
 def main() -> int:
     """Runs the program. Returns the exit code."""
     missing = []
-    for name in (*NEEDED, *WANTED):
+    for name in (*NEEDED_MODULES, *OPTIONAL_MODULES):
         try:
             module = import_module(name)
         except Exception as error:  # noqa: BLE001 - whatever an import does, the others are looked at too
@@ -36,7 +36,7 @@ def main() -> int:
     torch = sys.modules.get("torch")
     if torch is not None:
         print(f"CUDA devices: {torch.cuda.device_count()}")
-    return int(any(name in NEEDED for name in missing))
+    return int(any(name in NEEDED_MODULES for name in missing))
 
 
 if __name__ == "__main__":

@@ -7,9 +7,9 @@ from xml.etree import ElementTree
 
 from megalite.base.files import is_file
 
-SHOWN = 20  # tests that failed, by name
-LARGEST = 64 << 20  # bytes of a report
-LONGEST = 8192  # characters of a failure, of which the end says most
+MAX_LISTED = 20  # tests that failed, by name
+MAX_REPORT_BYTES = 64 << 20  # bytes of a report
+MAX_FAILURE_LENGTH = 8192  # characters of a failure, of which the end says most
 OUTPUTS = ("system-out", "system-err")
 
 
@@ -26,7 +26,7 @@ def counts(paths: Iterable[Path]) -> dict[str, Any]:
             found[outcome] = found.get(outcome, 0) + 1
             if outcome == "failed":
                 names = found.setdefault("names", [])
-                if len(names) < SHOWN:
+                if len(names) < MAX_LISTED:
                     names.append(f"{case.get('classname', '')}::{case.get('name', '')}"[:200])
     return found
 
@@ -39,14 +39,14 @@ def merged(paths: Iterable[Path]) -> bytes:
         for output in [child for child in case if child.tag in OUTPUTS]:
             case.remove(output)
         for child in case:
-            child.text = (child.text or "")[-LONGEST:]
+            child.text = (child.text or "")[-MAX_FAILURE_LENGTH:]
     return ElementTree.tostring(whole, encoding="utf-8", xml_declaration=True)
 
 
 def _suites(paths: Iterable[Path]) -> Iterator[ElementTree.Element]:
     for path in paths:
         try:
-            if is_file(path) and path.stat().st_size <= LARGEST:
+            if is_file(path) and path.stat().st_size <= MAX_REPORT_BYTES:
                 yield from ElementTree.parse(path).getroot().iter("testsuite")
         except (OSError, ElementTree.ParseError, LookupError, ValueError):  # half of a report, or none
             continue

@@ -18,8 +18,8 @@ from megalite_tools.bench.training.report import page
 from megalite_tools.bench.training.rows import Row
 from megalite_tools.machine import cpu_name
 
-LARGEST = 16 << 20  # bytes of a file
-MOST = 4  # times as many bytes may a file have before it is packed
+MAX_FILE_BYTES = 16 << 20  # bytes of a file
+MAX_PACKING_RATIO = 4  # times as many bytes may a file have before it is packed
 REPORTS = ".xml"  # JUnit reports are kept as one
 GPU = ("index", "name", "driver_version", "memory.total", "power.limit", "clocks.max.sm", "pcie.link.gen.max")
 
@@ -78,14 +78,14 @@ class Keeper:
         """Pack files, unless they are those that are packed already."""
         known = [(each, each.stat().st_size, each.stat().st_mtime_ns) for each in files if is_file(each)]
         if known and known != self._packed:
-            write_whole(path, packed([each for each, _, _ in known], LARGEST))
+            write_whole(path, packed([each for each, _, _ in known], MAX_FILE_BYTES))
             self._packed = known
 
 
 def best_gemm(probe: Path) -> float | None:
     """FLOP/s of the fastest bf16 matrix product that a probe has measured; None where there is no probe."""
     try:
-        figures = read_object(probe, LARGEST)["gemm"].values()
+        figures = read_object(probe, MAX_FILE_BYTES)["gemm"].values()
         return max(
             1e12 * float(each["tflops"]) for each in figures if each.get("precision") == "bf16" and "tflops" in each
         )
@@ -98,7 +98,7 @@ def packed(files: Sequence[Path], largest: int) -> bytes:
     taken: list[Path] = []
     whole = _tar(taken)
     for path in files:
-        if path.stat().st_size <= MOST * largest and len(more := _tar([*taken, path])) <= largest:
+        if path.stat().st_size <= MAX_PACKING_RATIO * largest and len(more := _tar([*taken, path])) <= largest:
             taken, whole = [*taken, path], more
     return whole
 

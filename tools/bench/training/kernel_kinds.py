@@ -28,8 +28,8 @@ BACKENDS = (  # attention, by a kernel's name
     ("efficient", r"fmha|mem_eff|efficient"),
     ("flex", r"triton_tem.*flex|flex_attention"),
 )
-SHOWN = 24  # kernels of a row, those that take longest
-LONGEST = 120  # characters of a name
+MAX_LISTED = 24  # kernels of a row, those that take longest
+MAX_NAME_LENGTH = 120  # characters of a name
 DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")  # categories of a trace's events that a GPU works in
 
 
@@ -68,12 +68,12 @@ def summary(kernels: Sequence[Kernel], steps: int, gap_ms: float | None = None) 
         by_kind[kind_of(kernel.name)] = by_kind.get(kind_of(kernel.name), 0.0) + kernel.ms
     if gap_ms is not None:
         by_kind["gap"] = gap_ms
-    longest = sorted(kernels, key=lambda kernel: -kernel.ms)[:SHOWN]
+    longest = sorted(kernels, key=lambda kernel: -kernel.ms)[:MAX_LISTED]
     return {
         "kernels_per_step": round(sum(kernel.count for kernel in kernels) / steps, 1),
         "ms_by_kind": {kind: round(ms / steps, 3) for kind, ms in sorted(by_kind.items(), key=lambda item: -item[1])},
         "kernels": [
-            {"name": kernel.name[:LONGEST], "per_step": kernel.count / steps, "ms": round(kernel.ms / steps, 4)}
+            {"name": kernel.name[:MAX_NAME_LENGTH], "per_step": kernel.count / steps, "ms": round(kernel.ms / steps, 4)}
             for kernel in longest
         ],
         "attention": attention_backend(kernels),

@@ -21,15 +21,15 @@ from megalite_tools.bench.training.guard import Ended, Limits, end_leftover, run
 from megalite_tools.bench.training.junit import counts
 from megalite_tools.bench.training.prediction import predicted
 from megalite_tools.bench.training.report import can_be_shown
-from megalite_tools.bench.training.rows import CRASH, FAILED, GIVEN_UP_AFTER, REFUSED, Row, Rows, ending, finished
+from megalite_tools.bench.training.rows import CRASH, FAILURE, PROGRAM_FAULTS, REFUSAL, Row, Rows, ending, finished
 
 TRIES = 2  # failures in a row after which an implementation is given up
 HOST_SHARE = 0.9  # a case may take this share of the host's free memory
 FREE_SHARE = 0.02  # a GPU with at most this share of its memory in use counts as free
-SETTLING = 10.0  # seconds to wait for memory of a case before to be given back
+SETTLING_SECONDS = 10.0  # seconds to wait for memory of a case before to be given back
 SMI_SECONDS = 20.0  # a driver may take so long for its first answer
-MEMORY = ("memory.used", "memory.total")
-ENDING = SETTLING + 12.0  # seconds that a case may take beyond its limit: before its start, and to be ended
+MEMORY_FIELDS = ("memory.used", "memory.total")
+ENDING_SECONDS = SETTLING_SECONDS + 12.0  # that a case may take beyond its limit: before its start, and to be ended
 PAUSE = 0.5  # seconds between two looks at it
 MODULE = "megalite_tools.bench.training.command"
 
@@ -53,11 +53,11 @@ class Machine:
 
     def settle(self) -> str:
         """Wait until earlier processes have given memory of GPUs back. Returns a note if they have not, else ""."""
-        end = time.monotonic() + SETTLING
+        end = time.monotonic() + SETTLING_SECONDS
         while self.gpus:
             try:
-                query = [f"--query-gpu={','.join(MEMORY)}", "--format=csv,noheader,nounits"]
-                told = table(ask(query, SETTLING / 2), MEMORY)
+                query = [f"--query-gpu={','.join(MEMORY_FIELDS)}", "--format=csv,noheader,nounits"]
+                told = table(ask(query, SETTLING_SECONDS / 2), MEMORY_FIELDS)
                 held = max(float(gpu["memory.used"]) - FREE_SHARE * float(gpu["memory.total"]) for gpu in told)
             except (SmiError, ValueError):
                 return ""
@@ -111,13 +111,13 @@ class Runner:
             self.say(f"{case.id}: has a row already")
             return True
         if reason := self._refusal(case):
-            row = {**self._head(case), "status": REFUSED, "reason": reason}
-            if self.rows.get(case.id, row)["status"] == REFUSED:
+            row = {**self._head(case), "status": REFUSAL, "reason": reason}
+            if self.rows.get(case.id, row)["status"] == REFUSAL:
                 self._close(case, row)
             else:
                 self.say(f"{case.id}: not run again, its earlier row stays: {reason}")
             return True
-        if case.limit + ENDING > self.left():
+        if case.limit + ENDING_SECONDS > self.left():
             self.say(f"{case.id}: not started, as its {case.limit:.0f} s do not fit into the {self.left():.0f} s left")
             return False
         self.begin(case)
@@ -132,7 +132,7 @@ class Runner:
     def _is_done(self, case: Case) -> bool:
         row = self.rows.get(case.id, {})
         same = (row.get("commit"), row.get("hash")) == (self.commit, case.hash(self.machine.target))
-        return same and row["status"] != REFUSED
+        return same and row["status"] != REFUSAL
 
     def _refusal(self, case: Case) -> str:
         """Reason why a case is not worth its time; "" if it is."""
@@ -142,8 +142,8 @@ class Runner:
             return ""
         here = {"label": case.label, "commit": self.commit, "target": asdict(self.machine.target)}
         others = [row for name, row in self.rows.items() if name != case.id and here.items() <= row.items()]
-        tried = sorted((row for row in others if row["status"] != REFUSED), key=lambda row: row["written"])[-TRIES:]
-        if len(tried) == TRIES and all(row["status"] in GIVEN_UP_AFTER for row in tried):
+        tried = sorted((row for row in others if row["status"] != REFUSAL), key=lambda row: row["written"])[-TRIES:]
+        if len(tried) == TRIES and all(row["status"] in PROGRAM_FAULTS for row in tried):
             return f"{case.label} has failed {TRIES} times in a row: {', '.join(row['id'] for row in tried)}"
         return ""
 
@@ -155,7 +155,7 @@ class Runner:
         if case.command:
             status, reason = ending(ended)
             if status == CRASH and ended.code > 0:
-                status = FAILED
+                status = FAILURE
             row: Row = {"status": status, "reason": reason, "tail": ended.tail}
             if tests := counts(self.folder / name for name in case.keep if name.endswith(".xml")):
                 row["tests"] = tests

@@ -12,10 +12,10 @@ from megalite.cost.predict import predict
 from megalite.cost.stages import Timer
 from megalite.plan.model.size import flops_per_token
 from megalite_launch.preflight.smi import SmiError, ask
-from megalite_tools.bench.training.cases import OURS, Case, Target
+from megalite_tools.bench.training.cases import MEGALITE, Case, Target
 from megalite_tools.plan.published.profiles import PROFILES, UNKNOWN_SPREAD
 
-REHEARSED = "h100_sxm"  # the cluster of predictions in a rehearsal, which nothing is compared with
+REHEARSAL_CLUSTER = "h100_sxm"  # the cluster of predictions in a rehearsal, which nothing is compared with
 PROFILE_NAMES = {  # in PROFILES, by implementation and whether it is compiled; others have none
     ("torchtitan", False): "torchtitan",
     ("torchtitan", True): "torchtitan_2025",
@@ -26,7 +26,7 @@ PROFILE_NAMES = {  # in PROFILES, by implementation and whether it is compiled; 
 def cluster(target: Target) -> Cluster | None:
     """The cluster file of the GPUs here; None where none is known."""
     if target.device == "cpu":
-        return load_cluster(REHEARSED)
+        return load_cluster(REHEARSAL_CLUSTER)
     try:
         names = ask(["--query-gpu=name", "--format=csv,noheader"], 20).splitlines()
     except SmiError:
@@ -41,7 +41,7 @@ def predicted(case: Case, target: Target) -> dict[str, Any] | None:
     if on is None:
         return None
     try:
-        if case.implementation in ("", OURS):
+        if case.implementation in ("", MEGALITE):
             found = predict(config, on)
             seconds, spread = found.seconds, found.spread
         else:

@@ -7,7 +7,7 @@ import torch
 
 from megalite_kernels.benchmarks.machine import version
 from megalite_kernels.benchmarks.timing import Call, copied_sizes, copies
-from megalite_launch.preflight.smi import UNKNOWN, SmiError, ask, table
+from megalite_launch.preflight.smi import MISSING_VALUES, SmiError, ask, table
 from megalite_tools.bench.training.probe_figures import Figures, timed
 from megalite_tools.machine import cpu_name
 
@@ -34,7 +34,7 @@ def ask_smi(device: torch.device, columns: tuple[str, ...]) -> dict[str, str | N
         return unknown
     uuid = str(torch.cuda.get_device_properties(device).uuid)
     row = next((row for row in rows if uuid in row["uuid"]), rows[0] if len(rows) == 1 else unknown)
-    return {column: None if row[column] in UNKNOWN else row[column] for column in columns}
+    return {column: None if row[column] in MISSING_VALUES else row[column] for column in columns}
 
 
 def number(answer: str | None) -> float | None:

@@ -14,8 +14,8 @@ from megalite_kernels.benchmarks.timing import Call, Gpu, Spread, spread, spread
 ROUNDS = 10
 ROUNDS_ON_CPU = 3
 ERROR_LENGTH = 300  # characters of an exception that are recorded
-NOT_MEASURED, ERROR = "not_measured", "error"  # keys of a figure that has no value
-OUT_OF_TIME = {NOT_MEASURED: "out of time"}
+OMISSION, ERROR = "not_measured", "error"  # keys of a figure that has no value
+OUT_OF_TIME = {OMISSION: "out of time"}
 
 
 class Clock:

@@ -16,7 +16,7 @@ from torch.profiler import ProfilerActivity, profile
 from megalite_kernels import adamw, linear_cross_entropy
 from megalite_kernels.backend import Backend
 from megalite_kernels.benchmarks.cases import AdamWOptions
-from megalite_kernels.benchmarks.inputs import TINY, Model, fitting
+from megalite_kernels.benchmarks.inputs import TINY_MODEL, Model, fitting
 from megalite_kernels.benchmarks.timing import Call
 from megalite_kernels.benchmarks.variants import compile_for
 from megalite_kernels.compile_cases import LLAMAS
@@ -151,7 +151,7 @@ def optimizer(figures: Figures) -> None:
     """Time a step of AdamW over the parameters of a model in fp32, in ms per 1e9 parameters."""
     device = figures.device
     free = figures.clock.free()
-    model = TINY if figures.tiny or free is None else fitting(PARAMETERS, free)
+    model = TINY_MODEL if figures.tiny or free is None else fitting(PARAMETERS, free)
     sizes = model.parameters()
     weights = [torch.randn(size, device=device) for size in sizes]
     gradients = [torch.randn_like(weight) for weight in weights]

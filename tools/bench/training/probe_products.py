@@ -11,7 +11,7 @@ from torch import Tensor
 from megalite_kernels.benchmarks.timing import Call
 from megalite_kernels.compile_cases import LLAMAS, Shape
 from megalite_tools.bench.training.probe_device import ask_smi, number
-from megalite_tools.bench.training.probe_figures import NOT_MEASURED, Figures, digits, timed
+from megalite_tools.bench.training.probe_figures import OMISSION, Figures, digits, timed
 
 Kind = Literal["forward", "input gradient", "weight gradient"]
 Run = Callable[[], Tensor]
@@ -112,7 +112,7 @@ def _bf16(figures: Figures, product: Product) -> dict[str, Any]:
 
 def _fp8(figures: Figures, product: Product, fast: bool) -> dict[str, Any]:
     if figures.device.type == "cuda" and torch.cuda.get_device_capability(figures.device) < FP8_CAPABILITY:
-        return {NOT_MEASURED: "the GPU has no fp8"}
+        return {OMISSION: "the GPU has no fp8"}
     return _measured(figures, product, "fp8", product.run_fp8(figures.device, fast))
 
 

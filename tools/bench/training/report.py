@@ -9,10 +9,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from megalite.base.errors import counted, printable
-from megalite_tools.bench.training.cases import OURS, Case
-from megalite_tools.bench.training.rows import DISAGREES, OK, Row
+from megalite_tools.bench.training.cases import MEGALITE, Case
+from megalite_tools.bench.training.rows import DISAGREEMENT, OK, Row
 
-LONGEST = 300  # characters of a reason
+MAX_REASON_LENGTH = 300  # characters of a reason
 REPEAT = re.compile(r"-r\d+$")
 STEPS = (
     "implementation",
@@ -31,7 +31,7 @@ STEPS = (
     "÷ best megalite",
 )
 KINDS = ("gemm", "attention", "norm", "rope", "swiglu", "loss", "optimizer", "compiled", "pointwise", "copy", "gap")
-ONE_GPU = """One GPU cannot show NCCL and anything between ranks: tensor, pipeline, context and expert parallelism, sharding, and what
+LIMITS_OF_ONE_GPU = """One GPU cannot show NCCL and anything between ranks: tensor, pipeline, context and expert parallelism, sharding, and what
 of their communication is hidden; nor two nodes, nor a slow rank. Its data-parallel step exchanges nothing.
 """  # noqa: E501 - a line of the page
 
@@ -45,7 +45,7 @@ def page(rows: Mapping[str, Row], cases: Sequence[Case], head: Mapping[str, Any]
     programs = [row for row in rows.values() if not row.get("implementation")]
     parts = [f"# Training steps, measured\n\n{_head(head, rows)}"]
     if len(head.get("gpus", ())) < 2:
-        parts.append(ONE_GPU)
+        parts.append(LIMITS_OF_ONE_GPU)
     if programs:
         parts.append(f"## Programs and tests\n\n{_programs(programs, steps)}")
     for group in sorted({str(row.get("group")) for row in steps}):
@@ -110,7 +110,7 @@ def _whole_run(row: Row, steps: Sequence[Row]) -> str:
 
 def _is_bare_step_of(run: Row, row: Row) -> bool:
     same = (row.get("group"), row.get("settings")) == (run.get("group"), run.get("settings"))
-    return same and row["status"] == OK and row["implementation"] == OURS
+    return same and row["status"] == OK and row["implementation"] == MEGALITE
 
 
 def _group(rows: Sequence[Row], gemm: float | None) -> str:
@@ -132,7 +132,7 @@ def _fastest(rows: Iterable[Row]) -> str:
             best[key] = row
     lines = []
     for (model, implementation), row in sorted(best.items()):
-        ours = best.get((model, OURS))
+        ours = best.get((model, MEGALITE))
         ratio = f"{ours['tok_s'] / row['tok_s']:.3f}" if ours else "–"
         lines.append([model, implementation, row["id"], f"{row['tok_s']:,.0f}", _percent(row.get("F")), ratio])
     heads = ["model", "implementation", "id", "tokens/s/GPU", "MFU full", "megalite ÷ this"]
@@ -149,7 +149,7 @@ def _repeats(rows: Iterable[Row]) -> list[list[Row]]:
 def _typical(repeats: Sequence[Row]) -> Row | None:
     """The repeat of median time, the slower one of two; None where none is ok, or one computes something else."""
     fine = sorted((row for row in repeats if row["status"] == OK and row.get("step_ms")), key=_median)
-    disagrees = any(row["status"] == DISAGREES for row in repeats)
+    disagrees = any(row["status"] == DISAGREEMENT for row in repeats)
     return None if disagrees or not fine else fine[len(fine) // 2]
 
 
@@ -160,11 +160,11 @@ def _median(row: Row) -> float:
 def _line(repeats: Sequence[Row], gemm: float | None) -> dict[str, Any]:
     """One line of a group. Without a time where there is none to compare, and then with the reason."""
     row = _typical(repeats)
-    ours, runs = repeats[0].get("implementation") == OURS, sum(each["status"] == OK for each in repeats)
+    ours, runs = repeats[0].get("implementation") == MEGALITE, sum(each["status"] == OK for each in repeats)
     predicted = (row or repeats[0]).get("predicted") or {}
     expected = f"{predicted['step_ms']:.1f} ms ± {predicted['spread']:.0%}" if predicted else "–"
     if row is None:
-        bad = next((each for each in repeats if each["status"] == DISAGREES), repeats[0])
+        bad = next((each for each in repeats if each["status"] == DISAGREEMENT), repeats[0])
         blank = [*["–"] * (len(STEPS) - 4), expected]
         return {"ours": ours, "ms": None, "cells": [_name(bad), f"{bad['status']}: {_why(bad)}", *blank]}
     ms, p10, p90 = (float(row["step_ms"][key]) for key in ("median", "p10", "p90"))
@@ -205,13 +205,13 @@ def _ratio(line: Mapping[str, Any], best: Mapping[str, Any]) -> str:
 def _name(row: Row) -> str:
     """An implementation with what is special about its settings."""
     told, parts = row.get("settings", {}), [str(row.get("label", row["id"]))]
-    if row.get("implementation") == OURS:
+    if row.get("implementation") == MEGALITE:
         parts += [str(told["mode"])] if told.get("mode") else []
         parts += [f"kernels {told['kernels']}"] if told.get("kernels") in ("torch", "triton") else []
     if told.get("recompute", "none") != "none":
         parts.append(f"{told['recompute']} recompute")
     if row.get("note"):
-        parts.append(f"[{str(row['note'])[:LONGEST]}]")
+        parts.append(f"[{str(row['note'])[:MAX_REASON_LENGTH]}]")
     return ", ".join(parts)
 
 
@@ -230,7 +230,7 @@ def _by_kind(rows: Sequence[Row]) -> str:
 
 
 def _why(row: Row) -> str:
-    return "; ".join(str(row[key]) for key in ("reason", "note") if row.get(key))[:LONGEST]
+    return "; ".join(str(row[key]) for key in ("reason", "note") if row.get(key))[:MAX_REASON_LENGTH]
 
 
 def _percent(value: float | None) -> str:

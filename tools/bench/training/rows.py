@@ -14,11 +14,12 @@ from megalite.base.errors import InputError
 from megalite.base.files import read_object, write_object
 from megalite_tools.bench.training.guard import Ended
 
-OK, FAILED, OOM, TIMEOUT, CRASH, DISAGREES, REFUSED = "ok", "failed", "oom", "timeout", "crash", "disagrees", "refused"
-STATUSES = (OK, FAILED, OOM, TIMEOUT, CRASH, DISAGREES, REFUSED)
-GIVEN_UP_AFTER = (CRASH, TIMEOUT)  # faults of a program, not of a size
-LARGEST = 1 << 24  # bytes of a row
-NO_MEMORY = ("out of memory", "OutOfMemoryError", "MemoryError", "Cannot allocate memory")
+OK, FAILURE, OOM, TIMEOUT = "ok", "failed", "oom", "timeout"
+CRASH, DISAGREEMENT, REFUSAL = "crash", "disagrees", "refused"
+STATUSES = (OK, FAILURE, OOM, TIMEOUT, CRASH, DISAGREEMENT, REFUSAL)
+PROGRAM_FAULTS = (CRASH, TIMEOUT)  # faults of a program, not of a size
+MAX_ROW_BYTES = 1 << 24  # bytes of a row
+MEMORY_ERRORS = ("out of memory", "OutOfMemoryError", "MemoryError", "Cannot allocate memory")
 
 Row = dict[str, Any]
 
@@ -63,7 +64,7 @@ class Rows:
 def readable(path: Path) -> Row | None:
     """The object in a file, if it is a row; None for half a row, or none."""
     try:
-        found = read_object(path, LARGEST)
+        found = read_object(path, MAX_ROW_BYTES)
     except InputError:
         return None
     return found if found.get("status") in STATUSES else None
@@ -98,6 +99,6 @@ def ending(ended: Ended) -> tuple[str, str]:
     if ended.code < 0:
         names = {number.value: number.name for number in signal.Signals}  # real-time signals have none
         return CRASH, f"killed by {names.get(-ended.code, f'signal {-ended.code}')}"
-    if any(sign in ended.tail for sign in NO_MEMORY):
+    if any(sign in ended.tail for sign in MEMORY_ERRORS):
         return OOM, "out of memory"
     return CRASH, f"exit code {ended.code}"

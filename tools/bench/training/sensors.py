@@ -8,7 +8,7 @@ from typing import Any
 
 PERIOD = 200  # milliseconds
 FIELDS = ("power.draw", "clocks.sm", "temperature.gpu")
-LONGEST = 256  # characters of a line
+MAX_LINE_LENGTH = 256  # characters of a line
 
 
 class Sensors:
@@ -41,7 +41,7 @@ class Sensors:
 
     def _read(self, process: subprocess.Popen[str]) -> None:
         assert process.stdout is not None
-        while line := process.stdout.readline(LONGEST):
+        while line := process.stdout.readline(MAX_LINE_LENGTH):
             self._lines.append(line)
 
     @property

@@ -12,7 +12,7 @@ from megalite.base.exit_codes import ExitCode
 from megalite.distributed.start.local import launch
 from megalite.distributed.start.ranks import find_rank_info
 from megalite.distributed.start.start import run_rank
-from megalite_tools.bench.training.cases import COMMON, Case, Target
+from megalite_tools.bench.training.cases import COMMON_SETTINGS, Case, Target
 from megalite_tools.bench.training.end_to_end import measure as measure_train
 from megalite_tools.bench.training.rows import CRASH, OK, Rows
 from megalite_tools.bench.training.trial import Note, measure, outcome, settings, versions
@@ -80,6 +80,6 @@ def _train(case: Case, target: Target, folder: Path, note: Note) -> dict[str, An
     noted({})
     work = folder / "train"
     shutil.rmtree(work, ignore_errors=True)  # an attempt that was killed has left it
-    found = measure_train((*COMMON, *case.inputs), work, target.device, STEPS, noted)
+    found = measure_train((*COMMON_SETTINGS, *case.inputs), work, target.device, STEPS, noted)
     shutil.rmtree(work, ignore_errors=True)
     return {"status": OK, **head, **found}

@@ -34,15 +34,15 @@ from megalite.train.build import build, build_mesh
 from megalite.train.folder.secrets import command_without_secrets
 from megalite.train.recompute_costs import plan_for
 from megalite.train.step import train_step
-from megalite_tools.bench.training.cases import OURS, Case, Target
+from megalite_tools.bench.training.cases import MEGALITE, Case, Target
 from megalite_tools.bench.training.kernel_kinds import Kernel, of_trace, summary
 from megalite_tools.bench.training.peers import Runner
 from megalite_tools.bench.training.prediction import cluster, mfu
-from megalite_tools.bench.training.rows import CRASH, OK, OOM, REFUSED
+from megalite_tools.bench.training.rows import CRASH, OK, OOM, REFUSAL
 from megalite_tools.bench.training.sensors import Sensors
 
-WARM, TIMED, PROFILED = 3, 20, 2  # steps
-REHEARSED = 17  # timed steps of a rehearsal, so that curves have 20
+WARM_STEPS, TIMED_STEPS, PROFILED_STEPS = 3, 20, 2  # steps
+REHEARSAL_STEPS = 17  # timed steps of a rehearsal, so that curves have 20
 TIMEOUT = 120.0  # seconds of a collective
 PEERS = {"transformers": "huggingface", "liger": "liger", "torchtitan": "titan"}  # modules, with `build`
 PACKAGES = ("megalite", "torch", "triton", "transformers", "liger-kernel", "torchtitan", "torchao", "numpy")
@@ -78,13 +78,13 @@ def measure(case: Case, target: Target, rank_info: RankInfo | None, note: Note, 
     losses.append(runner(tokens, 0))
     timer.synchronize()
     first = time.perf_counter() - first
-    losses += [runner(tokens, number) for number in range(1, WARM)]
+    losses += [runner(tokens, number) for number in range(1, WARM_STEPS)]
     timer.synchronize()
     before = _Compiled.graphs()
     timer.reset_peak()
     stage("taking steps", loss=[loss.item() for loss, _ in losses])
     with Sensors(device.index if device.type == "cuda" else None) as sensors:
-        for number in range(WARM, WARM + (REHEARSED if target.tiny else TIMED)):
+        for number in range(WARM_STEPS, WARM_STEPS + (REHEARSAL_STEPS if target.tiny else TIMED_STEPS)):
             timer.mark()
             losses.append(runner(tokens, number))
         timer.mark()
@@ -121,7 +121,7 @@ def outcome(error: BaseException, row: Mapping[str, Any]) -> dict[str, Any]:
     Raises any other error again.
     """
     if isinstance(error, InputError):
-        return {"status": REFUSED, "reason": str(error)}
+        return {"status": REFUSAL, "reason": str(error)}
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         at = f"while {row['stage']}" if row.get("stage") else ""
         return {"status": OOM, "reason": f"out of memory {at}".strip(), "tail": str(error)[:2000]}
@@ -130,7 +130,7 @@ def outcome(error: BaseException, row: Mapping[str, Any]) -> dict[str, Any]:
 
 def built(case: Case, config: Config, device: torch.device) -> tuple[Runner, Tensor]:
     """The implementation of a case, and this rank's `[m, b, s + 1]` tokens, the same at every step."""
-    if case.implementation == OURS:
+    if case.implementation == MEGALITE:
         mesh = build_mesh(config, device)
         assert mesh is not None
         job = build(plan_for(config, mesh), mesh)
@@ -242,7 +242,7 @@ def profiled(step: Callable[[int], object], device: torch.device, folder: Path, 
     """Profile some steps, and summarize their kernels. kept: where its trace goes, compressed; None: nowhere."""
     activity = ProfilerActivity.CUDA if device.type == "cuda" else ProfilerActivity.CPU
     with profile(activities=[activity]) as profiler:
-        for number in range(PROFILED):
+        for number in range(PROFILED_STEPS):
             step(number)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
@@ -254,12 +254,12 @@ def profiled(step: Callable[[int], object], device: torch.device, folder: Path, 
             kept.write_bytes(gzip.compress(trace.read_bytes(), 5))
         if device.type == "cuda":
             kernels, gap = of_trace(json.loads(trace.read_bytes())["traceEvents"])
-            return summary(kernels, PROFILED, gap)
+            return summary(kernels, PROFILED_STEPS, gap)
     finally:
         trace.unlink()
     averages = profiler.key_averages()
     told = [Kernel(each.key, each.count, each.self_cpu_time_total / 1e3) for each in averages]
-    return summary([kernel for kernel in told if "::" in kernel.name], PROFILED)
+    return summary([kernel for kernel in told if "::" in kernel.name], PROFILED_STEPS)
 
 
 def settings(config: Config, selective: bool = False) -> dict[str, Any]:

@@ -10,21 +10,21 @@ from megalite_tools.plan.published.profiles import Profile
 from megalite_tools.plan.published.step import StepModel
 from megalite_tools.plan.published.work import Work
 
-OWN_WAYS = 0.03  # share of a step that a program's own ways may change, for a configuration to express it
-WEIGHT = 2  # bytes of one in bf16
+MAX_OWN_SHARE = 0.03  # share of a step that a program's own ways may change, for a configuration to express it
+WEIGHT_BYTES = 2  # bytes of one in bf16
 
 
 def expressed(work: Work, program: Profile, cluster: Cluster) -> Config | None:
     """The configuration that does `work` as `program` does; None where megalite has none.
 
     A configuration has SwiGLU, products in 16 bits and fused attention. And it has one way to send and to add up, for
-    which `_as_ours` stands: where a program's own ways change its step by more than OWN_WAYS, no configuration
+    which `_as_ours` stands: where a program's own ways change its step by more than MAX_OWN_SHARE, no configuration
     expresses it.
     """
     if not work.gated or work.precision != "bf16" or program.attention == "unfused":
         return None
     own, ours = (StepModel(work, each, cluster).step().total for each in (program, _as_ours(work, program)))
-    if abs(own / ours - 1) > OWN_WAYS:
+    if abs(own / ours - 1) > MAX_OWN_SHARE:
         return None
     config = _config(work, program)
     return None if validate(config, work.gpus) else config
@@ -33,9 +33,9 @@ def expressed(work: Work, program: Profile, cluster: Cluster) -> Config | None:
 def _as_ours(work: Work, program: Profile) -> Profile:
     """The program with its kernels and fusions, but with megalite's ways between them."""
     if work.mode in ("zero2", "zero3"):
-        moved, sums = (2.0 * WEIGHT, float(WEIGHT + program.gradient)), 0.0
+        moved, sums = (2.0 * WEIGHT_BYTES, float(WEIGHT_BYTES + program.gradient)), 0.0
     else:
-        moved, sums = (0.0, 0.0), float(WEIGHT + 2 * program.gradient)
+        moved, sums = (0.0, 0.0), float(WEIGHT_BYTES + 2 * program.gradient)
     return replace(
         program,
         moved=moved,
@@ -81,7 +81,7 @@ def _config(work: Work, program: Profile) -> Config:
             cp=work.cp,
             tp=work.tp,
             pipeline=Pipeline(named, work.virtual, split=_split(work, program)),
-            data=DataParallel(work.mode, "bf16" if program.gradient == WEIGHT else "fp32"),
+            data=DataParallel(work.mode, "bf16" if program.gradient == WEIGHT_BYTES else "fp32"),
         ),
         batch=Batch(micro=work.micro, global_=work.micro * work.micro_batches * work.dp),
         train=Train(recompute=work.recompute),

@@ -9,8 +9,8 @@ from typing import TypeVar
 
 from megalite.base.errors import listing
 
-SMALLEST_NUMBER = 1e-9  # lower bound of a speed, a time or a memory
-LARGEST_COUNTS = {  # upper bounds of numbers in a row
+MIN_NUMBER = 1e-9  # lower bound of a speed, a time or a memory
+MAX_COUNTS = {  # upper bounds of numbers in a row
     "experts": 1 << 16,
     "layers": 1 << 14,
     "hidden": 1 << 20,
@@ -43,16 +43,14 @@ def number(fields: Mapping[str, str], key: str, most: float) -> float | None:
     if not text:
         return None
     value = _value(key, text)
-    if not SMALLEST_NUMBER <= value <= most:
-        raise ValueError(
-            f"{key} = {text!r:.40}: must be a number of at least {SMALLEST_NUMBER:g}, and at most {most:g}"
-        )
+    if not MIN_NUMBER <= value <= most:
+        raise ValueError(f"{key} = {text!r:.40}: must be a number of at least {MIN_NUMBER:g}, and at most {most:g}")
     return value
 
 
 def whole(fields: Mapping[str, str], key: str, default: int | None = None, least: int = 1) -> int:
     """Read a whole number; `default` for an empty field."""
-    most = LARGEST_COUNTS.get(key, LARGEST_COUNTS["n_gpus"])
+    most = MAX_COUNTS.get(key, MAX_COUNTS["n_gpus"])
     text = fields[key].strip()
     if not text and default is not None:
         return default

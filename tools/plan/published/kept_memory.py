@@ -7,8 +7,8 @@ and dropout's mask has 1. Files named here are in the programs' repositories.
 from dataclasses import dataclass, replace
 from typing import Literal
 
-USABLE = 0.9
-EXPANDABLE = 0.95  # with an allocator whose segments grow, so that less of its memory is in pieces
+USABLE_SHARE = 0.9
+EXPANDABLE_SHARE = 0.95  # with an allocator whose segments grow, so that less of its memory is in pieces
 Counted = Literal["allocated", "reserved", "device", "formula", "unsaid"]
 
 
@@ -46,7 +46,7 @@ class Kept:
     buffers: float = 0
     selective: "Kept | None" = None
     fp8: "Kept | None" = None
-    usable: float = USABLE
+    usable: float = USABLE_SHARE
     counts: Counted = "unsaid"
 
 
@@ -65,7 +65,7 @@ DEEPSPEED_FLOAT32_SUM = replace(MEGATRON_DEEPSPEED, gradient=6)
 MEGATRON_2025 = Kept(fp8=Kept(stream=6, query=5, gated=5, plain=3))
 # scripts/performance sets grad_reduce_in_fp32 = False, "bf16 grad dtype"; recipes of Megatron-Bridge set
 # PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True.
-NEMO = replace(MEGATRON_2025, gradient=2, usable=EXPANDABLE)
+NEMO = replace(MEGATRON_2025, gradient=2, usable=EXPANDABLE_SHARE)
 # The optimizer of NeMo 2.0 and before has the lower half of float32 weights only, as the weights are the upper half:
 # nemo/collections/nlp/models/language_modeling/megatron_base_model.py, store_param_remainders.
 NEMO_2024 = replace(NEMO, master=2)
@@ -81,12 +81,12 @@ TORCHTITAN = Kept(
     counts="reserved",
 )
 # A compiled layer does not keep the result of its last product, which backward does not need.
-TORCHTITAN_COMPILED = replace(TORCHTITAN, gated=6, selective=Kept(stream=2, query=4, key=2, gated=2, plain=2))
+COMPILED_TORCHTITAN = replace(TORCHTITAN, gated=6, selective=Kept(stream=2, query=4, key=2, gated=2, plain=2))
 # Its code is not public. It must make the product of gate and up again, since the run fits into 8,192 GPUs of 80 GB
 # without recomputing more (arXiv 2407.21783, section 3.3.2).
 LLAMA_3 = replace(MEGATRON_2025, gated=4)
 # From 2025 on, the loss is compiled too: logits and their gradient in bf16 (torchtitan/components/loss.py).
-TORCHTITAN_2025 = replace(TORCHTITAN_COMPILED, logit=4)
+TORCHTITAN_2025 = replace(COMPILED_TORCHTITAN, logit=4)
 # src/nanotron/models/llama.py: SiLU's result beside gate and up, attention's result once more in the order of the
 # stream, logits in bf16 and twice in float32. src/nanotron/optim/gradient_accumulator.py: float32 sums beside gradients
 # in bf16; DistributedDataParallel has its buckets. The published memory shows that inputs are kept gathered.
@@ -101,8 +101,8 @@ INTERNEVO = Kept(gated=8, gradient=2, logit=4, buffers=2 * 512 * 2**20)
 # masks of dropout. Logits count in bf16, in float32 (cross_entropy.py), as their log-softmax, as two gradients, one of
 # them in bf16 too, and as the bf16 ones of the micro-batch before in one of two buffers (pipeline_schedule/train.py).
 SCALING = Kept(stream=10, query=6, key=6, gated=8, gradient=2, logit=18, outputs=True)
-NORMED = 4  # of `stream`, bytes of the results of both norms
-EAGER_NORMS = 8  # bytes that norms keep more where each operation keeps its inputs: two in float32 and two in bf16
+NORM_BYTES = 4  # of `stream`, bytes of the results of both norms
+EAGER_NORM_BYTES = 8  # bytes that norms keep more where each operation keeps its inputs: two in float32 and two in bf16
 # Usual in PyTorch: logits in bf16, in float32, their log-softmax, and its gradient.
-UNKNOWN = replace(MEGATRON_2025, logit=14)
-UNKNOWN_SHARDED = replace(TORCHTITAN, logit=14, counts="unsaid")
+UNKNOWN_PROGRAM = replace(MEGATRON_2025, logit=14)
+UNKNOWN_SHARDED_PROGRAM = replace(TORCHTITAN, logit=14, counts="unsaid")

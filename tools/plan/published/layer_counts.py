@@ -6,7 +6,7 @@ from itertools import pairwise
 from megalite_tools.plan.published.profiles import Profile
 from megalite_tools.plan.published.work import Work
 
-CLOSE = 1e-9  # by which sums of parameters may differ from whole layers
+TOLERANCE = 1e-9  # by which sums of parameters may differ from whole layers
 
 
 def stage_layers(work: Work, program: Profile) -> list[int]:
@@ -39,7 +39,7 @@ def _balanced(work: Work) -> list[int]:
 @lru_cache(maxsize=1 << 10)
 def _filled(layers: int, pp: int, end: float) -> tuple[int, ...]:
     for most in sorted({whole + more for whole in range(layers + 1) for more in (0, end)}):
-        inner, outer = int(most + CLOSE), int(most - end + CLOSE)
+        inner, outer = int(most + TOLERANCE), int(most - end + TOLERANCE)
         if most >= end and 2 * outer + (pp - 2) * inner >= layers:
             break
     found = []

@@ -13,10 +13,10 @@ from megalite_tools.plan.published.layer_counts import stage_layers
 from megalite_tools.plan.published.profiles import Profile
 from megalite_tools.plan.published.work import Work
 
-HALF, FLOAT = 2, 4  # bytes of an element in 16 bits, and in float32
-ADAM = 8  # bytes of AdamW's two moments of a parameter
-RESERVED = 1.13  # bytes that PyTorch's allocator takes from the GPU for one that tensors have at their fullest
-OUTSIDE = 4.6 * 2**30  # bytes of a GPU that belong to no tensor: CUDA's context, NCCL's buffers, kernels
+HALF_BYTES, FLOAT_BYTES = 2, 4  # bytes of an element in 16 bits, and in float32
+ADAM_BYTES = 8  # bytes of AdamW's two moments of a parameter
+RESERVATION_FACTOR = 1.13  # bytes that PyTorch's allocator takes from the GPU for one of tensors at their fullest
+NON_TENSOR_BYTES = 4.6 * 2**30  # bytes of a GPU that belong to no tensor: CUDA's context, NCCL's buffers, kernels
 SPREADS: dict[Counted, float] = {  # half the width of the interval, relative to the estimate, by what is counted
     "allocated": 0.03,
     "formula": 0.03,
@@ -71,8 +71,8 @@ def counted(work: Work, program: Profile, what: Counted) -> float:
         return found.total - found.moment - found.buffers
     total = memory(work, program).total
     if what == "device":
-        return RESERVED * total + OUTSIDE
-    return RESERVED * total if what == "reserved" else total
+        return RESERVATION_FACTOR * total + NON_TENSOR_BYTES
+    return RESERVATION_FACTOR * total if what == "reserved" else total
 
 
 def fits(work: Work, program: Profile, size: float) -> bool:
@@ -87,19 +87,19 @@ def _rank(work: Work, program: Profile, rank: int, layers: int) -> Memory:
     ends = work.vocab * work.width / work.tp * (2 if first and last and not work.tied else first or last)
     parameters = layers * layer + ends
     shards = (work.shards or work.dp) * work.cp
-    weights, gradients, gathered = HALF * parameters, kept.gradient * parameters, 0.0
-    optimizer = (kept.master + ADAM) * parameters / (1 if work.mode == "ddp" else shards)
+    weights, gradients, gathered = HALF_BYTES * parameters, kept.gradient * parameters, 0.0
+    optimizer = (kept.master + ADAM_BYTES) * parameters / (1 if work.mode == "ddp" else shards)
     if work.mode == "zero3":  # the float32 weights of the optimizer are the weights
-        weights, gradients, optimizer = (each * parameters / shards for each in (FLOAT, FLOAT, ADAM))
+        weights, gradients, optimizer = (each * parameters / shards for each in (FLOAT_BYTES, FLOAT_BYTES, ADAM_BYTES))
         if shards > 1:
-            gathered = kept.whole * layer + HALF * ends
+            gathered = kept.whole * layer + HALF_BYTES * ends
         if work.pp > 1 and kept.accumulates:
-            gathered = (HALF + FLOAT) * parameters
+            gathered = (HALF_BYTES + FLOAT_BYTES) * parameters
     elif work.mode == "zero2":
-        gradients = FLOAT * parameters / shards + HALF * layer
+        gradients = FLOAT_BYTES * parameters / shards + HALF_BYTES * layer
     elif shards > 1:
         gradients += kept.bucket * parameters
-    stream = HALF * work.tokens * work.width / (work.tp if program.sequence_parallel else 1)
+    stream = HALF_BYTES * work.tokens * work.width / (work.tp if program.sequence_parallel else 1)
     each = stream if work.recompute == "full" else layer_kept(work, program)
     held = _held(work, rank)
     activations = held * (layers * each + (stream if kept.outputs and not last else 0))
@@ -137,4 +137,4 @@ def layer_kept(work: Work, program: Profile) -> float:
 def _backward(work: Work, program: Profile) -> float:
     """Bytes that a layer's backward has besides what layers keep: the layer, if it was recomputed, and gradients."""
     again = layer_kept(work, program) if work.recompute == "full" else 0.0
-    return again + HALF * work.tokens * (3 if work.gated else 2) * work.ffn / work.tp
+    return again + HALF_BYTES * work.tokens * (3 if work.gated else 2) * work.ffn / work.tp

@@ -56,8 +56,8 @@ class Profile(Program):
 # _post_backward_hook in _runtime_utils.py, both in torch/distributed/fsdp.
 FSDP2 = (4, 4 + 6)
 FSDP1 = (0, 4 + 4)
-FUSED = (0, 6)  # a product adds to float32 gradients: 8 bytes instead of 2 (--gradient-accumulation-fusion)
-TO_FLOAT32 = (0, 10)  # gradients in 16 bits are read, and float32 sums read and written
+FUSED_SUM = (0, 6)  # a product adds to float32 gradients: 8 bytes instead of 2 (--gradient-accumulation-fusion)
+FLOAT32_SUM = (0, 10)  # gradients in 16 bits are read, and float32 sums read and written
 # Two norms that PyTorch computes operation by operation in float32, as the reference code of LLaMA does, beyond one
 # kernel each: casts, square, mean, two products, and their gradients; forward, backward.
 EAGER_NORMS = (68, 156)
@@ -67,7 +67,7 @@ EAGER_SOFTMAX = (22, 20)
 # A loss after a cast to float32 moves 52 bytes of a logit (megatron/mpu/cross_entropy.py), in plain kernels that are
 # faster than most passes: seconds of stages by vocabulary (github.com/sail-sg/VocabularyParallelism at 6191c3b,
 # artifact/exp_one_host.csv) come to 36 to 39 at the usual rate.
-CAST = 38
+CAST_BYTES = 38
 # Megatron-LM of 2021 and 2022: layer norms, bias + dropout + residual and bias + GELU are fused; attention is not.
 MEGATRON_2021 = Profile(
     "Megatron-LM 2021",
@@ -75,7 +75,7 @@ MEGATRON_2021 = Profile(
     attention="unfused",
     forward_ffn=4,
     backward_ffn=6,
-    logit=CAST,
+    logit=CAST_BYTES,
     sequence_parallel=False,
     gradient=2,
     sums=6,  # in 16 bits
@@ -84,7 +84,7 @@ MEGATRON_2021 = Profile(
 )
 TORCHTITAN = Profile(
     "torchtitan with torch.compile",
-    kept=keeps.TORCHTITAN_COMPILED,
+    kept=keeps.COMPILED_TORCHTITAN,
     attention="flash2",
     sequence_parallel=True,
     gathers_again=True,
@@ -105,7 +105,7 @@ MEGATRON_2025 = Profile(
     sequence_parallel=True,
     gathers_again=True,
     scatters=True,
-    moved=FUSED,
+    moved=FUSED_SUM,
     fp8=1.0,  # Transformer Engine casts in the kernels that make a product's inputs
 )
 # NeMo's user guide, "Communication Overlap": tensor-parallel communication is pipelined with matrix products or beside
@@ -126,7 +126,7 @@ NEMO = replace(
 def with_eager_norms(program: Profile) -> Profile:
     """The program with norms that no kernel fuses."""
     forward, backward = program.forward + EAGER_NORMS[0], program.backward + EAGER_NORMS[1]
-    kept = replace(program.kept, stream=program.kept.stream + keeps.EAGER_NORMS)
+    kept = replace(program.kept, stream=program.kept.stream + keeps.EAGER_NORM_BYTES)
     return replace(program, forward=forward, backward=backward, kept=kept)
 
 
@@ -135,7 +135,7 @@ def with_sequence_parallelism(program: Profile) -> Profile:
     each rank sends its own part of the stream. One that has sequence parallelism anyway stays as it is."""
     if program.sequence_parallel:
         return program
-    stream, gathered = program.kept.stream - keeps.NORMED, program.kept.gathered + keeps.NORMED
+    stream, gathered = program.kept.stream - keeps.NORM_BYTES, program.kept.gathered + keeps.NORM_BYTES
     kept = replace(program.kept, stream=stream, gathered=gathered)
     return replace(program, sequence_parallel=True, gathers_again=False, scatters=True, kept=kept)
 
@@ -186,7 +186,7 @@ PROFILES = {
         weighs_stages=True,  # src/nanotron/models/base.py: get_block_compute_costs
         sequence_parallel=True,
         gathers_again=True,
-        moved=TO_FLOAT32,  # src/nanotron/optim/gradient_accumulator.py
+        moved=FLOAT32_SUM,  # src/nanotron/optim/gradient_accumulator.py
     ),
     "fms_fsdp": replace(
         TORCHTITAN,
@@ -203,7 +203,7 @@ PROFILES = {
         sequence_parallel=True,
         gathers_again=True,
         gradient=4,
-        moved=TO_FLOAT32,
+        moved=FLOAT32_SUM,
         sums=0,
     ),
     # The code of 2023 (c18bec9). Gradients in bf16 are all-reduced beside backward, and each rank
@@ -231,7 +231,7 @@ PROFILES = {
         kept=keeps.SCALING,
         attention="flash2",
         heads=(18, 28),
-        logit=CAST,
+        logit=CAST_BYTES,
         sequence_parallel=False,
         gathers_again=True,
         gradient=4,
@@ -253,7 +253,7 @@ PROFILES = {
     "unknown": replace(
         MEGATRON_2025,
         name="an unknown program",
-        kept=keeps.UNKNOWN,
+        kept=keeps.UNKNOWN_PROGRAM,
         attention="flash2",
         fp8=TORCHTITAN.fp8,
         casts=TORCHTITAN.casts,
@@ -262,7 +262,7 @@ PROFILES = {
     "unknown_sharded": replace(
         TORCHTITAN,
         name="an unknown program that shards weights",
-        kept=keeps.UNKNOWN_SHARDED,
+        kept=keeps.UNKNOWN_SHARDED_PROGRAM,
         gathers_fp8=False,
         known=False,
     ),

@@ -42,12 +42,12 @@ RELEASES: Mapping[str, tuple[tuple[int, str], ...]] = {
 }
 # The last month of whose code published runs are compared. Later code is as uncertain as that of an unknown program;
 # so is a program of which no run is compared.
-COMPARED = {"kempnerforge": 0, "megatron-bridge": 202606, "megatron-lm": 202512, "nemo": 202504, "torchtitan": 202506}
+MAX_MONTHS = {"kempnerforge": 0, "megatron-bridge": 202606, "megatron-lm": 202512, "nemo": 202504, "torchtitan": 202506}
 VERSION = r"(?:20)?(2\d)[.-](0?[1-9]|1[0-2])(?:\.\d{1,3})?|(20\d\d)"
-ROWWISE = 0.47  # `Program.fp8` with a scale for every row: 1.10 times bf16 where one for a tensor reaches 1.25
+ROWWISE_FP8 = 0.47  # `Program.fp8` with a scale for every row: 1.10 times bf16 where one for a tensor reaches 1.25
 KERNELS: tuple[Attention, ...] = ("flash1", "flash2", "flash3", "cudnn", "unfused")
 CHOICES = (*KERNELS, "eager_softmax"), ("sequence_parallel", "no_sequence_parallel")  # a row has one of each at most
-COMPILED = ("torchtitan", "kempnerforge")  # if an option says so
+COMPILED_PROGRAMS = ("torchtitan", "kempnerforge")  # if an option says so
 
 
 def _with_overlap(program: Profile) -> Profile:
@@ -60,21 +60,21 @@ def _with_16_bit_gradients(program: Profile) -> Profile:
     return replace(program, gradient=2, moved=NEMO.moved, kept=replace(program.kept, gradient=2))
 
 
-ANY: Mapping[str, Callable[[Profile], Profile]] = {  # options of all programs
+COMMON_OPTIONS: Mapping[str, Callable[[Profile], Profile]] = {  # options of all programs
     **{kernel: lambda program, kernel=kernel: replace(program, attention=kernel) for kernel in KERNELS},  # type: ignore[misc]
     "eager_softmax": lambda program: replace(program, attention="unfused", scores=EAGER_SOFTMAX),
     "eager_norms": with_eager_norms,
     "sequence_parallel": with_sequence_parallelism,
     "no_sequence_parallel": lambda program: replace(program, sequence_parallel=False, gathers_again=False),
 }
-OF_TORCHTITAN: Mapping[str, Callable[[Profile], Profile]] = {
+TORCHTITAN_OPTIONS: Mapping[str, Callable[[Profile], Profile]] = {
     "compile": lambda program: program,  # `program_of` has taken the profile
     "async_tp": lambda program: replace(program, hidden=0.5),
-    "rowwise": lambda program: replace(program, fp8=ROWWISE, gathers_fp8=False),
+    "rowwise": lambda program: replace(program, fp8=ROWWISE_FP8, gathers_fp8=False),
 }
-OWN: Mapping[str, Mapping[str, Callable[[Profile], Profile]]] = {  # options that one program alone has
-    "kempnerforge": OF_TORCHTITAN,
-    "torchtitan": OF_TORCHTITAN,
+PROGRAM_OPTIONS: Mapping[str, Mapping[str, Callable[[Profile], Profile]]] = {  # options that one program alone has
+    "kempnerforge": TORCHTITAN_OPTIONS,
+    "torchtitan": TORCHTITAN_OPTIONS,
     "megatron-deepspeed": {"fp32_sums": lambda program: replace(program, kept=DEEPSPEED_FLOAT32_SUM)},
     "megatron-lm": {"overlap": _with_overlap, "bf16_gradients": _with_16_bit_gradients},
 }
@@ -87,7 +87,7 @@ def program_of(fields: Mapping[str, str], sharded: bool, eight_bits: bool) -> Pr
     """
     name = word(fields, "program", RELEASES)
     options = fields["options"].lower().split()
-    known = {**ANY, **OWN.get(name, {})}
+    known = {**COMMON_OPTIONS, **PROGRAM_OPTIONS.get(name, {})}
     if unknown := [option for option in options if option not in known]:
         raise ValueError(f"options = {unknown[0]!r:.40}: of {name} must be of {listing(list(known))}")
     for choice in CHOICES:
@@ -96,7 +96,7 @@ def program_of(fields: Mapping[str, str], sharded: bool, eight_bits: bool) -> Pr
     if "rowwise" in options and not eight_bits:
         raise ValueError("options = 'rowwise': must have the precision fp8 or mxfp8, whose scales it is about")
     profile, date = _profile(name, fields["version"].strip())
-    if name in COMPILED and "compile" not in options:
+    if name in COMPILED_PROGRAMS and "compile" not in options:
         profile = "torchtitan"
     elif name == "nemo" and profile == "megatron_2022" and eight_bits:  # it needs Transformer Engine
         profile = "nemo_2024"
@@ -105,7 +105,7 @@ def program_of(fields: Mapping[str, str], sharded: bool, eight_bits: bool) -> Pr
     program = PROFILES[profile]
     for option in dict.fromkeys(options):
         program = known[option](program)
-    return replace(program, known=False) if date > COMPARED.get(name, date) else program
+    return replace(program, known=False) if date > MAX_MONTHS.get(name, date) else program
 
 
 def _profile(name: str, version: str) -> tuple[str, int]:

@@ -8,8 +8,8 @@ import yaml
 from megalite.base.errors import InputError
 from megalite.cost.cluster import load_cluster
 from megalite_tools.bench.training import prediction
-from megalite_tools.bench.training.cases import RANKS_OF_REHEARSAL, Case, Target, read_plan
-from megalite_tools.bench.training.parent import ENDING
+from megalite_tools.bench.training.cases import REHEARSAL_RANKS, Case, Target, read_plan
+from megalite_tools.bench.training.parent import ENDING_SECONDS
 
 ROOT = Path(__file__).parents[4]
 SHIPPED = ROOT / "tools" / "bench" / "slot" / "plan.yaml"
@@ -29,8 +29,8 @@ def test_the_shipped_plan() -> None:
     assert {case.part for case in cases} == {1, 2, 3}
     assert {case.implementation for case in cases} == {"", "megalite", "transformers", "liger", "torchtitan"}
     assert [case.value for case in cases] == sorted((case.value for case in cases), reverse=True)
-    assert all(case.limit + ENDING < SECONDS for case in cases), "or it is never started"
-    assert max(case.ranks for case in tiny) == RANKS_OF_REHEARSAL
+    assert all(case.limit + ENDING_SECONDS < SECONDS for case in cases), "or it is never started"
+    assert max(case.ranks for case in tiny) == REHEARSAL_RANKS
     for case, small in zip(cases, tiny, strict=True):
         if case.implementation:
             model, rehearsed = case.config("cuda").model, small.config("cpu").model

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from megalite_tools.bench.training import guard
-from megalite_tools.bench.training.guard import MARK, TAIL, Ended, Limits, end_leftover, run_limited
+from megalite_tools.bench.training.guard import MARK, TAIL_BYTES, Ended, Limits, end_leftover, run_limited
 
 QUICK = 0.5  # seconds to end on SIGINT
 
@@ -95,11 +95,11 @@ def test_a_child_that_holds_the_output_open_is_not_waited_for(tmp_path: Path) ->
 def test_a_program_that_prints_without_end_keeps_its_beginning_and_its_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(guard, "LOGGED", 1000)
+    monkeypatch.setattr(guard, "MAX_LOG_BYTES", 1000)
     code = "import os\nfor n in range(1000): os.write(1, b'x' * 100_000)\nos.write(1, b'the end')"  # 100 MB
     ended = run(tmp_path, code)
     assert ended.code == 0
-    assert len(ended.tail) == TAIL
+    assert len(ended.tail) == TAIL_BYTES
     assert ended.tail.endswith("xthe end")
     assert (tmp_path / "log").read_text() == "x" * 1000
 

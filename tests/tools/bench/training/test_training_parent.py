@@ -14,7 +14,7 @@ import pytest
 from megalite.base.errors import InputError
 from megalite_tools.bench.training.cases import Case, Target
 from megalite_tools.bench.training.guard import Ended, Limits
-from megalite_tools.bench.training.parent import ENDING, Machine, Runner, locked
+from megalite_tools.bench.training.parent import ENDING_SECONDS, Machine, Runner, locked
 from megalite_tools.bench.training.rows import Rows
 
 CPU = Target("cpu", True)
@@ -92,7 +92,7 @@ def test_a_case_that_does_not_fit_is_not_started_and_a_shorter_one_is(tmp_path: 
     assert bench.ran == ["a", "c"]
     assert late == ["b", "d"]
     assert bench.rows.keys() == {"a", "c"}
-    exact = Bench(tmp_path / "exact", ok, seconds=60 + ENDING)
+    exact = Bench(tmp_path / "exact", ok, seconds=60 + ENDING_SECONDS)
     assert exact.runner.run([case("a", limit=60)]) == []
 
 

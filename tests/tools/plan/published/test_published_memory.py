@@ -7,7 +7,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from megalite.cost.layout_choice import DataMode
-from megalite_tools.plan.published.memory import OUTSIDE, RESERVED, counted, fits, layer_kept, memory
+from megalite_tools.plan.published.memory import NON_TENSOR_BYTES, RESERVATION_FACTOR, counted, fits, layer_kept, memory
 from megalite_tools.plan.published.profiles import PROFILES, Profile
 from megalite_tools.plan.published.work import Recompute, Work
 
@@ -145,7 +145,7 @@ def test_sharding_over_more_ranks_never_takes_more(work: Work, program: Profile)
 def test_what_is_counted_grows_from_tensors_to_the_device(work: Work, program: Profile) -> None:
     of = {what: counted(work, program, what) for what in ("formula", "unsaid", "allocated", "reserved", "device")}
     assert of["formula"] <= of["allocated"] == of["unsaid"] < of["reserved"] < of["device"]
-    assert of["device"] == pytest.approx(RESERVED * of["allocated"] + OUTSIDE)
+    assert of["device"] == pytest.approx(RESERVATION_FACTOR * of["allocated"] + NON_TENSOR_BYTES)
 
 
 @given(works, programs)

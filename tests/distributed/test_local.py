@@ -210,10 +210,10 @@ def test_a_signal_to_the_launcher_reaches_the_ranks(
 def test_ranks_start_with_signals_held_up_and_without_handlers(program: Program, shared: str, tmp_path: Path) -> None:
     program("")
     (tmp_path / "program.py").write_text(
-        "import signal, sys\nfrom megalite.base.stop_signals import STOP\n"
-        "held_up = signal.pthread_sigmask(signal.SIG_BLOCK, ()) >= set(STOP)\n"
+        "import signal, sys\nfrom megalite.base.stop_signals import STOP_SIGNALS\n"
+        "held_up = signal.pthread_sigmask(signal.SIG_BLOCK, ()) >= set(STOP_SIGNALS)\n"
         "defaults = {signal.SIG_DFL, signal.default_int_handler}\n"
-        "sys.exit(0 if held_up and {signal.getsignal(number) for number in STOP} == defaults else 1)"
+        "sys.exit(0 if held_up and {signal.getsignal(number) for number in STOP_SIGNALS} == defaults else 1)"
     )
     assert run(tmp_path, shared, world_size=1) == 0
 

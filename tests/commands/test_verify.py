@@ -160,7 +160,7 @@ def logits_in_chunks() -> Iterator[None]:
         assert 2 * chunk < tokens
         return chunk
 
-    with patch.multiple(module, FEWEST=1, chunk_tokens=chunk_tokens):
+    with patch.multiple(module, MIN_CHUNK_TOKENS=1, chunk_tokens=chunk_tokens):
         yield
 
 

@@ -72,7 +72,8 @@ def test_equally_simple_layouts_differ_in_memory() -> None:
     assert "row 2: no pipeline, 10.0 GiB more memory. " in told
 
 
-EIGHT = ["plan", "configs/model/llama3_8b.yaml", "batch.global=2048", "--gpus", "8"]
+DOCUMENTS = ["data.mask_documents=true", "data.end_of_document=0"]
+EIGHT = ["plan", "configs/model/llama3_8b.yaml", "batch.global=2048", *DOCUMENTS, "--gpus", "8"]
 
 
 def test_a_node_of_eight_gpus_tells_of_plain_data_parallelism(

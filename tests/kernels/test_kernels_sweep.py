@@ -27,7 +27,8 @@ COPY = 1e9  # bytes per second
 
 @pytest.fixture
 def _few(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fewer programs: in the interpreter, all numbers of warps run alike."""
+    """Fewer programs, that which ships among them: in the interpreter, all numbers of warps run alike."""
+    monkeypatch.setattr(sweep, "PROGRAM", Program(1024, 4))
     monkeypatch.setattr(sweep, "WARPS", (4,))
     monkeypatch.setattr(sweep, "ELEMENTS", (1024, 4096))
 

@@ -150,7 +150,7 @@ def test_fp32_on_cuda_keeps_keys_and_values_of_every_query_head() -> None:
 def test_the_loss_handles_as_many_rows_at_a_time_as_planned() -> None:
     """The planner imports no torch, and kernels import nothing of megalite: each has its own number."""
     assert import_module("megalite_kernels.cross_entropy").ROWS == ROWS
-    assert import_module("megalite_kernels.linear_cross_entropy").CLASSES == CLASSES
+    assert import_module("megalite_kernels.linear_cross_entropy").CHUNK_CLASSES == CLASSES
 
 
 @given(

@@ -13,6 +13,7 @@ FOLDERS = ("megalite", "kernels", "launch", "tools")
 HIDDEN = r"(?:Of|That|What|Those|So many|So much)\b"  # words that hide the subject of a sentence
 PRONOUN = re.compile(r"(?:It|Its|This|These|They|He|She|Whether|Which|Who|Whose|How|Where|When|As|If|For)\b")
 SENTENCE = re.compile(rf"(?:^|(?<=[.:;!?]\s)|(?<=\n\n)){HIDDEN}")
+COMMENT = re.compile(HIDDEN, re.IGNORECASE)  # comments beside code begin with a small letter
 
 
 def texts(path: Path) -> Iterator[tuple[int, str, bool]]:
@@ -23,16 +24,25 @@ def texts(path: Path) -> Iterator[tuple[int, str, bool]]:
             text = ast.get_docstring(node)
             if text:
                 yield node.body[0].lineno, text, True
+    begun, comment, above = 0, "", -1  # the comment so far, which may go on in the next line
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        if token.type == tokenize.COMMENT:
-            yield token.start[0], token.string.lstrip("# "), False
+        if token.type != tokenize.COMMENT:
+            continue
+        alone = token.line.lstrip().startswith("#")
+        if alone and above == token.start[0] - 1:
+            comment += " " + token.string.lstrip("# ")
+        else:
+            yield begun, comment, False
+            begun, comment = token.start[0], token.string.lstrip("# ")
+        above = token.start[0] if alone else -1
+    yield begun, comment, False
 
 
 def hidden_subjects(path: Path) -> list[str]:
     """The places of a file at which a sentence, or a docstring, does not begin with its subject."""
     found = []
     for line, text, is_docstring in texts(path):
-        match = SENTENCE.search(text) or (PRONOUN.match(text) if is_docstring else None)
+        match = SENTENCE.search(text) or (PRONOUN if is_docstring else COMMENT).match(text)
         if match:
             found.append(f"{path}:{line}: {text[match.start() : match.start() + 70]!r}")
     return found
@@ -46,5 +56,8 @@ def test_sentences_begin_with_their_subject(folder: str) -> None:
 
 def test_hidden_subjects_are_found(tmp_path: Path) -> None:
     path = tmp_path / "code.py"
-    path.write_text('"""What it is."""\n\n# Of a row. Rows of it.\nx = 1  # the row. That is so\n')
-    assert [place.split(":")[1] for place in hidden_subjects(path)] == ["1", "3", "4"]
+    path.write_text(
+        '"""What it is."""\n\n# Of a row. Rows of it.\nx = 1  # the row. That is so\n'
+        "# rows\n# of a table\ny = 2  # of a row\nz = 3  # rows of it\n"
+    )
+    assert [place.split(":")[1] for place in hidden_subjects(path)] == ["1", "3", "4", "7"]

@@ -24,7 +24,7 @@ from megalite_kernels.tensor_table import (
     CHUNK,
     find,
     launches,
-    on_device_of,
+    numbers_on,
     pointer,
     search_steps,
     size_of,
@@ -99,7 +99,7 @@ def launch_adamw(
         weight, grad, state, _, *copy = (tl_dtype(some[0].dtype) for some in tensors)
         wide = wide_dtype(tensors[0][0].dtype)
         table, programs = tensor_table(tensors)
-        chosen = factors[on_device_of(factors, numbers)].to(wide)
+        chosen = factors[numbers_on(factors.device, numbers)].to(wide)
         _adamw_kernel[(programs,)](
             table, chosen, None if clip is None else clip.to(wide), found_inf, len(numbers),
             BETA1=betas[0], BETA2=betas[1], EPS=eps, COLUMNS=table.shape[1],

@@ -200,7 +200,7 @@ def table(version: str, kernels: Sequence[Compiled]) -> str:
         *([str(getattr(kernel, column)) for column in columns] for kernel in kernels),
     ]
     lines = "".join(f"| {' | '.join(row)} |\n" for row in rows)
-    return f"""# What the kernels compile to
+    return f"""# Compiled kernels
 
 Written by `python -m megalite_kernels.compile_report --write` with Triton {version}, without a GPU. Shared memory and
 stack are bytes of one program; where there is a stack, registers are spilled. Wide loads are instructions that load 16

@@ -34,12 +34,11 @@ def tensor_table(lists: Sequence[Sequence[Tensor]]) -> tuple[Tensor, int]:
         size = tensors[0].numel()
         rows.append([programs, size, *(tensor.data_ptr() for tensor in tensors)])
         programs += -(-size // CHUNK)
-    return on_device_of(lists[0][0], rows), programs
+    return numbers_on(lists[0][0].device, rows), programs
 
 
-def on_device_of(tensor: Tensor, numbers: Sequence[int] | Sequence[Sequence[int]]) -> Tensor:
-    """`numbers` as int64 on the device of `tensor`. A GPU gets them from pinned memory: the host does not wait."""
-    device = tensor.device
+def numbers_on(device: torch.device, numbers: Sequence[int] | Sequence[Sequence[int]]) -> Tensor:
+    """`numbers` as int64 on a device. A GPU gets them from pinned memory, so that the host does not wait for it."""
     return torch.tensor(numbers, dtype=torch.int64, pin_memory=device.type == "cuda").to(device, non_blocking=True)
 
 

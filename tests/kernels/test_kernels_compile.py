@@ -64,6 +64,28 @@ def test_faults_are_found() -> None:
     assert atomics.startswith("atomic, _adds_in_any_order")
 
 
+NARROW_ROWS = """
+import sys, torch
+from types import SimpleNamespace
+from megalite_kernels.compile_cases import Case, meta
+from megalite_kernels.compile_report import SHARED_BYTES, compile_module
+import megalite_kernels.add_rms_norm
+norm = sys.modules["megalite_kernels.rms_norm"]
+norm.shared_memory = lambda device: SHARED_BYTES[90]
+x, weight, inverse = meta(65536, 1, dtype=torch.float64), meta(1, dtype=torch.float64), meta(65536, dtype=torch.float64)
+launch = lambda: norm.launch_backward(x, weight, inverse, x, x)
+sys.modules["narrow_rows"] = SimpleNamespace(compile_cases=lambda: [Case("norm", "", torch.float64, launch, False)])
+(kernel,) = compile_module("narrow_rows", 90)
+print(kernel.shared <= SHARED_BYTES[90], kernel.shared)
+"""
+
+
+def test_rows_of_one_number_fit_into_shared_memory() -> None:
+    """Their root mean squares take as much of it as the rows."""
+    done = _without_interpreter("-c", NARROW_ROWS)
+    assert done.stdout.startswith("True"), done.stdout + done.stderr
+
+
 def test_faults_of_a_record() -> None:
     assert faults([KERNEL, replace(KERNEL, wide_loads=0, wants_wide_loads=False)]) == []
     bad = [

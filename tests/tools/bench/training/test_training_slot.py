@@ -69,3 +69,32 @@ def test_scripts_pass_shellcheck() -> None:
     assert len(scripts) == 2
     ended = subprocess.run(["shellcheck", *scripts], capture_output=True, text=True, timeout=60, check=False)
     assert ended.returncode == 0, ended.stdout
+
+
+def test_where_megalite_is_not_installed_the_packed_wheel_is(installed: Path, tmp_path: Path) -> None:
+    """If it is that of the checkout, which holds more than programs."""
+    bare, slot, plan = tmp_path / "bare", tmp_path / "slot", tmp_path / "plan.yaml"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", bare], check=True, timeout=60)
+    (packages,) = bare.glob("lib/python*/site-packages")
+    for path in Path(pytest.__file__).parents[1].iterdir():
+        if "megalite" not in path.name and path.suffix != ".pth":
+            (packages / path.name).symlink_to(path)
+    (slot / "wheels").mkdir(parents=True)
+    for wheel in installed.parent.glob("*.whl"):
+        shutil.copy(wheel, slot / "wheels")
+    (slot / "COMMIT").write_text("0123456789ab\n")
+    plan.write_text(
+        json.dumps(
+            {"cases": [{"id": "a", "command": ["python", "-c", "import megalite_kernels as m; print(m.__file__)"]}]}
+        )
+    )
+    more = ("all", "--plan", str(plan), "--device", "cpu", "--tiny")
+    places = {"PYTHON": str(bare / "bin" / "python"), "SLOT": str(slot), "OUT": str(tmp_path / "out"), "PYTHONPATH": ""}
+    ended = run(*more, **places)
+    assert ended.returncode == 0, ended.stderr
+    (row,) = json.loads((tmp_path / "out" / "rows.json").read_text())["rows"]
+    assert row["tail"].strip() == str(slot / "site" / "megalite_kernels" / "__init__.py")
+    (slot / "site" / "megalite" / "__init__.py").write_text("")
+    ended = run(*more, **places)
+    assert ended.returncode == 2
+    assert ".slot/wheels has another megalite than this checkout; run tools/bench/slot/pack.sh again" in ended.stderr

@@ -1,9 +1,12 @@
-"""A file with one published run, for tests to change."""
+"""Llama 3 8B as published runs describe it, and a file with one such run, for tests to change."""
 
 import csv
 from pathlib import Path
 
 from megalite_tools.plan.published.rows import COLUMNS
+from megalite_tools.plan.published.work import Work
+
+LLAMA3_8B = Work(layers=32, width=4096, heads=32, kv_heads=8, head_size=128, ffn=14336, vocab=128256, sequence=8192)
 
 
 def write(folder: Path, **fields: str) -> Path:

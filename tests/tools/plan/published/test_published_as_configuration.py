@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+from published_cases import LLAMA3_8B
 
 from megalite.config.layers import layer_kinds
 from megalite.config.validate import validate
@@ -18,23 +19,7 @@ from megalite_tools.plan.published.step import StepModel
 from megalite_tools.plan.published.work import Work
 
 H100 = load_cluster("h100_sxm")
-PLAIN = Work(
-    layers=32,
-    width=4096,
-    heads=32,
-    kv_heads=8,
-    head_size=128,
-    ffn=14336,
-    vocab=128256,
-    sequence=8192,
-    tp=1,
-    pp=2,
-    dp=16,
-    shards=8,
-    micro=1,
-    micro_batches=8,
-    recompute="full",
-)
+PLAIN = replace(LLAMA3_8B, tp=1, pp=2, dp=16, shards=8, micro=1, micro_batches=8, recompute="full")
 TITAN = PROFILES["torchtitan"]
 
 

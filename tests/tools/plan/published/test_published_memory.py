@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
+from published_cases import LLAMA3_8B
 
 from megalite.cost.layout_choice import DataMode
 from megalite_tools.plan.published.memory import NON_TENSOR_BYTES, RESERVATION_FACTOR, counted, fits, layer_kept, memory
@@ -12,19 +13,7 @@ from megalite_tools.plan.published.profiles import PROFILES, Profile
 from megalite_tools.plan.published.work import Recompute, Work
 
 MEGATRON = PROFILES["megatron_2025"]
-LLAMA = Work(
-    layers=32,
-    width=4096,
-    heads=32,
-    kv_heads=8,
-    head_size=128,
-    ffn=14336,
-    vocab=128256,
-    sequence=8192,
-    dp=8,
-    mode="zero1",
-    micro_batches=8,
-)
+LLAMA = replace(LLAMA3_8B, dp=8, mode="zero1", micro_batches=8)
 PARAMETERS = LLAMA.layers * LLAMA.layer_parameters + 2 * LLAMA.vocab * LLAMA.width
 works = st.builds(
     replace,

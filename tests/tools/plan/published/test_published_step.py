@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+from published_cases import LLAMA3_8B
 
 from megalite.cost.cluster import load_cluster
 from megalite.cost.layer import LayerModel
@@ -13,9 +14,7 @@ from megalite_tools.plan.published.work import Work
 
 CLUSTER = load_cluster("h100_sxm")
 PROGRAM = PROFILES["megatron_2025"]
-LLAMA = Work(
-    layers=32, width=4096, heads=32, kv_heads=8, head_size=128, ffn=14336, vocab=128256, sequence=8192, micro_batches=4
-)
+LLAMA = replace(LLAMA3_8B, micro_batches=4)
 
 
 def step(work: Work, program: str = "megatron_2025", cluster: str = "h100_sxm") -> StepTime:

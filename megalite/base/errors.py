@@ -22,8 +22,8 @@ class Problem:
     """One thing wrong with one configuration key; as text, one line."""
 
     key: str  # dotted, as in YAML
-    rule: str  # what must hold
-    fix: str = ""  # what to do about it, unless the rule says it already
+    rule: str  # condition that must hold
+    fix: str = ""  # advice on what to do about it, unless the rule says it already
     value: Any = NO_VALUE
 
     def __str__(self) -> str:

@@ -11,7 +11,7 @@ from rich.text import Text
 from megalite.base.output import UNBOUNDED_WIDTH
 from megalite_launch.base.texts import BINARY_UNITS, escaped, scaled
 
-UNITS = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))  # of memory in tables
+UNITS = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))  # units of memory in tables, and their bytes
 
 
 class _Escaped:

@@ -38,7 +38,7 @@ class Publisher:
         self.check_owner()
         if os.path.lexists(final):
             raise FileExistsError(f"{final} is there already")
-        sweep(self.folder)  # what cannot be deleted is told when the checkpoint is published
+        sweep(self.folder)  # deletes leftovers; one that cannot be deleted is told when the checkpoint is published
         partial = new_partial(final)
         synchronize(self.folder.parent)
         return partial

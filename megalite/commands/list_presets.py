@@ -13,7 +13,7 @@ from megalite.base.errors import InputError
 from megalite.base.terminal import console, sections, table
 from megalite.config.presets import KINDS, advice, presets
 
-SCRIPTS = ("local.sh", "slurm.sbatch")  # of megalite_launch
+SCRIPTS = ("local.sh", "slurm.sbatch")  # files of megalite_launch
 SENTENCE = re.compile(r".*?\.(?=\s|$)")
 
 

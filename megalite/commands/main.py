@@ -25,11 +25,11 @@ COMMANDS = {  # module and summary
     ),
     "quickstart": ("megalite.commands.quickstart", "train a small model on the sources of Python: minutes on a CPU"),
 }
-INPUTS = {  # of commands that take no CONFIG: how their usage calls them, and help
+INPUTS = {  # arguments of commands that take no CONFIG: how their usage calls them, and help
     "list": ("NAME", "print this file in place of the list, to read, copy or change it"),
     "quickstart": ("KEY=VALUE", "a key that is changed in both trainings"),
 }
-MAX_VERIFY_STEPS = 1000  # that verify compares: later, rounding has grown to differences of its own
+MAX_VERIFY_STEPS = 1000  # steps that verify compares: later, rounding has grown to differences of its own
 CODES = {
     ExitCode.DONE: "done",
     ExitCode.FAILED: "verify, plan --dry-run: a difference above the tolerance",

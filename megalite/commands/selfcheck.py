@@ -30,7 +30,7 @@ from megalite.plan.traffic.step import step_traffic
 from megalite.plan.traffic.transfers import Traffic, Transfer
 from megalite_launch.base.texts import BINARY_UNITS, scaled
 
-TOLERANCE = 0.01  # of memory in all, on the device and on the host
+TOLERANCE = 0.01  # share of the memory counted in all, on the device and on the host
 LISTED_TRANSFERS = 8  # the most transfers that differ which are listed
 
 
@@ -44,7 +44,7 @@ class Checked:
     doing: str  # at the peak of what was counted
     traffic: Sequence[Traffic]
     transfers: Counter[Transfer]
-    micro_batches: int  # of the step that was counted
+    micro_batches: int  # micro-batches of the step that was counted
 
     @property
     def predicted(self) -> Counter[Transfer]:

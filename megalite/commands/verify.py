@@ -48,11 +48,9 @@ from megalite.train.step import gradients, update
 CPU = torch.device("cpu")
 COMPILE_SECONDS = 60.0  # seconds; a little more than one core takes to compile for a rank
 END_OF_DOCUMENT = 0  # in the shrunken copy
-NOISE = 1e-4  # of the largest gradient or weight: far smaller values may be rounding errors of 0, as with one position
-ROUNDING = (
-    1e-12  # of the largest gradient in a step: a sum of exactly 0 is below it, as of a bias that shifts all scores
-)
-LOSS_NOISE = 1e-13  # of a loss: what differs less, rounding errors of its sum explain
+NOISE = 1e-4  # share of the largest gradient or weight: far less may be a rounding error of 0, as with one position
+ROUNDING = 1e-12  # share of a step's largest gradient: a sum of exactly 0 is below, as of a bias that shifts all scores
+LOSS_NOISE = 1e-13  # share of a loss: rounding errors of its sum explain smaller differences
 LISTED_WEIGHTS = 8  # weights without a gradient
 
 
@@ -81,7 +79,7 @@ class Trace:
     losses: list[float]
     norms: list[float]
     initial: Parts
-    gradients: list[Parts]  # of every step
+    gradients: list[Parts]  # gradients of every step
     weights: Parts  # after the last step
 
 

@@ -15,7 +15,7 @@ from megalite.base.json_shape import Kind, OrNull, digits, misfits, whole
 FORMAT = "megalite token store"
 VERSION = 1
 MAX_DESCRIPTION_BYTES = 4 << 20  # bytes of such a file
-MAX_SOURCES = 100  # that are listed one by one
+MAX_SOURCES = 100  # sources that are listed one by one
 MAX_TEXT_LENGTH = 4096  # characters of a name or path
 COUNT, SHA256 = whole(0, 62), digits(64)
 NAME = Kind(
@@ -56,7 +56,7 @@ class Description:
     """Facts about one token store."""
 
     megalite: str  # the version that wrote it
-    fingerprint: str  # of the two other files
+    fingerprint: str  # hash of the two other files
     documents: int
     tokens: int
     largest_id: int  # −1: there is no token

@@ -24,7 +24,7 @@ class Micros:
     """One rank's micro-batches of a step, on the CPU."""
 
     tokens: Tensor  # int64 [m, b, s + 1]; the targets are the tokens that follow
-    documents: list[list[Documents]]  # of every micro-batch and sample, in its first s tokens
+    documents: list[list[Documents]]  # documents in the first s tokens of every sample, by micro-batch
 
     @staticmethod
     def cut_at(tokens: Tensor, end_of_document: int | None) -> "Micros":

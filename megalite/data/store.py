@@ -29,11 +29,11 @@ from megalite.data.exclusive_file import claim
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
 HEADER = struct.Struct("<9sQBQQ")
-MAX_VOCABULARY = 1 << 31  # of a vocabulary: Megatron's largest type of a token is int32
+MAX_VOCABULARY = 1 << 31  # ids of a vocabulary: Megatron's largest type of a token is int32
 DTYPES = {code: np.dtype(name) for code, name in {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}.items()}
 
 _CHUNK = 1 << 22  # entries verified at a time
-_PAGES, _PAGE = 32, 4096  # of each file, that make up a fingerprint; the length of one in bytes
+_PAGES, _PAGE = 32, 4096  # pages of each file that make up a fingerprint; bytes of a page
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
@@ -307,7 +307,7 @@ class StoreWriter:
         with self._explained():
             self._tokens.flush()
             os.fsync(self._tokens.fileno())
-            for path in self.hidden[1:]:  # what a killed writer has left, or a link or pipe of that name
+            for path in self.hidden[1:]:  # deletes what a killed writer has left, or a link or pipe of that name
                 path.unlink(missing_ok=True)
             with self.hidden[1].open("xb") as index:
                 index.write(HEADER.pack(MAGIC, VERSION, code, len(lengths), len(lengths) + 1))

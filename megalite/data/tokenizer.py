@@ -32,7 +32,7 @@ EOD_NAMES = (
 COMPANION_FILES = ("tokenizer_config.json", "special_tokens_map.json")  # files of transformers that may name that token
 MAX_COMPANION_BYTES = 16 << 20  # bytes of such a file
 BLANK = "\u2581"  # stands for a blank in the pieces of SentencePiece
-MAX_BYTES = 1 << 30  # of a tokenizer's file
+MAX_BYTES = 1 << 30  # bytes of a tokenizer's file
 ENCODING_PROBLEM = "the tokenizer cannot encode some text; use one that has a token for every character or byte"
 
 

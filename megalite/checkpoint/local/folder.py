@@ -64,9 +64,9 @@ class Held:
 
     step: int
     saved: str  # when
-    digest: str  # of the manifest: two nodes may have saved a step in different ways
+    digest: str  # hash of the manifest: two nodes may have saved a step in different ways
     total: int  # files of the whole checkpoint
-    names: tuple[str, ...]  # of those that are here in full size
+    names: tuple[str, ...]  # files that are here in full size
 
 
 class Place:

@@ -47,7 +47,7 @@ class Exchange:
     ) -> None:
         self.group, self.nodes, self.folder, self.files, self.written = group, nodes, folder, files, written
         self._beside, self._advanced = beside, advanced
-        self._problem: Exception | None = None  # of this node's disk: kept, so that the other node is not left waiting
+        self._problem: Exception | None = None  # error of this disk, kept so that the other node is not left waiting
 
     def run(self) -> None:
         """Exchange all files; collective. Raises OSError if what was to arrive here is not whole."""
@@ -63,7 +63,7 @@ class Exchange:
         buffers = [[torch.empty(PIECE, dtype=torch.uint8) for _ in range(2)] for _ in range(2)]
         files = ExitStack()
         arriving: dict[str, HashedFile] = {}
-        before: tuple[Part, Tensor] | None = None  # what has arrived, and is written while the next is under way
+        before: tuple[Part, Tensor] | None = None  # piece that has arrived, and is written while the next is under way
         for turn, (sent, received) in enumerate(zip_longest(going, coming)):
             out, into = buffers[turn % 2]
             works: list[Any] = []
@@ -82,7 +82,7 @@ class Exchange:
             self._try(partial(self._keep, *before, arriving, files))
         try:
             files.close()
-        except OSError as error:  # of bytes that were still to be written
+        except OSError as error:  # bytes that were still to be written cannot be
             self._problem = self._problem or error
 
     def _parts(self, any_: bool, rank: int) -> Iterator[Part]:

@@ -38,7 +38,7 @@ class Written:
 
     manifest: Manifest
     small: Mapping[str, bytes]  # files that every node gets
-    names: Sequence[Sequence[str]]  # of the files of every rank
+    names: Sequence[Sequence[str]]  # names of the files of every rank
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Kept:
 
     manifest: Manifest
     path: Path  # on this node
-    names: tuple[str, ...]  # of the files that this rank copies to the shared folder
+    names: tuple[str, ...]  # files that this rank copies to the shared folder
     began: float
 
 
@@ -79,7 +79,7 @@ class Tier:
         self._apart = HostGroup("copies of checkpoints")
         self._copier = ThreadPoolExecutor(1, "copy")
         self.beside, self._copier_beside = ThreadPoolExecutor(1, "flush"), ThreadPoolExecutor(1, "flush")
-        self._copies: list[tuple[int, Future[Saved | Failed]]] = []  # that were begun; not yet counted
+        self._copies: list[tuple[int, Future[Saved | Failed]]] = []  # copies that were begun; not yet counted
         self._news: deque[Outcome] = deque()
 
     @property

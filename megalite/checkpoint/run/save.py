@@ -59,10 +59,10 @@ class Ended:
     """Outcomes of what the writer's thread has finished."""
 
     own: list[Outcome]
-    copies: list[Saved | Failed] = field(default_factory=list)  # of local checkpoints; they were told already
+    copies: list[Saved | Failed] = field(default_factory=list)  # outcomes of copying local checkpoints; told already
 
 
-Part = tuple[list[WriteResult], Index, dict[str, File]]  # what a rank has written
+Part = tuple[list[WriteResult], Index, dict[str, File]]  # results, index and files of what a rank has written
 
 
 class Planner(DefaultSavePlanner):

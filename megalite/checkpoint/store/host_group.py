@@ -76,7 +76,7 @@ def _attempt(call: Callable[[], T], rank: int) -> tuple[T | None, Exception | No
         return call(), None
     except ValueError as error:  # bad input and damage
         return None, error
-    except OSError as error:  # what the file system refuses
+    except OSError as error:  # refusals of the file system
         return None, InputError(str(error))
     except Exception as error:  # noqa: BLE001 - not every exception can travel
         return None, ElsewhereError(f"rank {rank}: {error!r}")

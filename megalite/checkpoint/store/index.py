@@ -23,9 +23,9 @@ from megalite.checkpoint.store.manifest import is_plain
 
 MAX_INDEX_BYTES = 1 << 28  # bytes; the index of Llama 3.1 405B on 16,384 ranks has 168 MB
 MAX_HEADER_BYTES = 1 << 24  # bytes of its header, of which that one has 0.8 MB
-MAX_DIMENSIONS = 4  # of a tensor, at most
-MAX_ELEMENTS = 1 << 56  # of a tensor, at most
-MAX_NAME_LENGTH = 1000  # of a tensor, at most
+MAX_DIMENSIONS = 4  # dimensions of a tensor
+MAX_ELEMENTS = 1 << 56  # elements of a tensor
+MAX_NAME_LENGTH = 1000  # characters of a tensor's name
 ITEM_BYTES = {
     "float64": 8,
     "float32": 4,
@@ -37,7 +37,7 @@ ITEM_BYTES = {
     "int8": 1,
     "uint8": 1,
     "bool": 1,
-}  # of every type that a checkpoint may hold
+}  # bytes of an element, of every type that a checkpoint may hold
 LENGTH = struct.Struct("<Q")
 Table = NDArray[np.int64]
 
@@ -70,11 +70,11 @@ class Stored:
 class Chunk(NamedTuple):
     """A part of a tensor that lies in one file."""
 
-    name: str  # of the tensor
+    name: str  # name of the tensor
     dtype: str
     shape: Sequence[int]
     file: str
-    position: int  # of the first byte
+    position: int  # byte of the file at which the chunk begins
     offsets: Sequence[int]
     sizes: Sequence[int]
 

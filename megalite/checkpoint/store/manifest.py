@@ -49,7 +49,7 @@ class Source:
     path: str
     weight: float
     tokens: int
-    fingerprint: str  # of the content, wherever it lies
+    fingerprint: str  # hash of the content, wherever it lies
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ class Saved:
     path: Path
     bytes: int
     seconds: float  # from the end of staging
-    problems: tuple[str, ...]  # of flushing its name and of deleting others; each is told once
+    problems: tuple[str, ...]  # warnings about flushing its name, its export and deleting others; each is told once
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class SavedLocally:
 
     step: int
     path: Path  # on the node of the first rank
-    bytes: int  # of all nodes, replicas not counted
+    bytes: int  # bytes on all nodes, replicas not counted
     seconds: float  # from the end of staging
     replicas: int  # other nodes that have a part, too
 
@@ -32,7 +32,7 @@ class Failed:
 
     step: int
     error: str
-    poisoned: bool = False  # what was to be saved is not finite: nobody could go on from that
+    poisoned: bool = False  # values to be saved are not finite: nobody could go on from them
 
 
 @dataclass(frozen=True)

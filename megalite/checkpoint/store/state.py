@@ -11,15 +11,15 @@ from megalite.checkpoint.store.progress import Progress, impossible
 from megalite.optim.interface import Optimizer
 from megalite.parallel.parameter import Parameter, cut, extra_state, parameters
 
-COUNTS = ("step", "updates", "samples", "tokens", "bad_steps")  # of Progress: whole numbers
-FORMS = {  # of its tensors: dtype, dimensions, sizes of all but the first
+COUNTS = ("step", "updates", "samples", "tokens", "bad_steps")  # fields of Progress that are whole numbers
+FORMS = {  # tensors of Progress: dtype, number of dimensions, sizes of all but the first
     **dict.fromkeys(COUNTS, ("int64", 0, ())),
     "left_out": ("int64", 2, (2,)),
     "losses": ("float64", 1, ()),
 }
 MAX_ELEMENTS = 1 << 24  # elements of such a tensor
 CPU = torch.device("cpu")
-STEP_COUNT = "step"  # of updates, among an optimizer's states: it is a part of the progress
+STEP_COUNT = "step"  # count of updates among an optimizer's states: it is a part of the progress
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from megalite.checkpoint.weights.formats.tokenizer import doubts
 from megalite.checkpoint.weights.sources import open_checkpoint
 from megalite.config.schema import Checkpoint, Config
 
-DTYPES = {"bf16": "bfloat16"}  # of exported weights, where it is not their own
+DTYPES = {"bf16": "bfloat16"}  # data type of exported weights, where it is not their own, by precision of the run
 
 
 def is_due(checkpoint: Checkpoint, step: int, last: int) -> bool:
@@ -29,14 +29,14 @@ def export(checkpoint: Path, config: Config, advanced: Callable[[], None]) -> tu
     """
     target = export_of(checkpoint)
     fresh = target.with_name(f"{target.name}.new")
-    if is_folder(fresh, follow=False):  # of an attempt that was stopped, and perhaps of another checkpoint
+    if is_folder(fresh, follow=False):  # remains of an attempt that was stopped, perhaps of another checkpoint
         shutil.rmtree(fresh)
     found = replace(open_checkpoint(checkpoint), hashes={})  # it has just been written
     dtype = DTYPES.get(config.train.precision)
     found = found.folded()
     plan = huggingface.plan(found, dtype, None)
     convert(found, plan, fresh, {"to": config.checkpoint.export, "dtype": dtype}, 1, lambda _: advanced())
-    if is_folder(target, follow=False):  # of an earlier checkpoint of this step
+    if is_folder(target, follow=False):  # export of an earlier checkpoint of this step
         shutil.rmtree(target)
     fresh.rename(target)
     synchronize(target.parent)

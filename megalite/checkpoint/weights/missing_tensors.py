@@ -8,7 +8,7 @@ from megalite.config.schema import Model
 from megalite.plan.model.weights import weights
 
 LISTED_NAMES = 5  # names of differing tensors
-FLOATS = ("float64", "float32", "bfloat16", "float16")  # of weights that other programs have saved
+FLOATS = ("float64", "float32", "bfloat16", "float16")  # data types of weights that other programs have saved
 
 
 def differences(index: Index, shapes: Mapping[str, Sequence[int]], dtypes: Collection[str]) -> str:

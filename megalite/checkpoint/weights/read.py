@@ -95,9 +95,9 @@ class Piece:
     """The part of a chunk that is wanted."""
 
     file: int
-    position: int  # of the chunk's first byte
+    position: int  # byte of the file at which the chunk begins
     dtype: torch.dtype
-    sizes: tuple[int, ...]  # of the chunk
+    sizes: tuple[int, ...]  # sizes of the chunk
     first: tuple[int, ...]  # element of the chunk that is wanted
     target: Tensor
     factor: float = 1.0

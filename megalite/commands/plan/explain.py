@@ -27,7 +27,7 @@ from megalite.schedule.generate import NAMES
 
 BAR_WIDTH = 40  # characters of the longest bar
 LISTED_CHANGES = 6  # changes
-MIN_GAIN = 0.005  # of a step's time that a change must save to be worth telling
+MIN_GAIN = 0.005  # share of a step's time that a change must save to be worth telling
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,8 @@ from megalite.base.terminal import memory
 from megalite.cost.layout_choice import Choice
 from megalite.layout_search.search import Result
 
-TIE_MARGIN = 0.01  # of the fastest step's time, by which ratios of predictions are not told apart: docs/planner.md
-MEMORY_MARGIN = 0.01  # of the memory of the fastest, by which another's must differ to be told
+TIE_MARGIN = 0.01  # share of the fastest step's time by which ratios of predictions are not told apart: docs/planner.md
+MEMORY_MARGIN = 0.01  # share of the memory of the fastest by which another's must differ to be told
 
 
 def alike(results: Sequence[Result]) -> Sequence[Result]:

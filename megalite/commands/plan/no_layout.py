@@ -112,7 +112,7 @@ def _contradicting(asked: Asked, gpus: int) -> str:
     def shown(keys: Iterable[str]) -> str:
         return ", ".join(f"{key} = {json.dumps(asked.pins[key])}" for key in keys)
 
-    needed = list(asked.pins)  # of the keys, some that contradict each other: without any of them there is a layout
+    needed = list(asked.pins)  # some keys that contradict each other: without any one of them there is a layout
     for key in asked.pins:
         fewer = [each for each in needed if each != key]
         if not _possible(asked, gpus, {each: asked.pins[each] for each in fewer}):

@@ -32,7 +32,7 @@ class Call:
     kind: str
     tensors: str  # data types and sizes
     done: bool
-    peer: int | None = None  # of a message: the other rank
+    peer: int | None = None  # other rank of a message
 
     def __str__(self) -> str:
         return f"{self.kind} of {self.tensors}" if self.tensors else self.kind
@@ -69,7 +69,7 @@ def recorded(awaits: Collection[int] = (), sent: int = SENT_CALLS, ended: int = 
     """
     groups = _groups()
     calls: dict[str, list[Call]] = {}
-    for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):  # of gloo, and of NCCL where PyTorch has that
+    for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):  # records of gloo, and of NCCL where PyTorch has that
         if dump := getattr(c10d, name, None):
             for entry in json.loads(dump()).get("entries", []):
                 call = _call(entry, groups)

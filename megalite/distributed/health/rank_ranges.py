@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-MAX_RANGES = 6  # of ranks in a text
+MAX_RANGES = 6  # ranges of ranks in a text
 
 
 def ranks_text(ranks: Sequence[int]) -> str:

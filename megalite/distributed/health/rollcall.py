@@ -16,7 +16,7 @@ from megalite.distributed.health.diagnosis import Place, verdict
 from megalite.distributed.health.flight_recorder import Flight
 from megalite.distributed.health.rank_ranges import ranks_text
 
-MAX_ROWS = 16  # of a table; every rank's own log has its row
+MAX_ROWS = 16  # rows of a table; every rank's own log has its row
 
 
 @dataclass(frozen=True)

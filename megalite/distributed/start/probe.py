@@ -20,7 +20,7 @@ from torch import Tensor
 PARTS = ("matmul", "copies", "all_reduce")
 SEED = 20
 ROUNDS = 10  # timed all-reduces
-COPIES = 5  # of which the fastest counts
+COPIES = 5  # timed copies, of which the fastest counts
 SIZES = {"cuda": 8192, "cpu": 256}  # rows and columns of a matrix product
 
 

@@ -19,7 +19,7 @@ from megalite.distributed.start.meeting import LostPeer, Meeting, meet
 from megalite.distributed.start.ranks import RankInfo, let_others_speak
 from megalite.distributed.start.signals import die_with_launcher, hear
 
-NCCL = {  # of PyTorch, unless the environment sets them: they leave it to our watchdog to end a job and to say why
+NCCL = {  # variables of PyTorch, unless the environment sets them, so that our watchdog ends a job and says why
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",  # else its own thread aborts the process when a peer is lost
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",  # else it waits for dumps of all ranks, and aborts the process then
     "TORCH_NCCL_ENABLE_MONITORING": "0",  # else the process is aborted when that thread hangs, in a lost peer's call

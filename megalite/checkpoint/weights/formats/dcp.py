@@ -44,7 +44,7 @@ from megalite.plan.model.weights import weights
 PRECISIONS: Mapping[str, tuple[Literal["bf16", "fp32", "fp64"], ...]] = {
     "float32": ("bf16", "fp32"),
     "float64": ("fp64",),
-}  # of runs, by data type of their weights and states
+}  # precisions of runs, by data type of their weights and states
 
 
 @dataclass(frozen=True)

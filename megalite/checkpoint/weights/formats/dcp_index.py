@@ -32,7 +32,7 @@ class Part(NamedTuple):
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
     file: str
-    start: int  # of the bytes that torch.save wrote
+    start: int  # byte of the file at which torch.save's bytes begin
     length: int
 
 

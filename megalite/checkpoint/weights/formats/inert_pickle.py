@@ -25,7 +25,7 @@ class Named:
 class Made:
     """Stands for the result of a call that was not made."""
 
-    name: str  # of the function that would have been called
+    name: str  # function that would have been called
     arguments: tuple[Any, ...]
     state: Any = None  # with which the result would have been filled
 

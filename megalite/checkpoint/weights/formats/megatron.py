@@ -45,7 +45,7 @@ from megalite.checkpoint.weights.maps.strips import PREFIX, Table, Theirs, under
 from megalite.config.schema import Model
 from megalite.plan.model.weights import weights
 
-FILES = ("model_optim_rng.pt", "model_rng.pt")  # of a rank: the latter with a distributed optimizer, long ago
+FILES = ("model_optim_rng.pt", "model_rng.pt")  # file of a rank: the latter with a distributed optimizer, long ago
 RANK = re.compile(r"mp_rank_(\d{2,5})(?:_(\d{3,5}))?")
 CHUNK = re.compile(r"model(\d{0,3})")
 LAYER_NUMBER = re.compile(r"decoder\.layers\.(\d{1,5})\.")

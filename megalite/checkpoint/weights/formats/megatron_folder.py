@@ -14,7 +14,7 @@ from megalite.config.schema import Model
 
 TRACKER = "latest_checkpointed_iteration.txt"  # holds the number of the latest iteration, or `release`
 RELEASE = "release"  # a folder of weights that belong to no iteration
-VERSION = 3.0  # of the order of queries, keys and values; those before ordered them otherwise
+VERSION = 3.0  # version of the order of queries, keys and values; earlier ones ordered them otherwise
 
 
 def latest(path: Path) -> str:

@@ -48,7 +48,7 @@ class Files:
     """The safetensors files of a folder."""
 
     index: Index
-    sizes: Mapping[str, int]  # of the files, in bytes
+    sizes: Mapping[str, int]  # bytes of each file
     source: str  # the file that says which others there are
 
 

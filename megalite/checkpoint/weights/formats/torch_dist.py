@@ -79,7 +79,7 @@ MASTERS = (
 MOMENTS = {f"optimizer.state.{name}.": f"optimizer.{name}." for name in ("exp_avg", "exp_avg_sq")}
 KINDS = {**dict.fromkeys(("", *MASTERS), PREFIX), **MOMENTS}  # begin names of theirs, and of ours
 STATE_DTYPE = "float32"  # data type of states
-FILE_BYTES = 1 << 32  # of a file that we write, about
+FILE_BYTES = 1 << 32  # bytes of a file that we write, about
 STATEFUL_MODULES = (QKV, "self_attention.linear_proj", "self_attention.core_attention", FC1, "mlp.linear_fc2")
 
 
@@ -88,7 +88,7 @@ class Part:
     """A part of a tensor that is written."""
 
     name: str
-    theirs: Theirs  # of this part
+    theirs: Theirs  # tensor of this part
     offsets: tuple[int, ...]
     dtype: str
 
@@ -106,7 +106,7 @@ def open_folder(path: Path, model: Model | None = None, states: bool = False) ->
     content = saved and saved.content
     arguments = arguments_in(content)
     model = told_model(path, folder + COMMON_FILE, arguments, model)
-    names: set[Any] = set()  # of all tensors
+    names: set[Any] = set()  # names of all tensors
     raw, _ = dcp_index(path / folder, partial(_chosen, states, names))
     source = folder + METADATA
     trained = any(str(name).startswith(tuple(MOMENTS)) for name in names)

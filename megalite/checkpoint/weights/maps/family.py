@@ -21,7 +21,7 @@ FULL_ATTENTION, SLIDING_ATTENTION = "full_attention", "sliding_attention"  # kin
 ATTENTION = {
     f"self_attn.{name}_proj.{kind}": (f"attention.{name}.{kind}",) for name in "qkv" for kind in ("weight", "bias")
 }
-LAYER = {  # of a Llama: their tensors of a layer, in transformers' order, and those of ours that they hold
+LAYER = {  # tensors of a Llama's layer in transformers, in its order, and those of ours that they hold
     **ATTENTION,
     "self_attn.o_proj.weight": ("attention.o.weight",),
     "self_attn.q_norm.weight": ("attention.q_norm.weight",),

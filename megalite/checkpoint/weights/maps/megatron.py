@@ -28,7 +28,7 @@ REPLICATED_TENSORS = {  # tensors of a layer that every tensor-parallel rank has
     "self_attention.k_layernorm.weight": "attention.k_norm.weight",
     f"{FC1}.layer_norm_weight": "mlp_norm.weight",
 }
-SPELLINGS = {  # of tensors of a layer: in Megatron-Core without Transformer Engine, then before Megatron-Core
+SPELLINGS = {  # names of a layer's tensors: in Megatron-Core without Transformer Engine, then before Megatron-Core
     "input_layernorm.weight": f"{QKV}.layer_norm_weight",
     "pre_mlp_layernorm.weight": f"{FC1}.layer_norm_weight",
     "input_norm.weight": f"{QKV}.layer_norm_weight",
@@ -45,7 +45,7 @@ OUTER_SPELLINGS = {  # the same of tensors outside of layers
     "word_embeddings_for_head.weight": OUTPUT,
 }
 LAYER = re.compile(r"(decoder\.layers\.(?:\d+\.)?)(.+)")
-IGNORED_TENSORS = re.compile(r".*(\._extra_state(/.*)?|\.inv_freq)")  # of Transformer Engine, and of RoPE
+IGNORED_TENSORS = re.compile(r".*(\._extra_state(/.*)?|\.inv_freq)")  # tensors of Transformer Engine, and of RoPE
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from megalite.checkpoint.weights.maps.megatron import VOCABULARY_STEP, Split
 from megalite.checkpoint.weights.maps.models import checked, lost
 from megalite.config.schema import Attention, Model, RopeScaling
 
-DEFAULTS = {  # what Megatron takes for arguments that checkpoints of older versions do not have
+DEFAULTS = {  # values that Megatron takes for arguments that checkpoints of older versions do not have
     "normalization": "LayerNorm",
     "position_embedding_type": "learned_absolute",
     "swiglu": False,
@@ -44,7 +44,7 @@ NEUTRAL_VALUES: dict[str, tuple[Any, str]] = {  # the only value that megalite's
     "no_rope_freq": (None, "means layers without positions"),
     "activation_func_clamp_value": (None, "bounds activations"),
 }
-ROPE_SCALING = RopeScaling("llama3", 8.0, 1.0, 4.0, 8192)  # of --use-rope-scaling, whose factor alone can be set
+ROPE_SCALING = RopeScaling("llama3", 8.0, 1.0, 4.0, 8192)  # scaling by --use-rope-scaling; its factor alone can be set
 
 
 def model_of(arguments: Mapping[str, Any], file: str) -> Model:

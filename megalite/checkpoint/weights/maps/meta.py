@@ -28,7 +28,7 @@ TURNED_TENSORS = {
 }  # rows, reordered
 COLUMNS = {"attention.wo.weight": "attention.o.weight", "feed_forward.w2.weight": "mlp.down.weight"}
 REPLICATED_TENSORS = {"attention_norm.weight": "attention_norm.weight", "ffn_norm.weight": "mlp_norm.weight"}
-SCALING = RopeScaling("llama3", 8.0, 1.0, 4.0, 8192)  # of use_scaled_rope
+SCALING = RopeScaling("llama3", 8.0, 1.0, 4.0, 8192)  # scaling that use_scaled_rope means
 LENGTHS = {True: 131_072, False: 8192}  # with scaled RoPE, and without, of a Llama 3
 LLAMA_3_THETA, LLAMA_2_LENGTH = 500_000.0, 4096
 FFN_ROUNDINGS = ((1.0, 256), (1.3, 1024), (1.3, 4096), (1.2, 4096), (1.5, 256))  # their multipliers, and their steps

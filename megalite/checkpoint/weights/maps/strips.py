@@ -21,7 +21,7 @@ PREFIX = "model."  # begins the name of a weight in an index
 class Strip(NamedTuple):
     """Rows of one of our weights as far as their columns `columns`. A vector has one column."""
 
-    name: str  # of our weight
+    name: str  # name of our weight
     rows: tuple[int, int]  # first, end
     columns: tuple[int, int]
 

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 
 from megalite_launch.page.html import Key, escape, legend, table
 
-LENGTH, HEIGHT = 1000.0, 20  # of a picture, in its own units; a page stretches it to its width
+LENGTH, HEIGHT = 1000.0, 20  # size of a picture in its own units; a page stretches it to its width
 LINE_WIDTH = 3.0  # a line across
 ROOM_FACTOR = 1.01  # times the longest bar, so that a line at its end is seen whole
-MIN_SHARE = 1e-4  # of the longest bar: what is shorter is not shown anywhere
+MIN_SHARE = 1e-4  # share of the longest bar: a part that is shorter in every bar is not shown anywhere
 
 
 @dataclass(frozen=True)

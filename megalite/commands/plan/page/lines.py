@@ -9,7 +9,7 @@ from megalite_launch.page.html import Key, escape, legend
 WIDTH, HEIGHT = 520, 330
 RIGHT_MARGIN, TOP_MARGIN, BOTTOM_MARGIN = 24, 16, 56
 AXIS_MARGIN, LETTER_WIDTH = 40, 8.5  # left of an axis: its name and gaps, and a character of its numbers
-LABEL_HEIGHT = 15  # of a label
+LABEL_HEIGHT = 15
 Scale = Callable[[float], float]
 Box = tuple[float, float, float, float]  # left, top, right, bottom
 

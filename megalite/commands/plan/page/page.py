@@ -30,7 +30,7 @@ from megalite_launch.page.html import Key, escape, paragraph, section, wide
 from megalite_launch.page.style import COLOURS, document
 
 MAX_BARS = 10  # layouts with bars
-MAX_ACTIONS = 20_000  # of a timeline: with more, its picture has too many megabytes
+MAX_ACTIONS = 20_000  # actions of a timeline: with more, its picture has too many megabytes
 TIME_KEYS = [Key(text, f"c{at}") for at, text in enumerate(PARTS.values())]
 MEMORY_KEYS = [Key(kind, f"c{at}") for at, kind in enumerate(KINDS)]
 

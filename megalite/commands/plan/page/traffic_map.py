@@ -12,7 +12,7 @@ from megalite.plan.traffic.transfers import axis_sizes
 from megalite_launch.base.texts import scaled
 from megalite_launch.page.html import Key, escape, figure, table
 
-AXES = {  # of flows: name and colour
+AXES = {  # names and colours of flows, by axis
     "tp": ("tp", 0),
     "cp": ("cp", 1),
     "fsdp": ("shards", 2),
@@ -20,15 +20,10 @@ AXES = {  # of flows: name and colour
     "pp": ("pp", 4),
     "stage": ("Muon", 9),
 }
-HIDDEN_SHARE = 1e-6  # of the seconds that a flow takes alone: less counts as nothing
-MAX_NODES = 4  # that are drawn at most
+HIDDEN_SHARE = 1e-6  # share of the seconds that a flow takes alone: less counts as nothing
+MAX_NODES = 4  # nodes that are drawn
 GPUS_PER_ROW = 8  # GPUs beside each other
-GPU_SIDE, GPU_STEP, NODE_PADDING, NODE_HEAD = (
-    18,
-    23,
-    8,
-    34,
-)  # of a GPU, to the next one, inside of a node, and above its GPUs
+GPU_SIDE, GPU_STEP, NODE_PADDING, NODE_HEAD = 18, 23, 8, 34  # pixels: a GPU, to the next, inside a node, above its GPUs
 
 
 def communication(flows: Sequence[Flow], prediction: Prediction) -> str:

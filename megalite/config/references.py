@@ -48,7 +48,7 @@ class _Filling:
         self.problems: list[Problem] = []
         self.done: dict[str, _Filled] = {}  # by key
         self.open: list[str] = []  # keys that lead to the value at hand
-        self.chain: list[str] = []  # those of them that do so by a reference
+        self.chain: list[str] = []  # open keys that lead on by a reference
         self.too_far = False
 
     def at(self, key: str, value: Any) -> _Filled:
@@ -73,7 +73,7 @@ class _Filling:
 
     def _text(self, key: str, text: str) -> _Filled:
         if (match := REFERENCE.fullmatch(text)) is not None:
-            whole = self._referred(key, text, match)  # of whatever type
+            whole = self._referred(key, text, match)  # the value itself, of whatever type
             return _Filled(whole.value, whole.size, whole.height + 1)
         parts = list(self._parts(key, text))
         size, height = (

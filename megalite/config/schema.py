@@ -76,17 +76,17 @@ class Model:
     rope_theta: float = 10_000.0
     rope_scaling: RopeScaling | None = None
     rotary_width: int | None = None  # features of every head that its position turns; null: all
-    norm: Literal["pre", "post"] = "pre"  # of what attention and MLP take; post: of what they return, as in OLMo 2
+    norm: Literal["pre", "post"] = "pre"  # norm of what attention and MLP take; post: of what they return, as in OLMo 2
     norm_eps: float = 1e-5
     tie_embeddings: bool = False  # the output layer uses the embedding's weight
     qk_norm: bool = False  # RMSNorm of queries and keys
-    qk_norm_width: Literal["head", "all"] = "head"  # of every head, as in Qwen3; all: of all together, as in OLMo 2
+    qk_norm_width: Literal["head", "all"] = "head"  # each head by itself, as in Qwen3; all: all together, as in OLMo 2
     qkv_bias: bool = False
     attention: Attention = field(default_factory=Attention)
     init_std: float = 0.02  # projections into the residual stream use init_std / sqrt(2 · layers)
-    parametrization: Literal["standard", "mup", "completep"] = "standard"  # what changes with width, and with depth
-    base: Base | None = None  # of mup and completep: the sizes with factors of 1
-    embedding_multiplier: float = 1.0  # of the embedding's output
+    parametrization: Literal["standard", "mup", "completep"] = "standard"  # scaling with width, and with depth
+    base: Base | None = None  # sizes at which mup and completep have factors of 1
+    embedding_multiplier: float = 1.0  # factor of the embedding's output
     logits_multiplier: float = 1.0
 
     @property
@@ -143,7 +143,7 @@ class DataParallel:
     """
 
     mode: Literal["ddp", "zero1", "zero2", "zero3"] = "zero3"
-    reduce_precision: Literal["fp32", "bf16"] = "fp32"  # of gradients on the network, where train.precision is bf16
+    reduce_precision: Literal["fp32", "bf16"] = "fp32"  # gradients on the network, where train.precision is bf16
 
     @property
     def sharded(self) -> bool:
@@ -182,7 +182,7 @@ class Rampup:
 
     start: int = 1  # sequences in the first optimizer step
     increment: int | None = None  # sequences added at a time; null: as many as start
-    tokens: int = 0  # of training until batch.global is reached
+    tokens: int = 0  # tokens of training until batch.global is reached
 
 
 @dataclass
@@ -190,7 +190,7 @@ class Curriculum:
     """Samples cut into shorter sequences, whose length grows linearly in tokens up to model.sequence_length."""
 
     start: int = 1  # tokens in the first sequences
-    tokens: int = 0  # of training until sequences have full length
+    tokens: int = 0  # tokens of training until sequences have full length
 
 
 @dataclass
@@ -214,12 +214,12 @@ class Batch:
 @dataclass
 class Train:
     steps: int = 100
-    precision: Literal["bf16", "fp32", "fp64"] = "bf16"  # of compute; bf16 keeps parameters and reductions in fp32
-    recompute: Literal["none", "selective", "full", "budget"] = "none"  # what layers run again in backward
+    precision: Literal["bf16", "fp32", "fp64"] = "bf16"  # data type of compute; bf16: parameters and reductions in fp32
+    recompute: Literal["none", "selective", "full", "budget"] = "none"  # parts of layers that backward runs again
     recompute_every: int = 1  # selective, full: of layers 0, n, 2n, … of every stage
     recompute_budget: float | None = None  # budget: GiB of activations that a rank may keep for backward
     offload_activations: bool = False  # keep layers' activations in host memory from forward to backward
-    product: str = "plain"  # of layers' matrices: PyTorch's, or MODULE:OBJECT, a `megalite.parallel.product.Product`
+    product: str = "plain"  # layers' matrix products: PyTorch's or MODULE:OBJECT, a `megalite.parallel.product.Product`
     compile: bool = False  # torch.compile each layer
     gc_interval: int = (
         50  # steps between collections of Python's garbage, on all ranks at once; 0: whenever Python likes
@@ -251,7 +251,7 @@ class Muon:
 
     momentum: float = 0.95
     nesterov: bool = True  # the gradient itself counts once more
-    steps: int = 5  # of the Newton–Schulz iteration that orthogonalizes an update
+    steps: int = 5  # steps of the Newton–Schulz iteration that orthogonalizes an update
     scale: Literal["match_rms_adamw", "spectral"] = "match_rms_adamw"  # with the first, AdamW's rate carries over
 
 
@@ -261,7 +261,7 @@ class Optim:
     lr: float = 3e-4  # peak learning rate
     betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
     eps: float = 1e-8
-    weight_decay: float = 0.1  # of matrices only; norms and biases are not decayed
+    weight_decay: float = 0.1  # decay of matrices only; norms and biases are not decayed
     clip_norm: float = 1.0  # 0: no clipping
     offload: bool = False  # keep the optimizer's states in host memory and update there
     muon: Muon = field(default_factory=Muon)
@@ -336,7 +336,7 @@ class Config:
     parallel: Parallel = field(default_factory=Parallel)
     batch: Batch = field(default_factory=Batch)
     train: Train = field(default_factory=Train)
-    kernels: Literal["auto", "triton", "torch"] | Kernels = "auto"  # of all operations, or of each
+    kernels: Literal["auto", "triton", "torch"] | Kernels = "auto"  # kernels of all operations, or of each
     optim: Optim = field(default_factory=Optim)
     schedule: LearningRate = field(default_factory=LearningRate)
     data: Data = field(default_factory=Data)

@@ -79,7 +79,7 @@ class Loader(yaml.SafeLoader):
     def __init__(self, stream: str) -> None:
         super().__init__(stream)
         self.depth = self.nodes = 0
-        self.sizes: dict[int, int] = {}  # of nodes that are complete, by identity
+        self.sizes: dict[int, int] = {}  # nodes inside of each complete one, itself included, by its identity
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         event, before = self.peek_event(), self.nodes

@@ -18,7 +18,7 @@ from megalite_launch.submit.slurm_array import Array, array_script, element_stat
 from megalite_launch.submit.slurm_script import CORES
 
 WARNING_SECONDS = 300  # seconds before the time limit in which a run saves
-MAX_TASKS = 1000  # of an array, whatever Slurm allows: its file stays small
+MAX_TASKS = 1000  # tasks of an array, whatever Slurm allows: its file stays small
 END_STATES = ("COMPLETED", "CANCELLED", "PREEMPTED", "NODE_FAIL", "BOOT_FAIL", "DEADLINE", "REVOKED")
 
 

@@ -32,9 +32,9 @@ class Point:
     rung: str = ""
     places: Mapping[str, str] = field(default_factory=dict)  # key -> where its value comes from; else from the base
     budget: float | None = None
-    of: str = ""  # what the budget counts: tokens_per_parameter, tokens or flops
+    of: str = ""  # unit of the budget: tokens_per_parameter, tokens or flops
     decay: float | None = None  # share of the steps in which a rate decays, if a trunk says so
-    words: Mapping[str, Any] = field(default_factory=dict)  # of the slug
+    words: Mapping[str, Any] = field(default_factory=dict)  # parts of the slug, by key
 
 
 class Builder:
@@ -183,7 +183,7 @@ class _Names:
 
     def __init__(self, config: Config, point: Point, builder: Builder) -> None:
         self.config, self.point, self.builder = config, point, builder
-        self.known: Settings = {}  # that were derived before
+        self.known: Settings = {}  # values that were derived before
 
     def __call__(self, name: str) -> Any:
         config = self.config

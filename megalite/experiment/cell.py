@@ -24,7 +24,7 @@ class Counts:
 
     total: int
     with_head: int  # without the embedding's table, with the output layer; a tied table counts once, as that layer
-    non_embedding: int  # of layers and norms alone
+    non_embedding: int  # parameters of layers and norms alone
 
     @staticmethod
     def of(model: Model) -> "Counts":

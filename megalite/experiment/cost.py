@@ -16,9 +16,9 @@ from megalite.layout_search.search import fullest_rank
 from megalite.plan.memory.fit import TENSOR_SHARE
 from megalite.plan.model.size import flops_per_token, model_parameters
 
-SAVED_BYTES = 12  # of a parameter with AdamW's moments
+SAVED_BYTES = 12  # bytes of a parameter with AdamW's moments
 WRITE_BANDWIDTH, COPY_BANDWIDTH = 1e9, 10e9  # bytes/s of a rank: to the disk, and of the copy that training waits for
-FORWARD_SHARE = 1 / 3  # of a step: what an evaluation of a batch takes
+FORWARD_SHARE = 1 / 3  # share of a step that an evaluation of a batch takes
 HOUR = 3600.0
 
 

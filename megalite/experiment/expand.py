@@ -15,7 +15,7 @@ from megalite.experiment.settings import MAX_RUNS, Settings
 from megalite.experiment.systems import system_points
 from megalite.experiment.trunk import share_trunks
 
-Losses = Callable[[Cell], float | None]  # of a run that is done; None: it is not
+Losses = Callable[[Cell], float | None]  # loss of a run that is done; None: it is not
 
 
 @dataclass(frozen=True)

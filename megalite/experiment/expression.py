@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from typing import Any
 
 Value = int | float | bool | str | None
-Lookup = Callable[[str], Any]  # of a name; raises KeyError for one that is not known
+Lookup = Callable[[str], Any]  # value of a name; raises KeyError for one that is not known
 
 MAX_LENGTH = 500  # characters
 MAX_NODES = 200
-MAX_BITS = 256  # of a whole number; a larger one becomes a float
+MAX_BITS = 256  # bits of a whole number; a larger one becomes a float
 NAME = re.compile(r"(?P<text>'[^']*'|\"[^\"]*\")|(?<![\w.])(?P<name>[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)+)")
 ARITHMETIC: dict[type[ast.AST], Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,

@@ -32,7 +32,7 @@ from megalite.experiment.states import standing
 from megalite.train.folder.lock import Lock
 
 COMMAND = "megalite-sweep"
-HEADING = "# What all runs of the experiment "  # of base.yaml
+HEADING = "# What all runs of the experiment "  # first words of base.yaml
 Known = dict[str, tuple[Status, int]]  # by id, each with the step that it has reached
 
 

@@ -170,7 +170,7 @@ class Runner:
         ranks = options.ranks_per_node or status.gpus
         command = [sys.executable, str(LAUNCH), "supervise", "--backend", options.backend, "--run", str(run)]
         command += ["--ranks-per-node", str(ranks), "--max-attempts", str(options.attempts)]
-        command += ["--oom-ends"]  # that is a result of an experiment
+        command += ["--oom-ends"]  # lack of memory is a result of an experiment
         if options.backend == "slurm":
             command += ["--nodes", str(options.nodes), *(f"--srun-option={option}" for option in options.srun)]
         command += ["--", options.megalite, "train", *arguments]

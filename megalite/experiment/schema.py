@@ -50,7 +50,7 @@ class Fit:
     method: Method = "approach3"  # whose predictions count
     delta: float = 1e-3  # where Huber's loss becomes linear, in ln(loss)
     min_steps: int = 0  # runs with fewer are left out
-    drop: int | list[str] = 0  # so many runs with the highest losses are left out; or runs by id or slug
+    drop: int | list[str] = 0  # number of runs with the highest losses that are left out; or those runs by id or slug
     bootstrap: int = 1000  # draws of runs, for intervals
 
 
@@ -87,7 +87,7 @@ class Launch:
     cluster: str | None = None  # whose step time is predicted: a name or file; null: run.cluster of the base
     flops_per_second: float | None = None  # model FLOP/s that one rank reaches, where no cluster file describes it
     startup: float = 60.0  # seconds of a run that are not training, until one that is done tells them
-    minutes: float | None = None  # of a run, after which it saves and stops; null: no limit
+    minutes: float | None = None  # minutes of a run, after which it saves and stops; null: no limit
     attempts: int = 3  # starts of a run in a row that save nothing new, after which it has failed
     discard: bool = False  # delete the checkpoints of runs that are done
     cores: int | None = None  # local: of the pool; null: all that this process may use
@@ -108,8 +108,8 @@ class Experiment:
     random: Random | None = None
     exclude: list[str] = field(default_factory=list)  # conditions; a run for which one holds is left out
     derive: dict[str, Any] = field(default_factory=dict)  # key -> expression
-    halving: Halving | None = None  # of a sweep
-    rungs: dict[str, Any] = field(default_factory=dict)  # of a ladder: name -> settings of a size of the model
+    halving: Halving | None = None  # rounds of a sweep
+    rungs: dict[str, Any] = field(default_factory=dict)  # rungs of a ladder: name -> settings of a size of the model
     tokens_per_parameter: list[float] | None = None  # budgets of a ladder: one of these three
     tokens: list[float] | None = None
     flops: list[float] | None = None
@@ -117,7 +117,7 @@ class Experiment:
     parameters: Sizes = field(default_factory=Sizes)
     holdout: Holdout = field(default_factory=Holdout)
     fit: Fit = field(default_factory=Fit)
-    gpus: list[int] | None = None  # of systems
+    gpus: list[int] | None = None  # numbers of ranks, in experiments of the kind systems
     scaling: Literal["weak", "strong"] | None = None  # weak: sequences of a DP rank stay; strong: batch.global does
     layouts: dict[str, Any] | list[dict[str, Any]] | None = None  # {plan: n}, a list, or a grid over parallel.*
     measure: Measure | None = None

@@ -13,7 +13,7 @@ from megalite.config.convert import hint, keys, leaves, sections
 from megalite.experiment.schema import Random
 
 MAX_RUNS = 20_000
-DIGITS = 6  # of numbers that are drawn
+DIGITS = 6  # significant digits of numbers that are drawn
 OWN_KEYS = ("run.name", "run.dir", "run.seed", "checkpoint.resume", "checkpoint.at")  # megalite-sweep sets them
 RANGES = {"log2": "powers of two", "uniform": "numbers"}
 Settings = dict[str, Any]

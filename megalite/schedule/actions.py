@@ -44,11 +44,11 @@ class Kind(StrEnum):
 
 
 COMPUTE = _F, _B, _I, _W = Kind.F, Kind.B, Kind.I, Kind.W  # looking up a member of an enum takes longer than a name
-MAX_ACTIONS = 1_000_000  # of a schedule, all ranks together; to make and check them takes some ten seconds
+MAX_ACTIONS = 1_000_000  # actions of a schedule, all ranks together; to make and check them takes some ten seconds
 SEND_KINDS = (Kind.SEND_F, Kind.SEND_B)
 SHARDING = (Kind.GATHER, Kind.RESHARD, Kind.REDUCE)
 SENDS_BY_KIND = {Kind.F: Kind.SEND_F, Kind.B: Kind.SEND_B, Kind.I: Kind.SEND_B}
-OTHER_SIDE = {  # of a transfer: the kind there, and where its stage is relative to this one
+OTHER_SIDE = {  # kind of a transfer -> the kind at its other side, and where the stage there is relative to this one
     Kind.SEND_F: (Kind.RECV_F, +1),
     Kind.RECV_F: (Kind.SEND_F, -1),
     Kind.SEND_B: (Kind.RECV_B, -1),
@@ -163,7 +163,7 @@ class Table:
     micro_batches: int
     placement: tuple[int, ...]  # stage -> the pipeline rank that owns it
     programs: tuple[Program, ...]  # one for every pipeline rank
-    times: Times | None = None  # that it is made for, and by which transfers are placed; None: UNIT of `simulate`
+    times: Times | None = None  # times that it is made for, and by which transfers are placed; None: UNIT of `simulate`
 
     @property
     def ranks(self) -> int:

@@ -137,7 +137,7 @@ def deadlock(table: Table) -> list[str]:
     transfers of its exchange are done. Compute never blocks.
     """
     exchanges = [iter([item for item in program if isinstance(item, Exchange)]) for program in table.programs]
-    undone: list[set[Action]] = [set() for _ in table.programs]  # of the exchange where each rank stands
+    undone: list[set[Action]] = [set() for _ in table.programs]  # transfers of the exchange where each rank stands
     ready = set(range(table.ranks))
     while ready:
         rank = ready.pop()

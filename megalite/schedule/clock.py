@@ -6,7 +6,7 @@ from typing import Generic, TypeVar
 from megalite.schedule.actions import SHARDING, Action, Kind, Table
 from megalite.schedule.simulate import UNIT, execute
 
-NO_STEP = 0  # what a step that waits for none waits for: it ended at 0
+NO_STEP = 0  # number that stands for no step, where none is waited for: it ended at 0
 Class = TypeVar("Class", bound=Hashable)
 Timed = tuple[Kind, int, int, int]  # an action, and the number of its class
 
@@ -22,9 +22,7 @@ class Clock(Generic[Class]):
         self, orders: Sequence[Sequence[Timed]], placement: Sequence[int], m: int, classes: Sequence[Class]
     ) -> None:
         self.classes = classes
-        self._steps: list[
-            tuple[int, int, int, int]
-        ] = []  # what it follows on its rank, beside it, and from afar; class
+        self._steps: list[tuple[int, int, int, int]] = []  # steps it follows: on its rank, beside it, from afar; class
         ranks, stages = range(len(orders)), len(placement)
         forwards, backwards = [NO_STEP] * (stages * m), [NO_STEP] * (stages * m)  # the steps that make them
         awaited: dict[tuple[bool, int], int] = {}  # forward or backward, and which -> the rank that waits for it

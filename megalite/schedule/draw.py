@@ -47,12 +47,12 @@ LEGEND_GAP = "   "  # entries of the text's legend
 
 # Lengths of the SVG, in pixels.
 MARGIN, LEFT_MARGIN, RIGHT_MARGIN, TOP_MARGIN, BOTTOM_MARGIN = 16, 60, 150, 46, 18
-BOX, STRIP, GAP = 24, 7, 7  # of a lane: compute, communication below it, and the space to the next
-WIDTH, MAX_UNIT = 1100, 26  # of all lanes where numbers have room in that, and of the shortest compute at most
+BOX, STRIP, GAP = 24, 7, 7  # heights in a lane: compute, communication below it, and the space to the next
+WIDTH, MAX_UNIT = 1100, 26  # width of all lanes where numbers have room in that, and of the shortest compute at most
 TICK, SWATCH, LINE = 2, 16, 22  # communication that takes no time; a colour of the legend; the height of its lines
 FONT, MIN_FONT, DIGIT, LETTER = 12, 9, 0.56, 0.52  # sizes of a font, and widths of characters as shares of one
 TITLE, BOLD_LETTER = 16, 0.62  # the same of the title
-PADDING = 3  # of a number in its box
+PADDING = 3  # space that a number leaves in its box, on both sides together
 MAX_SPREAD = 16  # compute that is this many times shorter than the longest has no room of its own
 
 Shade = tuple[Kind, int]  # kind of compute, and which of its rank's stages it is on, counted from 0

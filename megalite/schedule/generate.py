@@ -73,7 +73,7 @@ def actions_of(name: str, p: int, m: int, v: int) -> int:
     For dualpipev and AUTO_SCHEDULE it is an upper bound, as they may leave some backwards whole.
     """
     stages = p * v
-    turn = 1 if _is_v(name, v) else 0  # of a V, where a result stays on its rank
+    turn = 1 if _is_v(name, v) else 0  # turns of a V, where a result stays on its rank
     moved = 0 if p == 1 else stages - 1 - turn
     return m * (stages * (3 if name in (*SPLIT_SCHEDULES, AUTO_SCHEDULE) else 2) + 4 * moved)
 

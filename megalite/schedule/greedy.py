@@ -27,9 +27,9 @@ class Policy:
     ahead: tuple[int, ...]  # by rank: how many micro-batches its first stage may have between F and backward
     prefer: Prefer = "backward"  # where both a forward and a backward could start
     gap: float = 1.0  # start W if its time, times this, passes before the next known input arrives
-    lag: float = math.inf  # so many W may wait before one goes before a forward
+    lag: float = math.inf  # number of W that may wait before one goes before a forward
     patience: float = 0.0  # a forward waits for a backward that could start within its time, times this
-    deep: bool = True  # of a rank's stages, the last goes first; else the first
+    deep: bool = True  # last stage of a rank goes first; else the first one
     split: bool = True  # backward into I and W; else whole
 
 

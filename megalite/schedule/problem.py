@@ -16,7 +16,7 @@ from megalite.schedule.simulate import COLUMN
 F, B, I, W = range(4)  # noqa: E741 - the kinds of coded actions, in the order of COMPUTE
 
 SLACK = 1 + 1e-9  # sums of floats in another order may differ by so much
-Order = list[int]  # of one rank: coded actions
+Order = list[int]  # coded actions of one rank
 Spans = list[list[tuple[float, float]]]  # by rank: start and end of every action of its order
 
 
@@ -28,9 +28,9 @@ class StageCosts:
     """
 
     forward: float  # time of F
-    backward: float  # of B
-    input: float  # of I
-    weight: float  # of W
+    backward: float  # time of B
+    input: float  # time of I
+    weight: float  # time of W
     kept: float = 0.0  # memory from F until B or I
     waiting: float = 0.0  # memory from I until W
 
@@ -156,7 +156,7 @@ class Problem:
         m, last, placement, times, beside = self.m, len(self.stages) - 1, self.placement, self.times, self.beside
         delay_forward, delay_backward = self.delay_forward, self.delay_backward
         cells = m * len(self.stages)
-        ended: list[list[float]] = [[-1.0] * cells, [-1.0] * cells]  # of F, and of B or I
+        ended: list[list[float]] = [[-1.0] * cells, [-1.0] * cells]  # ends of F, and of B or I
         spans: Spans = [[] for _ in orders]
         clock, network = [0.0] * len(orders), [0.0] * len(orders)
         blocked: dict[int, int] = {}  # coded F or B -> the rank that waits for it

@@ -12,7 +12,7 @@ class Reduction:
 
     now: bool = False  # they are reduced over the shards; else they add up where they are
     by_layer: bool = False  # each layer's as soon as its backward is done; else all at the end of the action
-    last: bool = False  # of the step
+    last: bool = False  # last reduction of its stage in the step
     replicas: bool = False  # replicas add up what each has reduced; else it waits for a later reduction
 
 

@@ -22,7 +22,7 @@ from megalite.schedule.problem import SLACK, Beside, Order, Problem, StageCosts,
 
 EFFORT = 400_000  # actions that a search arranges or runs, all orders together; it sees about 500,000 in a second
 MIN_POLICIES = 4  # policies that are tried whatever the effort
-SWAPS = 40  # so many swaps are left effort for, or a quarter of it where they would take more
+SWAPS = 40  # swaps that effort is left for; a quarter of the effort where they would take more
 GAPS = (1.0, 0.5, 0.0)
 FACTORS = (1.0, 1.5, 2.0)
 
@@ -33,7 +33,7 @@ class Found:
 
     orders: Orders
     makespan: float
-    name: str  # of the named schedule that it is, or "auto"
+    name: str  # named schedule that it is, or "auto"
     named: Mapping[str, float]  # the makespans of the named schedules that obey the limits
     bound: float  # no order takes less
 
@@ -67,7 +67,7 @@ def search(
     best = _Best(problem)
     coded = {name: problem.coded(orders) for name, orders in _named(problem)}
     named = {}
-    for name in sorted(coded, key=lambda name: max(problem.peaks(coded[name]))):  # of equally fast ones, the leanest
+    for name in sorted(coded, key=lambda name: max(problem.peaks(coded[name]))):  # leanest first, as it wins a tie
         orders = coded[name]
         if problem.fits(orders) and (splits or not any(code & 3 == W for order in orders for code in order)):
             named[name] = best.offer(orders, name)

@@ -18,7 +18,7 @@ Time = float | Fraction
 Cost = Callable[[Action], Time]
 
 UNIT: Mapping[Kind, Time] = {Kind.F: 1, Kind.B: 2, Kind.I: 1, Kind.W: 1}  # both halves of backward cost a forward
-COLUMN = {kind: number for number, kind in enumerate(COMPUTE)}  # of Times
+COLUMN = {kind: number for number, kind in enumerate(COMPUTE)}  # column of a kind in Times
 LIVE_CHANGES = {Kind.F: +1, Kind.B: -1, Kind.W: -1}  # how many more stage-activations a rank holds after the action
 
 
@@ -37,7 +37,7 @@ class Timeline:
     table: Table
     transfer: Time  # how long one takes
     own: tuple[tuple[Span, ...], ...]  # compute and sharding of every rank, in order
-    peak_live: tuple[int, ...]  # of every rank: most stage-activations held at once, from F to the end of B or W
+    peak_live: tuple[int, ...]  # most stage-activations that each rank holds at once, from F to the end of B or W
 
     @cached_property
     def spans(self) -> tuple[tuple[Span, ...], ...]:

@@ -27,7 +27,7 @@ class Board:
             importlib.import_module(f"{PROTO}.{name}_pb2") for name in ("event", "summary", "tensor", "tensor_shape")
         )
         self._frame: Any = importlib.import_module("tensorboard.summary.writer.record_writer").RecordWriter
-        self._purge: int | None = None  # what is written of steps from here on is to be taken back
+        self._purge: int | None = None  # first of the steps whose records so far are to be taken back
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         """Add one point to every curve."""

@@ -43,7 +43,7 @@ class Job:
     plan: Plan
     mesh: Mesh
     stages: dict[int, Decoder]  # by their number in the whole model, first to last
-    weight_gradients: dict[int, WeightGradients]  # of the stages, where the schedule splits backward
+    weight_gradients: dict[int, WeightGradients]  # gradients put off, by stage, where the schedule splits backward
     optimizer: Optimizer
     memory: HostMemory  # where offloaded activations wait
     activity: Activity  # where this rank notes what it is doing

@@ -39,7 +39,7 @@ SAVE_WINDOW = 5  # latest saves, likewise
 COPY_BANDWIDTH, WRITE_BANDWIDTH = 10e9, 1e9  # bytes per second of a rank, assumed until a save has been measured
 SAVED_BYTES = 12  # bytes of a parameter with its moments
 MIN_CHANGE = 0.1  # change of an interval that the console shows
-MAX_SAVE_SECONDS = 1e7  # that are believed
+MAX_SAVE_SECONDS = 1e7  # seconds of a save, or of its writing, that are believed
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Decision:
     """An interval, and what it follows from. All times are seconds."""
 
     steps: int
-    save: float  # that training stands still for a save
+    save: float  # seconds that training stands still for a save
     write: float
     step_seconds: float
     failures: int
@@ -225,7 +225,7 @@ class Automatic(Cadence):
         if changed:
             self._told = decision.steps
         path = report.path.with_name("interval.json")
-        if self._blocked:  # what is assumed is not worth keeping
+        if self._blocked:  # measured times; assumed ones are not worth keeping
             with Outlet(str(path), failures=(OSError, InputError)):
                 write_whole(path, json.dumps(kept) + "\n")
 

@@ -26,7 +26,7 @@ Verdict = Literal["good", "bad", "spike"]
 MIN_LOSSES = 8  # losses that a spike can be told from
 DEVIATION_FACTOR = 1.4826  # standard deviations of a normal distribution in its median absolute deviation
 MAX_BAD_STEPS = 8  # bad steps in a row with which no run ends well
-MIN_DEVIATION = 0.005  # of the median loss
+MIN_DEVIATION = 0.005  # least standard deviation of losses, as a share of their median
 MAX_LISTED = 8  # names of parameters that each rank tells, and that are shown
 
 
@@ -39,7 +39,7 @@ class Judged:
     reading: Reading
     verdict: Verdict
     answer: str  # the configured response; "": none
-    parameters: tuple[str, ...] = ()  # of a bad step: some whose gradients are not finite
+    parameters: tuple[str, ...] = ()  # names of some whose gradients are not finite, in a bad step
 
     def __str__(self) -> str:
         numbers = f"loss {self.reading.loss:.4g}, gradient norm {self.reading.norm:.4g}"

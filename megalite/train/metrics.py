@@ -65,7 +65,7 @@ class Meter:
 
     def __init__(self, job: Job) -> None:
         self.job = job
-        self.norms: deque[float] = deque(maxlen=job.config.train.spike_window)  # of gradients, of good steps
+        self.norms: deque[float] = deque(maxlen=job.config.train.spike_window)  # norms of gradients, bad steps aside
         self.norm, self.jumped = nan, False
         self.paused_for = self.waited_for = 0.0  # seconds in all: of pauses, and for batches
         self.latest_wait = 0.0  # for the latest batch

@@ -20,12 +20,12 @@ from megalite.train.metrics import Meter
 from megalite.train.order_costs import cluster_of_run
 from megalite.train.report import Silent
 
-COMPARISON_STEPS = 100  # after so many of a start, or at its end, the comparison is made
+COMPARISON_STEPS = 100  # steps of a start after which, or at its end, the comparison is made
 MIN_STEPS = 3  # steps that a median is taken of
-MIN_WAIT_SHARE = 0.3  # of the missing seconds that waiting must have to be named as the cause
+MIN_WAIT_SHARE = 0.3  # share of the missing seconds that waiting must have to be named as the cause
 TAIL_RATIO = 1.25  # how much longer than the median the slowest tenth of steps takes where something disturbs them
 SUSPECT_SHARE = 0.2  # share of the predicted step from which on a part is suspected to be the slow one
-RETRY_RATE = 0.1  # of a step: how often the allocator may give memory back and ask anew
+RETRY_RATE = 0.1  # times a step that the allocator may give memory back and ask anew
 SUSPECTS = {  # parts of a prediction, and what makes each slower than predicted
     "tensor": "look at the links inside a node (nvidia-smi topo -m), and keep parallel.tp inside of it",
     "context": "look at the links between these ranks, or try another parallel.context.method",
@@ -60,7 +60,7 @@ class Pace:
         self._whole = config.batch.global_  # only steps of whole batches are compared
         self._seconds: list[float] = []
         self._waits: list[float] = []
-        self._before: tuple[Meter, float, float] | None = None  # what measured, and its times after the step before
+        self._before: tuple[Meter, float, float] | None = None  # meter of the step before, and its times after it
         self._retries = _retries(device)
 
     @staticmethod

@@ -15,13 +15,13 @@ from megalite.distributed.mesh import Mesh
 from megalite_kernels.collectives import all_gather_single
 
 SECTIONS = ("forward", "backward", "optimizer", "loader")
-WINDOW_STEPS = 50  # their median hides spikes, and the windows that a verdict needs are over within minutes
-WINDOWS = 3  # in a row in which a rank is slow before it is named: with fewer, other work on its node would do
-MIN_RATIO = 1.10  # to the median of its peers from which on a rank is slow: less is usual between healthy GPUs
-MIN_DEVIATIONS = 6.0  # in median absolute deviations of its peers, by which it must exceed that as well
-MIN_STEP_SHARE = 0.02  # of its peers' whole step, by which it must be slower
+WINDOW_STEPS = 50  # steps whose median hides spikes; the windows that a verdict needs are over within minutes
+WINDOWS = 3  # windows in a row in which a rank is slow before it is named: with fewer, other work on its node would do
+MIN_RATIO = 1.10  # ratio to the median of its peers from which on a rank is slow: less is usual between healthy GPUs
+MIN_DEVIATIONS = 6.0  # median absolute deviations of its peers by which it must exceed that as well
+MIN_STEP_SHARE = 0.02  # share of its peers' whole step by which it must be slower
 MIN_EXCESS = 1e-3  # seconds: toys on a busy laptop are not ill
-MAX_RATIO = 1e3  # where peers take no time at all
+MAX_RATIO = 1e3  # largest ratio that is told, as where peers take no time at all
 MAX_SMALL_GROUP = 8  # peers; of fewer, a slow rank would move the median that it is compared with
 
 

@@ -17,7 +17,7 @@ class Reading:
     """The vital signs as numbers, the same on every rank."""
 
     loss: float  # mean per token
-    norm: float  # of all gradients
+    norm: float  # L2 norm of all gradients
     asked: tuple[str, ...]  # signals by which some rank was asked to stop
 
     @property

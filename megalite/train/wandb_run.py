@@ -32,7 +32,7 @@ class WandbRun:
     def __init__(self, folder: Path, config: Config) -> None:
         self._folder, self._config = folder, config
         self._outlet = Outlet("wandb", failures=Exception)
-        self._calls: SimpleQueue[Callable[[Any], object] | None] = SimpleQueue()  # of a run; None: no more
+        self._calls: SimpleQueue[Callable[[Any], object] | None] = SimpleQueue()  # calls to a run; None: no more
         self._thread = Thread(target=self._work, name="wandb", daemon=True)
         self._thread.start()
 

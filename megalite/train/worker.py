@@ -55,7 +55,7 @@ from megalite.train.sources import as_remembered, open_samples
 from megalite.train.stragglers import Stragglers
 from megalite_launch.base.run_folder import node_name
 
-PATIENCE = 10  # of one collective, in train.timeout: the watchdog speaks first, and knows who is slow but busy
+PATIENCE = 10  # time limit of a collective, in train.timeout: the watchdog speaks first, and knows who is slow but busy
 
 log = logging.getLogger("megalite")
 

@@ -7,7 +7,7 @@ from megalite.config.rules.numbers import divisors, multiples
 from megalite.config.rules.ranges import most
 from megalite.config.schema import Batch, Curriculum, Rampup
 
-MAX_SIZES = 1000  # of a growing batch; for each, every rank makes a pipeline of its own
+MAX_SIZES = 1000  # sizes of a growing batch; for each, every rank makes a pipeline of its own
 
 
 def batch_rules(

@@ -33,8 +33,8 @@ from megalite_launch.base.files import opened
 
 BEAT_SECONDS = 2.0  # seconds between two signs of life
 LOOK_SECONDS = 1.0  # seconds between two looks at another's signs of life
-MAX_LOOKS = 60  # without a sign of life, after which an owner on another machine is taken for dead
-SUCCESSOR_LOOKS = 10  # of them suffice where the owner is an earlier attempt of the same job
+MAX_LOOKS = 60  # looks without a sign of life, after which an owner on another machine is taken for dead
+SUCCESSOR_LOOKS = 10  # looks that suffice where the owner is an earlier attempt of the same job
 FREE_SUFFIX = ".free"
 NAME = re.compile(rf"([1-9][0-9]*)({re.escape(FREE_SUFFIX)})?")
 MESSAGE_LOOKS = 4  # looks after which people are told what is waited for
@@ -54,8 +54,8 @@ class Owner:
     machine: str  # where process ids mean the same
     pid: int
     began: int  # ticks from boot to its start, since process ids are used again
-    job: str  # of Slurm or torchrun; "": neither
-    attempt: str  # of the job
+    job: str  # job of Slurm and run of torchrun, by id; "": neither
+    attempt: str  # restarts of the job by Slurm and by torchrun, joined by a dot
     since: str  # when it became the owner, for people
 
     @staticmethod

@@ -78,7 +78,7 @@ def _hindrance(path: Path, folder: bool) -> str:
         mode = path.stat().st_mode
     except FileNotFoundError:
         return f"{path}: must be {wanted}, but is a link that leads nowhere" if path.is_symlink() else ""
-    except NotADirectoryError:  # of the folder around it something is told already
+    except NotADirectoryError:  # something is told already about the folder around it
         return ""
     except OSError as error:
         return f"{path}: {error.strerror}"

@@ -16,7 +16,7 @@ from megalite.base.errors import InputError
 from megalite.base.files import exists, is_file
 from megalite_launch.base.files import opened
 
-MAX_NUMBER = 1e100  # of a number: no run has such a one, and pictures have no axis for it
+MAX_NUMBER = 1e100  # largest absolute value of a number: no run has a larger one, and pictures have no axis for it
 WARM_UP_STEPS = 5  # steps of a start that tell no speed: kernels are compiled, connections made, memory is taken
 RETURN_EVENTS = ("resumed", "rollback")  # events after which records of later steps no longer count
 

@@ -32,7 +32,7 @@ from megalite.schedule.file import write
 from megalite.train.folder.secrets import command_without_secrets, relevant
 from megalite_launch.base.files import PRIVATE_MODE, opened
 
-SOURCE = Path(__file__).parents[3]  # of the code that runs, where that is a checkout
+SOURCE = Path(__file__).parents[3]  # root of the code that runs, where that is a checkout
 DIFF_LIMIT = 2**20  # bytes
 DRIVER = Path("/proc/driver/nvidia/version")
 

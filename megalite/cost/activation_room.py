@@ -16,7 +16,7 @@ from megalite.schedule.generate import SPLIT_SCHEDULES, orders_of
 from megalite.schedule.problem import Problem
 
 MAX_TRIES = 4  # orders that are searched for a pipeline, each with less room, until a walk finds that one fits
-ROOM_FACTOR = 0.99  # of the room that a rank gets in the next try, beside what it lacked
+ROOM_FACTOR = 0.99  # share of the room that a rank gets in the next try, beside what it lacked
 
 
 def room_for(config: Config, costs: OrderCosts, limit: float) -> tuple[float, ...] | None:

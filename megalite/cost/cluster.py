@@ -16,7 +16,7 @@ from megalite.config.yaml import read_mapping
 from megalite.cost.slowest_gpu import MAX_SPREAD
 
 MAX_PEAK_RATIO = 1.5  # times the peak: no product that is measured is as fast
-RING_SHARE = 0.8  # of NVLink's bandwidth that rings reach: 0.78 of NVLink 3, 0.81 of 4, 0.76 of 5 (configs/cluster)
+RING_SHARE = 0.8  # share of NVLink's bandwidth in rings: 0.78 of NVLink 3, 0.81 of 4, 0.76 of 5 (configs/cluster)
 DEFAULT_CLUSTERS = {"a100": "a100_80gb", "h100": "h100_sxm"}  # the cluster that a GPU's plain name means
 PRECISIONS = ("bf16", "fp16", "fp8", "fp32", "fp64")
 

@@ -7,7 +7,7 @@ from math import ceil
 from megalite.cost.cluster import Gpu
 from megalite.cost.constants import FITTED_CONSTANTS, Constants
 
-TILES = (  # of the result that one multiprocessor makes at a time: rows, columns, share of the best rate
+TILES = (  # tiles of the result that one multiprocessor makes at a time: rows, columns, share of the best rate
     (256, 128, 1.0),
     (128, 256, 1.0),
     (128, 128, 0.93),
@@ -19,14 +19,14 @@ TILES = (  # of the result that one multiprocessor makes at a time: rows, column
 )
 DEPTH = 32  # elements of the sum that a tile takes at a time
 SPLITS = (1, 2, 4)  # into how many parts a long sum may be divided, so that more tiles run at once
-MIN_SPLIT_ELEMENTS = 512  # that such a part takes the time of at least
+MIN_SPLIT_ELEMENTS = 512  # elements of the sum whose time such a part takes at least
 SPLIT_COST = 0.02  # for every further part, to add up the parts
 VECTOR_ELEMENTS = 8  # rows of other lengths cannot be loaded in whole vectors
 MISALIGNMENT_FACTOR = 2.0  # how much longer such products take
 # Watts that a FLOP/s takes, that of bf16 being 1. In fp8, twice as many lower clocks three quarters as far as in bf16,
 # as NVIDIA's runs on H100, B200, GB200 and GB300 show.
 POWER = {"fp8": 0.375}
-PEAK_SHARE = 0.8  # that a matrix product reaches at best, where nobody has measured it
+PEAK_SHARE = 0.8  # share of the peak that a matrix product reaches at best, where nobody has measured it
 
 
 @dataclass(frozen=True)

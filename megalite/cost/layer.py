@@ -22,7 +22,7 @@ MERGE_BYTES = (12, 8)  # for each element of attention's result, to add what oth
 LOOKUP_ELEMENTS = 6  # read and written for each of the embedding's output, forward and backward
 OVERLAP_EXPONENT = 3  # higher: the longer of device and host decides more sharply; from Megatron's layers
 ATTENTION_BACKWARD = 2.5  # operations of fused attention's backward, in those of its forward: scores are made again
-REFERENCE_BYTES = 2  # of an element in the precision that programs' bytes are counted in
+REFERENCE_BYTES = 2  # bytes of an element in the precision that programs' bytes are counted in
 
 
 @dataclass(frozen=True)

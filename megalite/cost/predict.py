@@ -34,7 +34,7 @@ from megalite.schedule.actions import Action, Kind, Table
 from megalite.schedule.generate import NAMES
 from megalite.schedule.simulate import Timeline, simulate
 
-HOST_UPDATE_BYTES = 28  # that AdamW reads and writes for a parameter in host memory
+HOST_UPDATE_BYTES = 28  # bytes that AdamW reads and writes for a parameter in host memory
 HOST_BANDWIDTH = 25e9  # bytes/s of host memory that a GPU's process gets; an assumption for eight on a node
 ROUNDING = 1e-12  # relative: what sums of seconds differ by, in which nobody waits
 

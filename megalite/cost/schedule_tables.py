@@ -14,7 +14,7 @@ from megalite.schedule.generate import NAMES, orders_of
 from megalite.schedule.reductions import reductions
 
 ROUNDS = 8  # times the ranks of a pipeline: unequal stages take some rounds until each round is like the one before
-PICTURE_ROUNDS = 3  # of these rounds
+PICTURE_ROUNDS = 3  # rounds, counted alike, of a step in a picture
 
 
 def enough(config: Config, m: int, rounds: int = ROUNDS) -> int:
@@ -142,7 +142,7 @@ def named_clock(placement: Sequence[int], orders: Orders, m: int, mode: str | No
             last[action.stage] = index
         timed: list[Timed] = []
         gathers = [(max(0, index - 1), stage) for stage, index in first.items()] if mode not in (None, "zero3") else []
-        known = dict[tuple[Kind, int, bool], tuple[int, int]]()  # of an action, and of the reduction after it
+        known = dict[tuple[Kind, int, bool], tuple[int, int]]()  # numbers of an action, and of the reduction after it
         for index, (kind, stage, micro) in enumerate(order):
             while gathers and gathers[0][0] <= index:
                 gathered = gathers.pop(0)[1]

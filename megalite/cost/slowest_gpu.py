@@ -3,7 +3,7 @@
 from statistics import NormalDist
 
 MAX_SPREAD = 0.2  # with more, the slowest of many GPUs would hardly run at all
-PUBLISHED_SPREAD = 0.011  # of GPUs' speeds: follows from the errors of published rows (docs/planner_evidence.md)
+PUBLISHED_SPREAD = 0.011  # spread of GPUs' speeds: follows from errors of published rows (docs/planner_evidence.md)
 
 
 def slowest(gpus: int) -> float:

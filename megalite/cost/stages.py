@@ -39,7 +39,7 @@ from megalite.schedule.problem import Beside, StageCosts
 SPLIT_OVERHEAD = 0.035
 ZERO_BUBBLES = ("zb_h1", "zb_h2", "zbv")  # they split all backward passes; reductions follow each W
 UNSPLIT_SCHEDULES = ("1f1b", "gpipe", "interleaved_1f1b")  # backward passes are whole
-HOST_SHARE = 0.8  # of the bandwidth to host memory that copies reach; an assumption
+HOST_SHARE = 0.8  # share of the bandwidth to host memory that copies reach; an assumption
 
 
 def beside(compute: float, communication: float, constants: Constants) -> float:

@@ -6,7 +6,7 @@ from megalite.cost.whole_run import DAY, HOUR
 from megalite.plan.automatic import OrderCosts
 
 MINUTE, MINUTES_THRESHOLD = 60.0, 999.5  # seconds; from MINUTES_THRESHOLD on, a time is written in minutes
-UNITS = (  # of times: from how many seconds on, the seconds of one, and its name
+UNITS = (  # units of times: from how many seconds on, the seconds of one, and its name
     (2 * DAY, (DAY, "days")),
     (2 * HOUR, (HOUR, "hours")),
     (MINUTES_THRESHOLD, (MINUTE, "minutes")),
@@ -14,7 +14,7 @@ UNITS = (  # of times: from how many seconds on, the seconds of one, and its nam
     (0.9995e-3, (1e-3, "ms")),
     (0.0, (1e-6, "µs")),
 )
-PARTS = {  # of `Prediction.parts`, in words
+PARTS = {  # words for `Prediction.parts`
     "products": "matrix products",
     "attention": "attention",
     "passes": "passes over memory",

@@ -9,7 +9,7 @@ from megalite_launch.goodput.formulas import Costs, best, between_failures, shar
 
 RESTART_SECONDS = 600.0  # from a failure to the first new step; an assumption
 DAY, HOUR = 86_400.0, 3_600.0
-SAVED_BYTES = 12  # of a parameter and its AdamW states in a checkpoint
+SAVED_BYTES = 12  # bytes of a parameter and its AdamW states in a checkpoint
 
 
 @dataclass(frozen=True)

@@ -55,8 +55,8 @@ class DryRun:
     """Bytes and transfers that a dry run has counted."""
 
     bytes: dict[str, int]  # by kind, at the peak
-    doing: str  # what the rank was doing then
-    transfers: Counter[Transfer]  # of a step of `micro_batches`
+    doing: str  # activity of the rank at the peak
+    transfers: Counter[Transfer]  # transfers of a step of `micro_batches`
     micro_batches: int
 
 

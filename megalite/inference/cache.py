@@ -46,7 +46,7 @@ class Cache:
                 layer: (torch.zeros(shape, dtype=dtype, device=device), torch.zeros(shape, dtype=dtype, device=device))
                 for layer in layers
             }
-        except RuntimeError:  # that CUDA has no memory is one too
+        except RuntimeError:  # CUDA's lack of memory is one too
             size = 2 * len(layers) * slots * heads * capacity * width * dtype.itemsize / GIB
             text = f"{counted(slots, 'sequence')} of {counted(capacity, 'token')}"
             raise InputError(
@@ -67,7 +67,7 @@ class Prompts(TokenPositions):
     """A pass of whole prompts. `attention` keeps each of them to itself."""
 
     cache: Cache | None = None  # None: nothing comes after
-    slots: Tensor | None = None  # of every token, without padding
+    slots: Tensor | None = None  # slot of every token, without padding
     at: Tensor | None = None  # its position
 
     def attend(self, layer: int, kind: Scores) -> Attention:

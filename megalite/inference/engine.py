@@ -23,7 +23,7 @@ from megalite.model.decoder import Decoder
 from megalite.model.positions import Angles, TokenPositions, angles, least_alike, tables
 from megalite.plan.split import layers_of, split_of
 
-MAX_LOGITS = 1 << 26  # of a rank at a time, where those of all tokens are wanted
+MAX_LOGITS = 1 << 26  # logits of a rank at a time, where those of all tokens are wanted
 ANGLE_POSITIONS = 4096  # positions whose angles are made at once; a model may name far more than its texts ever have
 
 

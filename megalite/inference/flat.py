@@ -35,8 +35,8 @@ class Flat:
 
     tokens: Sequence[int]
     at: int = 0
-    row: int = 0  # of its first token
-    stem: "Flat | None" = None  # what it continues; None: it is a beginning
+    row: int = 0  # row of its first token
+    stem: "Flat | None" = None  # run that it continues; None: it is a beginning
 
     @property
     def end(self) -> int:

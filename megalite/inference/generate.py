@@ -23,7 +23,7 @@ Finish = Literal["stop", "length"]
 class Request:
     """A text to continue."""
 
-    index: int  # of its prompt
+    index: int  # number of its prompt
     sample: int  # among the continuations of that prompt
     tokens: Sequence[int]  # at least one, and no more than the model's sequence has
     most: int  # new tokens; the last of them is drawn from the model's last position or before it

@@ -20,7 +20,7 @@ from megalite.inference.flat import Stem
 from megalite.inference.score import PASS_TOKENS, score
 
 CHUNK_TOKENS = 64 * PASS_TOKENS  # tokens whose scores are asked for at a time
-SHARES = (0.05, 0.25, 0.5, 0.75, 0.95)  # of documents, whose losses are told
+SHARES = (0.05, 0.25, 0.5, 0.75, 0.95)  # quantiles of documents' losses that are told
 WORST_DOCUMENTS = 5  # documents that are named
 
 
@@ -28,11 +28,11 @@ WORST_DOCUMENTS = 5  # documents that are named
 class Perplexity:
     """The perplexity of a model on one store. Losses are in nats per token."""
 
-    documents: int  # that were scored
+    documents: int  # documents that were scored
     tokens: int
     loss: float
     perplexity: float
-    bits_per_byte: float | None  # of the text; None: there is no tokenizer
+    bits_per_byte: float | None  # loss in bits per byte of the text; None: there is no tokenizer
     document_loss: dict[str, float]  # quantiles of the mean losses of documents
     worst_documents: list[int]  # numbers in the store, that with the highest loss first
 
@@ -129,7 +129,7 @@ def _scored(
         if tokenizer is not None:
             text = [int(token) for token in store.document(number)]
             text = text[:-1] if text[-1] == end else text
-            text = text[1:] if end is None else text  # what is not scored does not count
+            text = text[1:] if end is None else text  # the first token is not scored, and does not count
             size = len(tokenizer.decode(text).encode(errors="replace"))
         yield number, count, loss, size
 

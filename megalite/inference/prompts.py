@@ -14,7 +14,7 @@ from megalite.inference.generate import Request
 
 MAX_PROMPT_BYTES = 1 << 24  # bytes of a prompt, at most
 MAX_PROMPTS = 1 << 20  # prompts in a file, at most
-CHARACTERS_PER_TOKEN = 64  # of a prompt's end that are kept, per token that the model sees: no token is longer
+CHARACTERS_PER_TOKEN = 64  # characters kept of a prompt's end, per token that the model sees: no token is longer
 STDIN = "standard input"
 
 

@@ -30,13 +30,13 @@ class Opened:
     name: str  # in messages
     model: Model
     fill: Callable[[State, HostGroup], None]  # with the weights, in any layout; collective
-    tokenizer: Path | None  # of the model; None: there is none that may be opened
-    wanted: str  # what is said where there is none
+    tokenizer: Path | None  # file of the model's tokenizer; None: there is none that may be opened
+    wanted: str  # message where there is no tokenizer
     end_of_document: int | None  # id of the token that ends documents; None: as the tokenizer says
     ends: frozenset[int] = frozenset()  # further ids that end a text
     begins: bool = False  # whether texts begin as the tokenizer would let them, with a special token for example
     run: Path | None = None  # the run folder that it lies in
-    step: int = 0  # of that run
+    step: int = 0  # step of that run
 
 
 Open = Callable[[], Opened]

@@ -60,7 +60,7 @@ class Estimate:
         self.layer_parameters = {kind: layer_parameters(config.model, kind).total for kind in kinds}
         found, layers = list(kinds), layer_kinds(config.model)
         numbers = {id(kind): found.index(kind) for kind in {id(kind): kind for kind in layers}.values()}
-        self.order = [numbers[id(kind)] for kind in layers]  # of every layer, which of `kinds` it is
+        self.order = [numbers[id(kind)] for kind in layers]  # index in `kinds` of every layer's kind
         self._parameters = self.before(self.layer_parameters)
         self.matrix = config.model.vocab_size * config.model.width
         self._all = self._parameters[-1] + self.matrix * (1 if config.model.tie_embeddings else 2)
@@ -109,7 +109,7 @@ class Estimate:
         """Bytes with a first rank, and with its activations: at most, and while all of its gradients are there."""
         states, gathered, whole, reduced = self.each(choice)
         held = states + gathered
-        after = states + reduced + gathered * first.single  # of several stages, others have freed weights
+        after = states + reduced + gathered * first.single  # a rank of several stages has freed weights of others
         parameters = first.parameters
         found = max(self._all / choice.pp * max(held, after), parameters * after, parameters * held + most)
         if beside is not None:

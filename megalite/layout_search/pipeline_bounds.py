@@ -12,7 +12,7 @@ from typing import NamedTuple
 from megalite.cost.stages import ZERO_BUBBLES
 from megalite.schedule.generate import V_SCHEDULES
 
-ROUNDING = 1e-9  # of a layer
+ROUNDING = 1e-9  # share of a layer that is added before layers are rounded down
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from megalite.layout_search.pipeline_bounds import Chain, Passes, Turns
 
-Counts = tuple[int, ...]  # of layers, by kind
+Counts = tuple[int, ...]  # layers by kind
 
 
 class _Rank(NamedTuple):
@@ -48,7 +48,7 @@ class Ranks:
         owned: dict[int, list[int]] = {}
         for stage, rank in enumerate(placement):
             owned.setdefault(rank, []).append(stage)
-        self.ranks: dict[tuple[object, ...], _Rank] = {}  # of equal ranks, the last waits longest
+        self.ranks: dict[tuple[object, ...], _Rank] = {}  # keeps the last of equal ranks, which waits longest
         for own in owned.values():
             sizes = tuple([split[stage] for stage in own])
             all_of = tuple(map(sum, zip(*[counts[stage] for stage in own], strict=True)))

@@ -35,7 +35,7 @@ from megalite.schedule.actions import Action, Kind
 from megalite.schedule.generate import NAMES
 
 RESULT_COUNT = 10
-MAX_WALKED_RANKS = 16  # of a pipeline: in longer ones, all ranks are walked through for the first result only
+MAX_WALKED_RANKS = 16  # ranks of a pipeline: in longer ones, all ranks are walked through for the first result only
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Found:
     timed: int = 0
     walked: int = 0
     tightest: tuple[float, Choice] | None = None
-    _layouts: set[Choice] = field(default_factory=set)  # of the results, whatever their splits
+    _layouts: set[Choice] = field(default_factory=set)  # layouts of the results, whatever their splits
 
     def add(self, result: Result) -> None:
         """Take a result, with the fastest split of its layout."""

@@ -45,7 +45,7 @@ class Shape:
     computes: seconds until the last backward pass of a step has ended, at least. bound: those of the whole step.
     """
 
-    choice: Choice  # of its first layout
+    choice: Choice  # choice of its first layout
     micro_batches: int
     dp: int
     passes: Passes

@@ -24,7 +24,7 @@ from megalite.schedule.generate import NAMES
 MIN_LIMIT_FACTOR, MAX_LIMIT_FACTOR = 0.8, 1.3  # where layers are moved, the default split's estimate is between these
 MIN_SPEEDUP = 5e-3  # by which the slowest rank must become faster for layers to be moved though all fits
 MAX_SLOWDOWN = 1.25  # times as long as necessary may the slowest rank take
-BLOCKS = 8  # of ranks, in which it is looked whether any split may fit
+BLOCKS = 8  # blocks of ranks, in which it is looked whether any split may fit
 MAX_LAYERS = 1 << 30  # layers: more than any model has
 MAX_FITTING_SPLITS = 2  # splits of a layout that are estimated to fit, as the estimate is a little below the walk
 

@@ -41,7 +41,8 @@ class Layer(nn.Module):
         super().__init__()
         self.before, self.both = "before" in kind.norms, len(kind.norms) == 2
         branch = multipliers(model).branch
-        of_norm, of_rest = (branch, 1.0) if "after" in kind.norms else (1.0, branch)  # of the last before the stream
+        # The last module before the stream takes the factor of the branch.
+        of_norm, of_rest = (branch, 1.0) if "after" in kind.norms else (1.0, branch)
         of_first = 1.0 if self.before else of_norm
         norm, attention = partial(Norm, model, tp, kernels), GroupedQueryPart(model.width, kind.attention)
         self.attention_norm = norm(factor=of_first)

@@ -37,7 +37,7 @@ class HostAdamW(torch.optim.Optimizer):
         self.found_inf: Tensor | None = None  # as for torch's fused optimizers: a float32 1 skips the update
         self.clip: Tensor | None = None  # gradients are multiplied by it
         self._memory = HostMemory()
-        self.copies: dict[Tensor, tuple[Tensor, Tensor]] = {}  # of weight and gradient, overwritten by every step
+        self.copies: dict[Tensor, tuple[Tensor, Tensor]] = {}  # weight and gradient, overwritten by every step
         for group in self.param_groups:
             for param in group["params"]:
                 if not param.is_meta:  # parameters without data are not trained

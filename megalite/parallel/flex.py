@@ -70,7 +70,7 @@ def _block_mask(begins: Tensor) -> BlockMask:
     length = begins.shape[1]
     first = torch.arange(0, length, TILE, device=begins.device)
     last = (first + TILE).clamp(max=length) - 1
-    earliest, latest = begins[:, first, None], begins[:, last, None]  # of the keys of a tile's queries: b t 1
+    earliest, latest = begins[:, first, None], begins[:, last, None]  # first keys of a tile's outermost queries: b t 1
     some = (first <= last[:, None]) & (last >= earliest)
     every = (last <= first[:, None]) & (first >= latest)
 

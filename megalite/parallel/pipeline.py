@@ -77,11 +77,11 @@ class Entry:
 class Waiting(Awaiting):
     """The activity that the runner reports while an action waits for its input."""
 
-    entry: object  # what waits
+    entry: object  # entry of this rank's program that waits
     transfer: Action
     peer: int  # pipeline rank
     rank: int  # in the whole job
-    program: Program  # of the peer
+    program: Program  # program of the peer
 
     @property
     def awaited(self) -> tuple[int, ...]:
@@ -211,7 +211,7 @@ class Pipeline:
         fsdp.before_backward(stage, self.mode, Reduction() if at_end else reduction)
         forward = Action(Kind.F, action.stage, action.micro)
         outputs = flight.outputs.pop(forward)
-        grads: list[Tensor | None] = [None] * len(outputs)  # of losses: 1
+        grads: list[Tensor | None] = [None] * len(outputs)  # None: 1, the gradient of a loss
         if action.stage < self.table.stages - 1:
             grads[0] = self._received(Action(Kind.RECV_B, action.stage, action.micro), flight)
         torch.autograd.backward(outputs, grads)

@@ -129,7 +129,7 @@ def _past(queries: Rows, keys: Rows, sequences: Sequence[Sequences]) -> Iterator
     end = earlier[-1].stop
     first = _below(queries, end)
     for sequence in sequences:
-        document = bisect_right(sequence.documents, end - 1)  # of the last key
+        document = bisect_right(sequence.documents, end - 1)  # index of the end of the last key's document
         last = _below(queries, sequence.documents[document])
         if first < last:
             begin = sequence.documents[document - 1]
@@ -144,7 +144,7 @@ def _past_in_window(
         end = earlier.stop
         if end > part.start:
             continue
-        document = bisect_right(sequence.documents, end - 1)  # of the last key
+        document = bisect_right(sequence.documents, end - 1)  # index of the end of the last key's document
         begin = max(earlier.start, sequence.documents[document - 1], part.start - window + 1)
         last = min(part.stop, sequence.documents[document], end + window - 1)  # the end of the queries
         if begin < end and part.start < last:

@@ -13,7 +13,7 @@ from itertools import takewhile
 from megalite.config.rules.numbers import every_divisor
 from megalite.config.schema import Config
 
-Ranges = tuple[tuple[int, int], ...]  # of samples, [first, end): disjoint and ascending
+Ranges = tuple[tuple[int, int], ...]  # ranges of samples, [first, end): disjoint and ascending
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from megalite.plan.resolved import Plan
 
 Box = tuple[range, range]  # rows and columns
 
-BUCKET_BYTES = 256 << 20  # of buffers on a rank: enough for messages of a MiB to 64 peers, little beside 80 GB
+BUCKET_BYTES = 256 << 20  # bytes of a rank's buffers: enough for messages of a MiB to 64 peers, little beside 80 GB
 MAX_PIECES = 100_000  # pieces of matrices on ranks that are planned one by one, which takes a second
 
 
@@ -31,7 +31,7 @@ class Matrix:
 
     shape: tuple[int, int]
     boxes: tuple[Box, ...]
-    steps: int = 5  # of Newton–Schulz
+    steps: int = 5  # steps of Newton–Schulz
 
     @property
     def flops(self) -> int:

@@ -23,7 +23,7 @@ from megalite.schedule.simulate import LIVE_CHANGES
 
 Mode = Literal["none", "selective", "full"]
 MODES: tuple[Mode, ...] = ("none", "selective", "full")
-FORWARD_PASSES: dict[Mode, float] = {"none": 3.0, "selective": 3.1, "full": 4.0}  # that take a layer's time
+FORWARD_PASSES: dict[Mode, float] = {"none": 3.0, "selective": 3.1, "full": 4.0}  # layer's time in forward passes
 GIB = 1 << 30
 T = TypeVar("T")
 
@@ -32,11 +32,11 @@ T = TypeVar("T")
 class Cost:
     """Time and memory of one layer for one micro-batch, in one mode."""
 
-    seconds: float  # of forward and backward
+    seconds: float  # time of forward and backward
     bytes: int  # kept from forward to backward
 
 
-Costs = Mapping[Mode, Cost]  # of one layer
+Costs = Mapping[Mode, Cost]  # costs of one layer
 
 
 def every_nth(mode: Mode, n: int, layers: int) -> list[Mode]:

@@ -20,12 +20,12 @@ class Plan:
     """The layers of every stage and their kinds, the rank that owns each stage, and the actions of ranks in a step."""
 
     config: Config
-    kinds: tuple[LayerKind, ...]  # of every layer
+    kinds: tuple[LayerKind, ...]  # kind of every layer
     layers: tuple[range, ...]  # by stage
     placement: tuple[int, ...]  # stage -> the pipeline rank that owns it
     modes: Mapping[int, Sequence[Mode]]  # by stage: how each of its layers recomputes
     fsdp: bool  # FSDP2 gathers weights and reduces gradients
-    costing: Costing | None = field(default=None, repr=False, compare=False)  # what `auto` searches for
+    costing: Costing | None = field(default=None, repr=False, compare=False)  # gives `auto` the costs to search with
     _tables: dict[int, Table] = field(default_factory=dict, repr=False, compare=False)
 
     @property

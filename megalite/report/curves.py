@@ -15,7 +15,7 @@ from megalite.scaling.table import Run
 from megalite.train.folder.records import read_records
 from megalite_launch.page.charts import thinned
 
-CURVE_POINTS = 120  # of a curve in the picture; a page has hundreds of curves
+CURVE_POINTS = 120  # points of a curve in the picture; a page has hundreds of curves
 MAX_RUNS = 300
 Curve = list[tuple[float, float]]
 

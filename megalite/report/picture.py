@@ -13,10 +13,10 @@ from megalite_launch.page.style import COLOURS
 
 INK, GREY, LINE, PAPER = "#1f2933", "#5d6b78", "#cdd4db", "#ffffff"
 VARIABLES = {INK: "var(--ink)", GREY: "var(--pale)", LINE: "var(--line)", PAPER: "var(--paper)"}
-RAMP = ("#3f72b8", "#27a3a3", "#4f9e63", "#b5a02c", "#df8a1f", "#c9473f")  # of what has an order; in both schemes
+RAMP = ("#3f72b8", "#27a3a3", "#4f9e63", "#b5a02c", "#df8a1f", "#c9473f")  # colours of ordered series, in both schemes
 MARK = "#c9473f"
 MAX_SERIES = 10  # in a legend; those between are left out of it
-DPI = 150  # of a PNG
+DPI = 150  # pixels per inch of a PNG
 RC_SETTINGS: Any = {
     "axes.edgecolor": GREY,
     "axes.facecolor": "none",

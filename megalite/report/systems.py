@@ -13,7 +13,7 @@ from megalite.report.pictures import ticker
 from megalite.scaling.table import Results, Run
 
 SPEED, SPEED_LOW, SPEED_HIGH = (f"tokens_per_second_per_gpu{end}" for end in ("", "_low", "_high"))
-MAX_BARS = 60  # of memory
+MAX_BARS = 60  # bars in the picture of memory
 
 
 def pictures(results: Results) -> list[Picture]:

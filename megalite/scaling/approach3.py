@@ -14,11 +14,11 @@ from megalite.scaling.solver import Minima, minimize
 EXPONENTS, FLOORS = (
     (0.2, 0.4, 0.7),
     (0.2, 0.6, 0.9),
-)  # of guesses: of alpha and beta, and of E as a share of the lowest loss
+)  # guesses: of alpha and beta, and of E as a share of the lowest loss
 MAX_EXPONENT, MIN_EXPONENT = 3.0, 0.01  # bounds of alpha and beta
-MIN_FLOOR = 1e-3  # of E, as a share of the lowest loss: below, E cannot be told from 0
+MIN_FLOOR = 1e-3  # bound of E, as a share of the lowest loss: below, E cannot be told from 0
 MIN_RUNS, MIN_VALUES = 6, 3  # runs, and different N and D: below that, five parameters follow from nothing
-MIN_SPREAD_RATIO = 0.02  # of the spread of ln N and ln D: what is left of one of them without the other
+MIN_SPREAD_RATIO = 0.02  # share of the spread of ln N and ln D that is left of one of them without the other
 MIN_CONDITION = 1e-9  # reciprocal, of the scaled normal matrix: below it, parameters cannot be told apart
 
 

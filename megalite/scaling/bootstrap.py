@@ -11,7 +11,7 @@ from megalite.scaling.forms import Array
 
 COVERAGE = 0.9
 MAX_LEVERAGE = 0.97  # leverage of a run above which draws tell nothing of what its noise does to the law
-SEED = 20240415  # of all draws, so that the same results give the same intervals
+SEED = 20240415  # seed of all draws, so that the same results give the same intervals
 
 
 @dataclass(frozen=True)

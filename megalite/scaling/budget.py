@@ -28,7 +28,7 @@ from megalite.scaling.show import number
 from megalite.scaling.stored import Stored
 from megalite.scaling.table import Results, cell_value
 
-FIRST_MFU, ROUNDS, BUDGET_TOLERANCE = 0.4, 12, 0.005  # of the search for the budget that GPU-hours are
+FIRST_MFU, ROUNDS, BUDGET_TOLERANCE = 0.4, 12, 0.005  # settings of the search for the budget that GPU-hours are
 RANGE_TOLERANCE = 1.05  # times a bound of the fitted runs that still count as within them
 
 

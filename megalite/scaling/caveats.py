@@ -15,7 +15,7 @@ from megalite.scaling.settings import Settings
 MIN_RUNS, MIN_DECADES, MIN_STEPS = 25, 1.5, 1000  # below these, docs/scaling.md tells what was measured
 MIN_R_SQUARED = 0.95
 OUTLIER_DEVIATIONS = 6.0  # robust standard deviations of a residual
-MAX_EXPONENT_GAP = 0.08  # of exponents by different ways
+MAX_EXPONENT_GAP = 0.08  # difference of exponents by different ways
 
 
 def caveats(chosen: Chosen, fits: Mapping[str, Mapping[str, Fitted]], settings: Settings) -> list[str]:

@@ -13,7 +13,7 @@ from megalite.scaling.solver import minimize
 from megalite.scaling.table import Run
 
 MIN_RUNS = 5  # runs with a task's metric: a sigmoid has four parameters
-MIN_CHANGE = 0.02  # of an accuracy over all runs: less tells no curve
+MIN_CHANGE = 0.02  # range of an accuracy over all runs: less tells no curve
 
 
 @dataclass(frozen=True)

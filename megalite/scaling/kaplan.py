@@ -12,7 +12,7 @@ from megalite.scaling.forms import Array, kaplan
 from megalite.scaling.law import FLOPS, Number
 from megalite.scaling.solver import minimize
 
-RHO, KAPPA = (0.3, 0.7, 1.2), (0.05, 0.1, 0.3)  # of guesses
+RHO, KAPPA = (0.3, 0.7, 1.2), (0.05, 0.1, 0.3)  # guesses from which fits start
 LOW_BOUNDS, HIGH_BOUNDS = (-300.0, -300.0, 0.01, 1e-3), (300.0, 300.0, 10.0, 3.0)
 
 

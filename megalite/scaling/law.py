@@ -8,7 +8,7 @@ from megalite.scaling.forms import Array
 
 Number = float | Array
 NAMES = ("E", "A", "B", "alpha", "beta")
-FLOPS = 6.0  # of a parameter and a token
+FLOPS = 6.0  # FLOPs per parameter and token
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ class Parabola:
 def parabola(x: Array, y: Array, weights: Array | None = None) -> Parabola:
     """Least squares through points x `[n]` and y `[n]` or `[g, n]`, by weights `[g, n]`; without, all count once."""
     weights = np.ones((1, len(x))) if weights is None else weights
-    y = np.broadcast_to(np.where(weights > 0, y, 0.0), weights.shape)  # what does not count may be nan
+    y = np.broadcast_to(np.where(weights > 0, y, 0.0), weights.shape)  # values that do not count may be nan
     centre, scale = (x.max() + x.min()) / 2, max(float(np.ptp(x)) / 2, 1e-300)
     u = (x - centre) / scale
     powers = np.stack([np.ones_like(u), u, u * u], axis=1)
@@ -58,7 +58,7 @@ def line(x: Array, y: Array, weights: Array | None = None) -> tuple[Array, Array
     """
     x, y = np.atleast_2d(x), np.atleast_2d(y)
     weights = np.ones(np.broadcast_shapes(x.shape, y.shape)) if weights is None else weights
-    used = np.where(weights > 0, x, 0.0), np.where(weights > 0, y, 0.0)  # what does not count may be nan
+    used = np.where(weights > 0, x, 0.0), np.where(weights > 0, y, 0.0)  # values that do not count may be nan
     total = weights.sum(axis=1)
     with np.errstate(invalid="ignore", divide="ignore"):
         middle = (weights * used[0]).sum(axis=1) / total, (weights * used[1]).sum(axis=1) / total

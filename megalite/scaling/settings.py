@@ -9,7 +9,7 @@ from megalite.experiment.fitting import fit_rules
 from megalite.experiment.read import ExperimentError
 from megalite.experiment.schema import About, Fit, Holdout, Sizes
 
-DEFINITIONS = ("with_head", "total", "non_embedding")  # of N: with the output layer alone, all, layers alone
+DEFINITIONS = ("with_head", "total", "non_embedding")  # ways to count N: with the output layer alone, all, layers alone
 
 
 @dataclass

@@ -58,7 +58,7 @@ class Rule:
         """The model that is nearest to `size` parameters, of nearly the width / layers that the rule gives."""
         large, aspect = self.largest, self.aspect(size)
         group = large.heads // large.kv_heads
-        unit = large.head_size * group  # of widths: whole heads in whole groups
+        unit = large.head_size * group  # unit of widths: whole heads in whole groups
         fine = gcd(*(model.ffn for model in self.models))
 
         def model(steps: int, layers: int) -> Model:

@@ -22,7 +22,7 @@ from megalite.plan.parts.part import Kept, Moment, Weight
 from megalite.plan.parts.sizes import Sizes
 from megalite.plan.recompute_modes import Mode
 
-ID_BYTES = 8  # of a token
+ID_BYTES = 8  # bytes of a token's id
 ROWS = 128  # rows that cross_entropy handles at a time
 MIN_CHUNK_TOKENS, TILE = 4096, 128  # the lowest limit for a chunk of the head; chunks are multiples of TILE tokens
 CLASSES = 1024  # classes whose logits the head widens at a time, to sum the gradient of its weight

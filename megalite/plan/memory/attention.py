@@ -20,7 +20,7 @@ from megalite.plan.parts.sizes import Sizes
 from megalite.plan.traffic.window import busiest, halo
 
 # Limits of `parallel.explicit`:
-ROWS = 128  # of queries at a time, at most: each gets scores for all keys that any of them attends to
+ROWS = 128  # queries at a time, at most: each gets scores for all keys that any of them attends to
 MAX_SCORES = 2**24  # the most scores at a time, unless a single row of queries has more
 
 

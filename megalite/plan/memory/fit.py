@@ -19,7 +19,7 @@ from megalite.plan.pipeline import can_be_planned, table_of
 from megalite.plan.resolved import resolve
 
 GIB = 1 << 30
-TENSOR_SHARE = 0.9  # of a GPU's memory; CUDA, NCCL and the allocator's fragments take the rest
+TENSOR_SHARE = 0.9  # share of a GPU's memory for tensors; CUDA, NCCL and the allocator's fragments take the rest
 
 
 def peak_bytes(config: Config, limit: float = math.inf, costing: Costing | None = None) -> int:

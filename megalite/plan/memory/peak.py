@@ -50,8 +50,8 @@ class Memory:
 
     pp: int
     bytes: dict[Item, int]
-    micro_batches: int  # of that step
-    instant: Instant  # of the peak
+    micro_batches: int  # number in that step
+    instant: Instant  # instant of the peak
 
     @property
     def total(self) -> int:

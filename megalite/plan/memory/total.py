@@ -42,7 +42,7 @@ class Total(Walk):
     def __init__(self, plan: Plan, m: int, pp: int) -> None:
         super().__init__(plan, m, pp)
         self.effects: dict[tuple[object, ...], Effect] = {}
-        self.now = dict.fromkeys(self.parts, Gradients())  # of every stage; those of `Walk` may be older
+        self.now = dict.fromkeys(self.parts, Gradients())  # gradients of every stage; those of `Walk` may be older
 
     def most_bytes(self) -> int:
         """Run the walk, and return the most bytes on the device: `on_device` of what `run` returns."""

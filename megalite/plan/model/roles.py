@@ -70,7 +70,7 @@ HEAD = Role(Kind.HEAD, Side.VOCABULARY, Side.STREAM, in_layer=False)
 FINAL_NORM = Role(Kind.NORM, Side.STREAM, in_layer=False)
 NORM = Role(Kind.NORM, Side.STREAM)
 HEAD_NORM = Role(Kind.NORM, Side.ONE_HEAD)
-QUERY_NORM = Role(Kind.NORM, Side.QUERIES)  # of all heads together
+QUERY_NORM = Role(Kind.NORM, Side.QUERIES)  # norm of all heads together
 KEY_NORM = Role(Kind.NORM, Side.KEYS)
 QUERY = Role(Kind.MATRIX, Side.QUERIES, Side.STREAM)
 KEY = VALUE = Role(Kind.MATRIX, Side.KEYS, Side.STREAM)

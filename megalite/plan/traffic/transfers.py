@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from megalite.config.schema import Config
 
-TYPE_NAMES = {2: "bfloat16", 4: "float32", 8: "float64"}  # of the data type of an activation or a weight, by its bytes
+TYPE_NAMES = {2: "bfloat16", 4: "float32", 8: "float64"}  # data type of an activation or a weight, by its bytes
 
 
 class Transfer(NamedTuple):
@@ -34,7 +34,7 @@ class Traffic:
 
     kind: str
     axis: str
-    ranks: int  # of the group; of pp all ranks of the pipeline, though two of them exchange a message
+    ranks: int  # size of the group; for pp all ranks of the pipeline, though two of them exchange a message
     bytes: int
     dtype: str
     times: int

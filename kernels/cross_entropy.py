@@ -369,7 +369,7 @@ def bytes_moved(tokens: int, columns: int, dtype: torch.dtype) -> tuple[int, int
 
 
 def compile_cases() -> Iterator[Case]:
-    vocabulary = LLAMAS["Llama 3 8B"].vocabulary  # that of all sizes
+    vocabulary = LLAMAS["Llama 3 8B"].vocabulary  # classes of every model in LLAMAS
     for dtype in (torch.bfloat16, torch.float32):
         for ranks, smoothing, z_loss in ((1, 0.0, 0.0), (8, 0.0, 0.0), (8, 0.1, 1e-4)):
             width = vocabulary // ranks

@@ -71,7 +71,7 @@ def measure(case: Case, gpu: Gpu, rounds: int, log: Log) -> list[Row]:
 
 
 def _compared(case: Case, inputs: Inputs, log: Log) -> list[_Candidate]:
-    torch.compiler.reset()  # what was compiled for other sizes counts against a limit
+    torch.compiler.reset()  # code that was compiled for other sizes counts against a limit
     exact = attempt(lambda: case.exact(inputs))
     candidates = []
     for variant in VARIANTS[case.op]:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 MIN_ROUNDS = 10
-GROUP_SECONDS = 6.0  # that all rounds of one group of calls may take, unless there would be fewer than the least
+GROUP_SECONDS = 6.0  # seconds for all rounds of one group of calls, unless there would be fewer than MIN_ROUNDS
 WARM_UP = 3  # calls before anything is measured, of which the first compiles
 COPY_BYTES = (1 << 30, 1 << 31, 1 << 32)
 MAX_LEAD = 0.02  # seconds; what takes the host longer waits for the GPU anyway

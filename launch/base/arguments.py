@@ -6,7 +6,7 @@ import argparse
 import shlex
 from collections.abc import Callable
 
-MAX_DIGITS = 12  # of a whole number, at most
+MAX_DIGITS = 12  # digits of a whole number, at most
 
 
 def _whole(least: int, most: int) -> Callable[[str], int]:

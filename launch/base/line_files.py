@@ -10,9 +10,9 @@ from typing import Any, BinaryIO, Optional
 
 from .files import opened
 
-CHUNK_BYTES = 2**20  # that are read at a time
+CHUNK_BYTES = 2**20  # bytes that are read at a time
 MAX_LINE_BYTES = 2**20  # a longer one is passed over
-MAX_NUMBER = 1e15  # of a number that is believed
+MAX_NUMBER = 1e15  # numbers of this size, or above, are not believed
 
 
 class Tail:

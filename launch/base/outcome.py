@@ -29,7 +29,7 @@ class Failure:
     rank: int
     node: str
     code: int  # its exit code
-    step: int  # that was under way; 0: none yet
+    step: int  # step that was under way; 0: none yet
     text: str  # why; empty if others know better
 
     @property
@@ -44,7 +44,7 @@ class Outcome:
 
     time: float
     code: int  # DONE or STOPPED
-    step: int  # that is saved
+    step: int  # step that is saved
 
 
 def write_failure(attempt: Path, failure: Failure) -> None:

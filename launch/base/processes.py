@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 HANDLED_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 SIGNAL_NAMES = ",".join(number.name[3:] for number in HANDLED_SIGNALS)  # as env and the shell call them
-SET_PARENT_DEATH_SIGNAL = 1  # of prctl(2)
+SET_PARENT_DEATH_SIGNAL = 1  # option of prctl(2): PR_SET_PDEATHSIG
 
 
 class Stopped(KeyboardInterrupt):

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Optional
 
 DAY, HOUR, MINUTE = 86_400, 3600, 60
-MIN_WIDTH = 30  # of a column that is wrapped
+MIN_WIDTH = 30  # characters of a column that is wrapped
 DECIMAL_UNITS = ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 BINARY_UNITS = ((2.0**40, "Ti"), (2.0**30, "Gi"), (2.0**20, "Mi"), (2.0**10, "Ki"))
 Prefixes = tuple[tuple[float, str], ...]

@@ -62,7 +62,7 @@ class Seen:
 
     nodes: Sequence[str]
     ranks_per_node: int
-    code: int  # of srun or of the launcher; negative: a signal has killed it
+    code: int  # exit code of srun or of the launcher; negative: killed by that signal
     failures: Sequence[Failure] = ()
     outcome: Outcome | None = None
     said: Sequence[str] = ()  # lines that srun has printed
@@ -80,10 +80,10 @@ class Ended:
     """The verdict on an attempt."""
 
     cause: str
-    code: int  # of those in docs/exit_codes.md
+    code: int  # exit code, one of those in docs/exit_codes.md
     first: First | None = None
     asked: bool = False  # to stop, by a signal to the supervisor
-    steps: tuple[int, int] = (0, 0)  # of the newest checkpoint before and after
+    steps: tuple[int, int] = (0, 0)  # steps of the newest checkpoints before and after the attempt
     seconds: float = field(default=0.0, compare=False)
     met: bool = field(default=True, compare=False)  # all ranks have met
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 PLAIN_SCALAR = re.compile(r"[A-Za-z/][A-Za-z0-9_./-]*")
-RESERVED_WORDS = {"true", "false", "yes", "no", "on", "off", "null", "y", "n"}  # that YAML takes for something else
+RESERVED_WORDS = {"true", "false", "yes", "no", "on", "off", "null", "y", "n"}  # YAML's words for truth values and null
 
 
 def yaml_text(value: Any, indent: int = 0) -> str:

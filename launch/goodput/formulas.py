@@ -13,7 +13,7 @@ from math import exp, expm1, inf, sqrt
 
 HOUR = 3600.0
 # Unexpected interruptions of Llama 3's training: 419 in 54 days on 16,384 GPUs (arXiv 2407.21783, §3.3.4).
-HOURS_BETWEEN_FAILURES = 54 * 24 * 16_384 / 419  # of one GPU
+HOURS_BETWEEN_FAILURES = 54 * 24 * 16_384 / 419  # hours of one GPU, on average
 ROUNDS = 60  # steps of Newton's method, which needs fewer than ten
 
 
@@ -22,7 +22,7 @@ class Costs:
     """Costs of failures and checkpoints for a job, in seconds."""
 
     between: float  # from one failure of the job to the next, on average; inf: nothing fails
-    save: float = 0.0  # that training stands still for a checkpoint
+    save: float = 0.0  # seconds that training stands still for a checkpoint
     write: float = 0.0  # from then on until it can be resumed from
     detect: float = 0.0  # from a failure until it is noticed
     restart: float = 0.0  # from then on to the first new step
@@ -55,7 +55,7 @@ def best(costs: Costs) -> float:
     if costs.between == inf:
         return inf
     saved = costs.save / costs.between
-    if saved < 1e-12:  # what is to be found is lost in roundings; the first order is as exact
+    if saved < 1e-12:  # the result would be lost in roundings; the first order is as exact
         return max(young(costs), costs.write)
     x = min(sqrt(2 * saved), 1.0)
     for _ in range(ROUNDS):  # the root of expm1(-x - saved) + x: it is convex, so Newton's method stays on one side

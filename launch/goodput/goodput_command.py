@@ -21,7 +21,7 @@ from .simulate import simulate
 
 DAY = 86_400.0
 MAX_GPUS, MAX_RUNS, MAX_SECONDS = 2**24, 100_000, 1e9
-MAX_FAILURES = 20_000_000  # that are simulated in all: about half a minute
+MAX_FAILURES = 20_000_000  # failures that are simulated in all: about half a minute
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -20,7 +20,7 @@ class Simulated:
     error: float
     low: float  # a twentieth of the runs come to less
     high: float  # and a twentieth to more
-    failures: float  # of a run, on average
+    failures: float  # failures of a run, on average
 
 
 def simulate(costs: Costs, interval: float, seconds: float, runs: int, seed: int = 0) -> Simulated:

@@ -11,7 +11,7 @@ from .html import Key, escape, legend
 WIDTH, HEIGHT = 520, 260
 RIGHT_MARGIN, TOP_MARGIN, BOTTOM_MARGIN = 20, 14, 50
 AXIS_GAP, LETTER_WIDTH = 14, 8.5  # left of an axis: a gap, and a character of its numbers
-MAX_POINTS = 400  # of a curve: as many as a picture can show
+MAX_POINTS = 400  # points of a curve: as many as a picture can show
 MAX_ROWS = 60  # attempts that are drawn
 ROW_HEIGHT, GAP, LENGTH = 14, 5, 1000
 MIN_VALUE, MAX_VALUE = 1e-100, 1e100  # smallest value that differs from 0, and largest that an axis can show

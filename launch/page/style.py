@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .html import escape
 
-COLOURS = (  # of stacked bars, lines and groups; middle tones, which both schemes can show
+COLOURS = (  # colours of stacked bars, lines and groups; middle tones, which both schemes can show
     "#3f72b8",
     "#df8a1f",
     "#4f9e63",

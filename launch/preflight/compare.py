@@ -172,7 +172,8 @@ def pair_rates(sheet: Sheet) -> dict[str, list[float]]:
 def _pairs(nodes: Sequence[Sheet], thresholds: Thresholds) -> None:
     """A node is bad if all its pairs are slow, at least two: one slow pair may be the partner's fault."""
     rates = {sheet.node: [rate for found in pair_rates(sheet).values() for rate in found] for sheet in nodes}
-    fastest = [max(found) for found in rates.values() if found]  # of each: a bad node slows its partners' other pair
+    # The fastest pair of each node, since a bad node also slows a pair of each partner.
+    fastest = [max(found) for found in rates.values() if found]
     middle = median(fastest) if fastest else 0.0
     for sheet in nodes:
         found, limits = rates[sheet.node], thresholds.of(sheet.gpu)

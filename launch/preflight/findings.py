@@ -29,8 +29,8 @@ class Finding:
 
     check: str  # as docs/preflight.md names it
     result: str  # OK, WARN, FAIL or UNCHECKED
-    value: Any  # what was found; None if nothing could be
-    rule: str  # what should hold
+    value: Any  # value that was found; None if none could be
+    rule: str  # rule that should hold
     text: str  # a sentence for people
 
 
@@ -42,7 +42,7 @@ class Sheet:
     level: str  # light or full
     gpu: str = ""  # the name of its GPUs, `cpu` without any
     findings: list[Finding] = field(default_factory=list)
-    measured: dict[str, Any] = field(default_factory=dict)  # what is compared between nodes
+    measured: dict[str, Any] = field(default_factory=dict)  # figures to compare between nodes and between preflights
     versions: dict[str, Optional[str]] = field(default_factory=dict)
 
     def add(self, check: str, result: str, value: Any, rule: str, text: str) -> None:

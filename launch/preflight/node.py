@@ -20,7 +20,7 @@ from .storage import check_room, check_shm, judge_write, read_back, write
 from .thresholds import Limits, Thresholds
 from .trainer import Trainer, TrainerError
 
-PREFLIGHT_SECONDS = {"light": 18.0, "full": 165.0}  # that a preflight may take; who waits for it allows 20 and 180
+PREFLIGHT_SECONDS = {"light": 18.0, "full": 165.0}  # seconds a preflight may take; who waits for it allows 20 and 180
 BOARD_SECONDS = {"light": 8.0, "full": 30.0}  # seconds until the first node must have begun
 VERSIONS = "megalite_launch.preflight.versions"
 CPU = "cpu"
@@ -32,16 +32,16 @@ class Order:
 
     node: str
     nodes: Sequence[str]  # all that are checked at the same time, in an order that all know; the first keeps the board
-    port: int  # of the board
+    port: int  # port of the board
     level: str  # light or full
-    gpus: Optional[int]  # that the node should have; 0: none, None: as many as there are
+    gpus: Optional[int]  # GPUs that the node should have; 0: none, None: as many as there are
     folder: Optional[Path]  # where checkpoints go, if that was told
     checkpoint: Optional[int]  # bytes of one, if known
-    attempts: Optional[Path]  # of the run, with the files of earlier preflights
+    attempts: Optional[Path]  # folder of the run's attempts, with the files of earlier preflights
     trainer: Trainer
     write_size: int  # bytes
     probe_size: int  # bytes of an all-reduce and of a copy
-    probe_seconds: float  # of matrix products
+    probe_seconds: float  # seconds of matrix products
 
 
 def check_node(order: Order, thresholds: Thresholds) -> Sheet:

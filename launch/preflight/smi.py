@@ -70,13 +70,13 @@ class Broken(ValueError):
 class Survey:
     """Report of nvidia-smi on the GPUs of this node."""
 
-    seconds: float  # that the first answer took
+    seconds: float  # seconds that the first answer took
     gpus: list[dict[str, str]]  # a row of `BASE_FIELDS` and of `GROUPS` for each
     remapped: dict[str, dict[str, str]] = field(default_factory=dict)  # by uuid
     links: list[list[Optional[float]]] = field(default_factory=list)  # GB/s of every GPU's links; None: inactive
-    link_errors: dict[str, int] = field(default_factory=dict)  # those above 0, as `GPU 0 link 3 Replay Error`
+    link_errors: dict[str, int] = field(default_factory=dict)  # counts above 0, by name, as `GPU 0 link 3 Replay Error`
     processes: list[dict[str, str]] = field(default_factory=list)
-    missing: dict[str, str] = field(default_factory=dict)  # what could not be asked, and why
+    missing: dict[str, str] = field(default_factory=dict)  # queries that failed, and why
 
 
 def ask(arguments: Sequence[str], timeout: float) -> str:

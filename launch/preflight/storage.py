@@ -25,7 +25,7 @@ class Written:
     path: Path
     size: int  # bytes
     digest: str  # SHA-256
-    seconds: float  # that writing took, with fsync
+    seconds: float  # seconds that writing took, with fsync
 
     def note(self) -> dict[str, Any]:
         return {"path": str(self.path), "size": self.size, "digest": self.digest}

@@ -18,7 +18,8 @@ from ..watch.text import ACCOUNT_NAMES, against, attempt_row, facts
 
 PAGE_NAME = "status.html"  # in the run folder
 PAGE_PERIOD = 30.0  # seconds between two versions of a page
-COLOUR = {"training": 2, "saving": 0, "evaluating": 8, "restarting": 1, "lost": 3, "waiting": 6}  # of style.COLOURS
+# Places in style.COLOURS, by account.
+COLOUR = {"training": 2, "saving": 0, "evaluating": 8, "restarting": 1, "lost": 3, "waiting": 6}
 ATTEMPTS, DECISIONS = 100, 30  # latest ones in tables
 REFRESH = '<meta http-equiv="refresh" content="60">\n'
 PAGE_STYLE = """

@@ -21,7 +21,7 @@ class Checked:
 
     ranks: int
     layout: str
-    folder: Path  # of the run, absolute
+    folder: Path  # folder of the run, absolute
     steps: str  # as in `40 to 1000`
 
 

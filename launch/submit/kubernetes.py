@@ -30,7 +30,7 @@ TAINT = re.compile(r"(?P<key>[^=:]+)(=(?P<value>[^=:]*))?(:(?P<effect>NoSchedule
 QUEUE = "kueue.x-k8s.io/queue-name"
 PORT = 29400
 CONTAINER = "megalite"
-MAX_BACKOFF_LIMIT = 2**31 - 1  # of a backoffLimit
+MAX_BACKOFF_LIMIT = 2**31 - 1  # largest value of a backoffLimit, which is an int32
 JOB = "MEGALITE_JOB"  # environment of pods: what distinguishes this Job from others of the same name
 UID = "metadata.labels['batch.kubernetes.io/controller-uid']"
 
@@ -44,14 +44,14 @@ class Pods:
     nodes: int
     ranks: int  # on each node
     gpu: str  # the resource that a rank takes one of; empty for CPUs
-    cpus: str  # of each node; empty: no request
-    memory: str  # of each node; empty: no request
+    cpus: str  # CPUs of each node; empty: no request
+    memory: str  # memory of each node; empty: no request
     claims: Sequence[str]  # CLAIM:PATH, persistent volumes that all pods see
     retries: int  # failures of all pods together, after which the Job is given up
     grace: int  # seconds that a pod has to save when it must go
     directory: str  # in which the command runs, as pods see it
     run: str  # the folder of the run, as pods see it
-    arguments: Sequence[str]  # of megalite train
+    arguments: Sequence[str]  # arguments of megalite train
     shm: str  # size of /dev/shm on each node
     namespace: str | None = None
     resources: Mapping[str, str] = field(default_factory=dict)  # by name, on each node beside GPUs

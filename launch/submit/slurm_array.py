@@ -29,9 +29,9 @@ class Array:
     ranks: int  # on each node
     log: Path  # %a in its name stands for the task
     warning: int  # seconds before the time limit at which runs are told to save and stop
-    options: Mapping[str, str]  # of sbatch, without dashes; an empty value: an option that takes none
+    options: Mapping[str, str]  # options of sbatch, without dashes; an empty value: an option that takes none
     after: str = ""  # the id of a job that comes before
-    command: Sequence[str] = ()  # that does the task SLURM_ARRAY_TASK_ID
+    command: Sequence[str] = ()  # command that does the task SLURM_ARRAY_TASK_ID
 
 
 def array_script(array: Array) -> str:

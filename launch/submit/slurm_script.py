@@ -14,9 +14,9 @@ from ..base.processes import SIGNAL_NAMES
 from ..supervise.policy import Limits
 from .check_first import resolve
 
-VALUE = re.compile(r"[A-Za-z0-9_.,:;=@%+/*()\[\]&|!-]+")  # of an option of sbatch: no blanks, no quotes, no line ends
+VALUE = re.compile(r"[A-Za-z0-9_.,:;=@%+/*()\[\]&|!-]+")  # value of an sbatch option: no blanks, quotes or line ends
 NAME = re.compile(r"[A-Za-z0-9_-]+")
-LIMIT = re.compile(r"((?P<days>\d{1,5})-)?(?P<rest>\d{1,9}(:\d{1,9}){0,2})", re.ASCII)  # of time, for sbatch
+LIMIT = re.compile(r"((?P<days>\d{1,5})-)?(?P<rest>\d{1,9}(:\d{1,9}){0,2})", re.ASCII)  # time limit for sbatch
 PLACEHOLDER = re.compile(r"\{[a-z]+\}")
 GRACE = round(Limits.grace)  # seconds that ranks have at least to save
 CORES = "8"  # for a rank with a GPU; slurm.sbatch has as many
@@ -35,20 +35,20 @@ class Job:
 
     run: Path  # the folder of the run
     name: str
-    nodes: int  # that train
-    spares: int  # that wait to take the place of a node that fails
+    nodes: int  # nodes that train
+    spares: int  # nodes that wait to take the place of one that fails
     least_nodes: int  # with fewer healthy ones, the job does not train
     ranks: int  # on each node: one per GPU
     warning: int  # seconds before the time limit at which ranks are told to save and stop
-    options: Mapping[str, str]  # of sbatch, without dashes; an empty value: an option that takes none
+    options: Mapping[str, str]  # options of sbatch, without dashes; an empty value: an option that takes none
     srun: Sequence[str]  # options of srun, such as a container's
     preflight: str  # off, light or full
     thresholds: str | None  # a file of the site's own limits for preflight
-    gpus: int  # that a node should have
+    gpus: int  # GPUs that a node should have
     trainer: str  # the Python that has megalite, for what preflight measures
-    python: str  # that runs the supervisor, outside of any container
+    python: str  # the Python that runs the supervisor, outside of any container
     megalite: str  # the command, as ranks call it
-    arguments: Sequence[str]  # of megalite train
+    arguments: Sequence[str]  # arguments of megalite train
     folder: str  # in which the job runs: paths of the configuration may be relative to it
     frozen: Path | None  # the configuration as it was when the job was submitted; None: it could not be read here
     as_edited: bool  # whether attempts use what the files of the configuration say then

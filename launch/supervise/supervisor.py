@@ -31,7 +31,7 @@ from .frozen_configuration import Frozen
 from .policy import END, NODE_SHORTAGE, REQUEUE, WRITE_FAILURE, Limits, Move, Past, Patience, Wants
 
 POLL_SECONDS = 0.1  # seconds between two looks whether the ranks have ended
-POLLS_PER_READ = 5  # of these, between two looks at the files
+POLLS_PER_READ = 5  # polls between two looks at the files
 
 
 class Clock:
@@ -79,8 +79,8 @@ class Supervisor:
         self._number, self._told_left_out = 0, set[str]()
         self._checks: dict[int, Check] = {}
         self._made: Path | None = None  # the folder of the latest attempt, which nobody else removes
-        self._lost = ""  # what has become of the run folder, once it is not the one any more that the run began in
-        self._suspicious = True  # of the hardware: the next preflight is a full one
+        self._lost = ""  # fate of the run folder, once it is not the one any more that the run began in
+        self._suspicious = True  # flag: the hardware is suspected, so the next preflight is a full one
 
     def hear(self, number: int, frame: object = None) -> None:
         """A handler of signals: each asks to save and to stop."""
@@ -304,7 +304,7 @@ class Supervisor:
             looks += 1
             self.clock.pause(POLL_SECONDS)
         if code and not killed:
-            running.kill(self.clock.pause)  # what is left where srun or the launcher was killed
+            running.kill(self.clock.pause)  # ends what is left where srun or the launcher was killed
         self._look_anew(start.folder)
         out_of_time = False
         if self.asked:

@@ -55,14 +55,14 @@ class Ledger:
         self.job_on = False  # whether a job is known to hold the nodes
         self.step = 0
         self.lost_steps = 0
-        self.usual = 0  # of a step, by the latest record
+        self.usual = 0  # microseconds of a step, by the latest record
         # Steps that count, in order: up to which, the time they took, whose attempt, their loss and seconds.
         self.steps, self.took, self.owner = array("q"), array("q"), array("l")
         self.losses, self.seconds = array("d"), array("d")
         self._part: Optional[Part] = None
         self._unbound = False  # the latest start has come before the attempt that it belongs to
         self._ended_at, self._well = 0, False
-        self._tail = (0, LOST_TIME)  # what the time after the last record was taken for
+        self._tail = (0, LOST_TIME)  # microseconds after the last record, and the account that they were given to
         self._heard = False  # whether the run has reported anything
         self._resumed = False  # whether this start has said from where
 
@@ -292,7 +292,7 @@ class Ledger:
         while self.steps and self.steps[-1] > step:
             before = self.steps[-2] if len(self.steps) > 1 else 0
             keep = 0
-            if before < step:  # of these steps, some count
+            if before < step:  # some of these steps count
                 keep = self.took[-1] * (step - before) // (self.steps[-1] - before)
             self._move(self.took[-1] - keep, TRAINING, LOST_TIME, self.parts[self.owner[-1]])
             if keep:

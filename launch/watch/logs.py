@@ -22,10 +22,10 @@ from ..base.verdict import HEALTH_FAILURE, INPUT_ERROR, RETRIED_CAUSES, First
 from .run import open_run
 
 TAIL = 2**16  # bytes of the end of a log that are read
-LINES, WIDTH = 15, 200  # of a log: how many lines are shown, and how much of each
+LINES, WIDTH = 15, 200  # lines of a log that are shown, and characters of each
 PEERS = 5  # sayings of other ranks
 POLL_SECONDS = 1.0  # seconds between two looks
-SPEAKERS = ("supervisor", "launcher", "guard", "node")  # those who are no ranks
+SPEAKERS = ("supervisor", "launcher", "guard", "node")  # speakers that are no ranks
 
 
 def main(arguments: Sequence[str]) -> int:

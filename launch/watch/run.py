@@ -22,9 +22,9 @@ from .failures import interruptions
 from .ledger import SECOND, Ledger
 
 MIN_TIME = 946_684_800 * SECOND  # the year 2000: a clock that says less has not been set
-MAX_CLOCK_LEAD = 60 * SECOND  # that the clock of a node may be before ours; a time that is later still is not believed
+MAX_CLOCK_LEAD = 60 * SECOND  # lead of a node's clock over ours; a time that is later still is not believed
 MAX_DECISIONS = 50  # latest ones that are kept
-MAX_NODES = 10_000  # that are remembered
+MAX_NODES = 10_000  # nodes that are remembered
 MAX_SAVES = 20  # latest saves whose times are kept
 REPORTED_EVENTS = (  # events of training that people are told
     "rollback", "save_failed", "save_local_failed", "local_off", "save_problem", "bad_step", "spike",
@@ -50,7 +50,7 @@ class Node:
 class Saves:
     """The checkpoints of a run, as its reports tell of them. Times are seconds."""
 
-    step: Optional[int] = None  # of the newest that is complete
+    step: Optional[int] = None  # step of the newest complete checkpoint
     time: float = 0.0
     bytes: float = 0.0
     under_way: Optional[int] = None
@@ -78,11 +78,11 @@ class Watched:
         self.loss = self.tokens_per_second = self.step_seconds = 0.0
         self.report_steps = 1  # between two records
         self.valid: list[tuple[int, float]] = []  # step and loss of evaluations
-        self._attempts: list[Event] = []  # what failures are counted by
+        self._attempts: list[Event] = []  # events by which failures are counted
         self._latest = 0
         self._before = {"events": 0, "metrics": 0}  # the latest time that was read of each file
         self._newest_start = -1
-        self.steps: Optional[int] = None  # that the latest start is to make
+        self.steps: Optional[int] = None  # steps that the latest start is to make
         self.ranks: Optional[int] = None
 
     def update(self, now: Optional[float] = None) -> None:

@@ -95,7 +95,7 @@ def _run(options: argparse.Namespace) -> int:
             results += _measure(preset, Path(folder), options.rounds, options.workers)
     _print(results)
     large = 2 * model_parameters(load([LARGE_MODEL]).model).total
-    last = [result for result in results if result.model == results[-1].model]  # of small ones, starting takes the time
+    last = [result for result in results if result.model == results[-1].model]  # starting takes the time of small ones
     slowest = min(result.rate for result in last if result.way != "transformers")
     estimate = large / slowest
     print(

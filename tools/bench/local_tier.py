@@ -56,7 +56,7 @@ class Rhythm:
 
     pause: float  # seconds of work between two saves
     saves: int
-    every: int  # of so many saves one is copied to the shared folder, or is made at all if that is done rarely
+    every: int  # saves of which one is copied to the shared folder, or is made at all if that is done rarely
 
 
 def measure_standstill(

@@ -60,7 +60,7 @@ SAVERS = {  # by name: the settings that differ from the base
         for mode in ("ddp", "zero1", "zero2", "zero3")
     },
 }
-TOLERANCE = 0.05  # of the prediction, relative to what is counted
+TOLERANCE = 0.05  # error of a prediction, relative to what is counted
 
 
 def main(argv: list[str] | None = None) -> int:

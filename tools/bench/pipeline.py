@@ -47,7 +47,7 @@ from megalite_tools.bench.ranks import CPU, run_on_ranks
 
 COMMAND = "megalite-bench-pipeline"
 RANKS = 4
-ACTIVATION_SIZE = (256, 128)  # of an activation: 128 KiB
+ACTIVATION_SIZE = (256, 128)  # shape of an activation: 128 KiB
 TORCH_SCHEDULES: dict[str, Any] = {
     "gpipe": ScheduleGPipe,
     "1f1b": Schedule1F1B,
@@ -57,8 +57,8 @@ TORCH_SCHEDULES: dict[str, Any] = {
 }
 if torch.__version__.startswith("2.11."):  # there, the rank with both ends of a V sends to itself, which gloo cannot
     del TORCH_SCHEDULES["zbv"], TORCH_SCHEDULES["dualpipev"]
-TOLERANCE = 0.05  # of the time of a step, above the simulated one
-NOISE = 0.02  # of the ratio to torch's time: repeated runs differ by so much
+TOLERANCE = 0.05  # excess of the time of a step over the simulated one, as a share of it
+NOISE = 0.02  # excess over 1 of the ratio to torch's time: repeated runs differ by so much
 Run = Callable[[], None]
 
 

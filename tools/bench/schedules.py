@@ -39,10 +39,10 @@ from megalite_tools.bench.pipelines import random_case
 from megalite_tools.bench.ranks import CPU, run_on_ranks
 
 COMMAND = "megalite-bench-schedules"
-RANKS, MICRO_BATCHES = 4, 12  # of what is measured
+RANKS, MICRO_BATCHES = 4, 12  # ranks and micro-batches of a measured pipeline
 MAX_PIPELINE = 8, 32  # ranks and micro-batches of a random pipeline
 ROUNDING_FACTOR = 1 + 1e-9  # sums of floats in another order may differ by so much
-TOLERANCE = 0.05  # of the time of a step, above the simulated one
+TOLERANCE = 0.05  # excess of the time of a step over the simulated one, as a share of it
 
 
 @dataclass(frozen=True)
@@ -50,9 +50,9 @@ class Measured:
     """A pipeline to measure. W takes as long as the forward, and I leaves half of what F keeps."""
 
     name: str
-    forwards: tuple[float, ...]  # of its stages, in units
+    forwards: tuple[float, ...]  # times of its stages' forwards, in multiples of --unit
     input: float  # how long I takes, in forwards of the stage; 2 with full recompute
-    memory: float  # of a rank, in micro-batches on all of its stages
+    memory: float  # memory of a rank, in micro-batches on all of its stages
 
     @property
     def stages(self) -> tuple[StageCosts, ...]:

@@ -70,9 +70,9 @@ class Variant:
     """One implementation, with its measurements."""
 
     name: str
-    losses: list[float] = field(default_factory=list)  # of the compared steps
+    losses: list[float] = field(default_factory=list)  # losses of the compared steps
     norms: list[float] = field(default_factory=list)
-    seconds: list[float] = field(default_factory=list)  # of the timed steps
+    seconds: list[float] = field(default_factory=list)  # seconds of the timed steps
     peak_bytes: int = 0  # growth of resident memory since the imports
 
 

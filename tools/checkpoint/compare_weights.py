@@ -20,7 +20,7 @@ from megalite.distributed.start.start import start_alone
 from megalite.model.decoder import Decoder
 from megalite.plan.model.weights import weights
 
-TOKENS = 64  # that logits are computed of
+TOKENS = 64  # tokens whose logits are computed
 MEMORY_FACTOR = 3  # bytes of memory asked for, per byte of what is held of a model in float32
 
 

@@ -132,7 +132,7 @@ def _check(
     pairs = [(alike, made, dtype)]
     if (
         options.optimizer and made.kind != "megalite"
-    ):  # what it updates is in float32, whatever the weights beside are in
+    ):  # weights that the optimizer updates are in float32, whatever those beside are in
         pairs = [(alike, made, "float32"), (alike.without_states(), open_weights(target), dtype or source.dtype)]
     with bar("comparing", sum(other.bytes for _, other, _ in pairs)) as advanced:
         unequal = [name for one, other, kind in pairs for name in unequal_tensors(one, other, kind, advanced)]

@@ -118,7 +118,7 @@ def _work(options: argparse.Namespace, draw: Draw, place: Place) -> int:
 
 def _write(options: argparse.Namespace, draw: Draw, prompts: list[Prompt], place: Place, opened: Opened) -> int:
     """Write with one checkpoint. Raises DamagedError before anything is written."""
-    tokenizers: list[Tokenizer] = []  # of the rank that leads
+    tokenizers: list[Tokenizer] = []  # tokenizer of the rank that leads
 
     def ask() -> tuple[list[Request], list[str], int, int | None]:
         tokenizer, end = open_tokenizer(opened, options.tokenizer)

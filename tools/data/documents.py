@@ -38,7 +38,7 @@ class Reading:
 
     key: str = "text"  # the JSON field or Parquet column with the text; dots lead into nested ones
     format: Format | None = None  # None: as the suffix says
-    encoding: str = "utf-8"  # of text and JSON Lines
+    encoding: str = "utf-8"  # encoding of text and JSON Lines
     separator: str | None = None  # between the documents of a text file; None: the file is one
     most: int = MAX_DOCUMENT_BYTES  # bytes of a document
 

@@ -19,7 +19,7 @@ from megalite.data.trial import open_tokenizer_file
 from megalite_tools.terminal import Terminal, bar
 
 COMMAND = "megalite-inspect-data"
-MAX_LISTED_TOKENS = 64  # of each sample document
+MAX_LISTED_TOKENS = 64  # tokens of each sample document
 MAX_LISTED_SOURCES = 3
 PART = 1 << 22  # lengths read at a time
 
@@ -78,7 +78,7 @@ def _facts(store: TokenStore) -> list[tuple[str, str]]:
     if store.sequences:
         parts = [store.lengths[at : at + PART] for at in range(0, store.sequences, PART)]
         low, high = min(int(part.min()) for part in parts), max(int(part.max()) for part in parts)
-        middle = np.median(store.lengths[:: max(1, store.sequences // PART)])  # of many, an evenly spaced sample
+        middle = np.median(store.lengths[:: max(1, store.sequences // PART)])  # an evenly spaced sample of many
         mean = store.tokens / store.sequences
         facts.append(("sequence lengths", f"min {low:,} · median {middle:,.0f} · mean {mean:,.1f} · max {high:,}"))
     return facts

@@ -26,7 +26,7 @@ SUFFIXES |= dict.fromkeys((".rs", ".go", ".java", ".js", ".ts", ".sh", ".sql"), 
 NON_FILE_ENCODINGS = ("idna", "punycode", "unicode-escape", "raw-unicode-escape")  # for host names and Python source
 COMPRESSED_SUFFIXES = (".gz", ".bz2", ".xz", ".zst", ".zstd")
 BLOCK = 1 << 16  # bytes read from a file at a time
-ZSTD_BLOCK = 1 << 9  # of Zstandard: at most 128 blocks, none of which is above 128 KiB when decompressed
+ZSTD_BLOCK = 1 << 9  # bytes of Zstandard read at a time: at most 128 blocks, none above 128 KiB when decompressed
 
 
 class UnknownFormatError(InputError):

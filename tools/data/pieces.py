@@ -14,7 +14,7 @@ from megalite.data.tokenizer import Tokenizer
 PIECE = 1 << 18  # characters, at least
 WINDOW = 1 << 11
 SPAN = 1 << 14  # characters in which to try one kind of cut before the next
-TRIES = 4  # of each kind
+TRIES = 4  # tries of each kind of cut
 CUTS = tuple(map(re.compile, (r"(?<=\S)\n(?=\w)", r"(?<=\S) (?=\w)", r"(?<=\W)(?=\w)", "")))
 
 

@@ -13,7 +13,7 @@ from megalite.base.terminal import table
 from megalite.report.pictures import pyplot
 from megalite_tools.experiment.coordinates import MODULES
 
-TOLERANCE = 0.25  # of slopes
+TOLERANCE = 0.25  # distance of a slope from 0, at most
 LATE_MODULES = (
     "logits",
     "attention logits",

@@ -22,12 +22,12 @@ from megalite.plan.resolved import Plan, resolve
 from megalite_tools.plan.measured_runs import Run
 
 FIGURES = ("gpu.measured", "gpu.bandwidth", "node.bandwidth", "network.bandwidth")
-STEP = 0.1  # of a logarithm, up and down, over which a dependence is measured
+STEP = 0.1  # change of a logarithm, up and down, over which a dependence is measured
 MIN_DEPENDENCE = 0.1  # on a figure, beside those fitted already; times that err by 1 % give it within 10 %
 MAX_FACTOR = 4.0  # a factor beyond which, or beyond 1 over which, the runs are not this cluster's
 ROUNDS = 30
 MAX_CHANGE = 0.5  # change of a logarithm in one round
-TOLERANCE = 1e-6  # of a logarithm
+TOLERANCE = 1e-6  # difference of a logarithm that counts as none
 
 
 @dataclass(frozen=True)

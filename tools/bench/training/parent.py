@@ -29,7 +29,7 @@ FREE_SHARE = 0.02  # a GPU with at most this share of its memory in use counts a
 SETTLING_SECONDS = 10.0  # seconds to wait for memory of a case before to be given back
 SMI_SECONDS = 20.0  # a driver may take so long for its first answer
 MEMORY_FIELDS = ("memory.used", "memory.total")
-ENDING_SECONDS = SETTLING_SECONDS + 12.0  # that a case may take beyond its limit: before its start, and to be ended
+ENDING_SECONDS = SETTLING_SECONDS + 12.0  # seconds of a case beyond its limit: before its start, and to be ended
 PAUSE = 0.5  # seconds between two looks at it
 MODULE = "megalite_tools.bench.training.command"
 

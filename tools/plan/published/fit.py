@@ -9,7 +9,7 @@ from megalite.cost.constants import FITTED_CONSTANTS, Constants
 from megalite_tools.plan.published.rows import Row
 from megalite_tools.plan.published.score import chosen
 
-BOUNDS = {  # what a fit may not leave: shares of a bandwidth, and of a time
+BOUNDS = {  # ranges that a fit may not leave; units as in Constants: mostly shares of a bandwidth or of a time
     "sustained": (0.8, 1.2),
     "throttle": (0.0, 0.5),
     "memory": (0.5, 0.95),

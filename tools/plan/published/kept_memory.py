@@ -101,7 +101,7 @@ INTERNEVO = Kept(gated=8, gradient=2, logit=4, buffers=2 * 512 * 2**20)
 # masks of dropout. Logits count in bf16, in float32 (cross_entropy.py), as their log-softmax, as two gradients, one of
 # them in bf16 too, and as the bf16 ones of the micro-batch before in one of two buffers (pipeline_schedule/train.py).
 SCALING = Kept(stream=10, query=6, key=6, gated=8, gradient=2, logit=18, outputs=True)
-NORM_BYTES = 4  # of `stream`, bytes of the results of both norms
+NORM_BYTES = 4  # bytes of both norms' results, a part of `stream`
 EAGER_NORM_BYTES = 8  # bytes that norms keep more where each operation keeps its inputs: two in float32 and two in bf16
 # Usual in PyTorch: logits in bf16, in float32, their log-softmax, and its gradient.
 UNKNOWN_PROGRAM = replace(MEGATRON_2025, logit=14)

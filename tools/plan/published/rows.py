@@ -75,7 +75,7 @@ HEAD = 128  # elements of the width for each head, where a row does not say how 
 EXPERTS = r"moe|experts|\d+x\d+b|-a\d+(?:\.\d+)?b\b"  # in the name of a model: 30B-A3B, 8x7B
 PRECISIONS = {"bf16": "bf16", "fp16": "bf16", "fp8": "fp8", "mxfp8": "fp8"}  # and what the planner takes them as
 FLOPS = ("model", "model causal", "hardware", "hardware causal")
-MICRO_BATCHES = (1, 2, 4, 8, 16, 32)  # that are tried, where a row does not say
+MICRO_BATCHES = (1, 2, 4, 8, 16, 32)  # sizes of micro-batches that are tried, where a row does not say
 JEAN_ZAY = "jean_zay_a100"
 # Its nodes have two boards of four GPUs, in each of which all are connected: README of bigscience-workshop/bigscience,
 # "Using NVLink 4 inter-gpu connects, 4 OmniPath links". A ring among four uses two of the three links of a GPU: a third

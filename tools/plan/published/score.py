@@ -18,7 +18,7 @@ from megalite_tools.plan.published.step import StepModel
 from megalite_tools.plan.published.work import Work
 
 TREND_RANGE = 8  # times as many GPUs of a source's largest run as of its smallest, from which on it shows a trend
-TOP_LAYOUTS = 3  # of a group's layouts, as predicted, among which the best measured one should be
+TOP_LAYOUTS = 3  # best layouts of a group, as predicted, among which the best measured one should be
 
 
 @dataclass(frozen=True)

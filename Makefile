@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 OLDEST := .venv-oldest
 NEWEST := .venv-newest
 
-.PHONY: install quickstart test test-fast test-oldest test-newest check docs wheel bench soak sweep-kills corrupt layouts house faults gpu clean
+.PHONY: install quickstart test test-slurm test-others test-fast test-oldest test-newest check docs wheel bench soak sweep-kills corrupt layouts house faults gpu clean
 
 install: $(VENV)/installed-dev
 
@@ -31,8 +31,15 @@ wheel: install
 	rm -rf build dist
 	$(BIN)/python -m pip wheel --no-deps --no-build-isolation --wheel-dir dist .
 
+# Slurm's tests wait more than they compute, so they are run beside all others.
 test: install
-	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
+	$(MAKE) -j2 test-slurm test-others
+
+test-slurm: install
+	$(BIN)/python -m pytest -m slurm
+
+test-others: install
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder -m "not slurm"
 
 # Under three minutes on two cores: without what starts ranks, whole commands or Slurm (tests/conftest.py has the rule).
 test-fast: install

@@ -3,6 +3,7 @@
 import os
 import signal
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -25,17 +26,36 @@ from megalite.base.stop_signals import STOP_SIGNALS, restore
 from megalite.config.layout import Layout
 from megalite.distributed.mesh import Mesh
 
-# Files that take minutes, the longest first. Those in the left column wait more than they compute: beside one of the
-# right, which has eight ranks at work, no core is idle.
+# Files that take a minute or more, the longest first.
 LONGEST = (
-    *("launch/test_supervisor_slurm.py", "test_layouts.py"),
-    *("launch/test_slurm.py", "checkpoint/test_checkpoint_layouts.py"),
-    *("soak/test_soak.py", "checkpoint/test_checkpoint_tier.py"),
-    *("experiment/test_sweep_command.py", "test_readme.py"),
-    *("launch/test_disk_full_slurm.py", "optim/test_optim_muon_ranks.py"),
-    *("launch/test_sweep_slurm.py", "parallel/test_recompute.py"),
-    *("experiment/test_experiment_folder.py", "checkpoint/test_checkpoint_damage.py"),
-    *("soak/test_sweep_kills.py", "inference/test_inference_layouts.py"),
+    "dry_run/test_dryrun.py",
+    "test_layouts.py",
+    "checkpoint/test_checkpoint_layouts.py",
+    "experiment/test_real_ladder.py",
+    "soak/test_soak.py",
+    "test_readme.py",
+    "train/test_train_stop_phases.py",
+    "train/test_train_guard.py",
+    "test_library_example.py",
+    "tools/bench/test_bench_ranks.py",
+    "optim/test_optim_muon_ranks.py",
+    "train/test_train_signals.py",
+    "tools/bench/training/test_training_implementations.py",
+    "commands/test_verify.py",
+    "parallel/test_recompute.py",
+    "checkpoint/test_checkpoint_damage.py",
+    "train/test_train_stop.py",
+    "train/test_train_command.py",
+    "inference/test_inference_layouts.py",
+    "train/test_train_stragglers.py",
+    "train/test_train_outcome.py",
+    "checkpoint/test_checkpoint_tier.py",
+    "parallel/test_modes.py",
+    "tools/experiment/test_tools_coordinate_check.py",
+    "layout_search/test_search.py",
+    "experiment/test_sweep_command.py",
+    "cuda/test_fake_cuda.py",
+    "distributed/test_start.py",
 )
 
 # Folders and files that `make test-fast` leaves out, as it does all tests that use the eight ranks.
@@ -54,6 +74,8 @@ SLOW = (
 )
 SLOW += ("test_layouts.py", "test_readme.py")
 SLURM = tuple(f"launch/test_{name}slurm.py" for name in ("", "disk_full_", "supervisor_", "sweep_"))
+
+PRIORITY = os.getpriority(os.PRIO_PROCESS, 0)
 
 settings.register_profile("megalite", deadline=None, max_examples=50)
 settings.load_profile("megalite")
@@ -89,6 +111,13 @@ def alone() -> Iterator[Mesh]:
     assert mesh is not None
     yield mesh
     dist.destroy_process_group()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Give Slurm's tests the cores first, as its daemons take a node that answers late for a dead one."""
+    with suppress(PermissionError):  # only root may go back, as only root runs Slurm's tests
+        os.setpriority(os.PRIO_PROCESS, 0, PRIORITY if item.get_closest_marker("slurm") else PRIORITY + 5)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -198,6 +198,9 @@ def main() -> int:
         return rank.go()
     except OSError as error:
         rank.end(4 if error.errno == errno.ENOSPC else 1, f"cannot save: {error}")
+    finally:
+        for number in STOP:  # Python gives them back on its way out, when another would kill a rank that is done
+            signal.signal(number, signal.SIG_IGN)
     return 1
 
 

@@ -132,7 +132,15 @@ CASES: dict[str, tuple[Overrides, int]] = {  # name -> overrides and the pipelin
     "gpipe": ({"parallel.pipeline.schedule": "gpipe", "train.precision": "fp32", **PIPELINE}, 1),
     "interleaved_1f1b": ({"parallel.pipeline.schedule": "interleaved_1f1b", **SHARDED, **PIPELINE}, 0),
     "zb_h1": ({"parallel.pipeline.schedule": "zb_h1", "train.precision": "fp32", "parallel.tp": 2, **PIPELINE}, 0),
-    "zb_h2": ({"parallel.pipeline.schedule": "zb_h2", "train.recompute": "selective", **PIPELINE}, 0),
+    "zb_h2": (
+        {
+            "parallel.pipeline.schedule": "zb_h2",
+            "train.recompute": "selective",
+            "parallel.data.mode": "zero3",
+            **PIPELINE,
+        },
+        0,
+    ),
     "zbv": ({"parallel.pipeline.schedule": "zbv", "parallel.data.mode": "zero1", **SHARDED, **PIPELINE}, 0),
     "zb_h1, tied, last stage": ({**TIED, "parallel.pipeline.schedule": "zb_h1", **SHARDED, **PIPELINE}, 1),
     "zbv, tied": ({**TIED, "parallel.pipeline.schedule": "zbv", **SHARDED, **PIPELINE}, 0),

@@ -22,7 +22,7 @@ from megalite.config.schema import Config
 from megalite.config.validate import check
 from megalite.cost.order_costs import costing_of
 from megalite.dry_run.configuration import as_counted, busiest_rank
-from megalite.plan.memory.fit import fit_micro
+from megalite.plan.memory.fit import fitted
 from megalite.plan.memory.peak import KINDS, Memory, memory_of_ranks
 from megalite.plan.memory.walk import HOST_MEMORY
 from megalite.plan.resolved import resolve
@@ -74,7 +74,7 @@ def run(args: argparse.Namespace, ranks: Sequence[int] | None = None) -> int:
     that there is not, and for a dry run that would take too long or fails.
     """
     config = check(load(args.files, args.overrides), args.world_size)
-    config = fit_micro(config, costing=costing_of(config))
+    config = fitted(config, costing=costing_of(config))
     checked = [_check(args, config, memory) for memory in _chosen(config, ranks)]
     parts = [part for each in checked for part in _parts(each)]
     sections(console(), [*parts, ("Self-check", _verdict(checked))])

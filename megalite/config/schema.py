@@ -135,14 +135,18 @@ class Context:
     method: Literal["ring", "ulysses", "all_gather"] = "ring"  # how attention reaches the other parts of a sequence
 
 
+DataMode = Literal["ddp", "zero1", "zero2", "zero3"]
+
+
 @dataclass
 class DataParallel:
     """Data parallelism. A rank holds whole: ddp everything, zero1 weights and gradients, zero2 weights, zero3 nothing.
 
-    Under zero1 and ddp gradients are reduced once a step, else after every micro-batch.
+    Under zero1 and ddp gradients are reduced once a step, else after every micro-batch. auto: the first of zero1, zero2
+    and zero3 that is predicted to fit the GPU; without one, zero1 on one rank and zero3 on several.
     """
 
-    mode: Literal["ddp", "zero1", "zero2", "zero3"] = "zero3"
+    mode: Literal["auto", "ddp", "zero1", "zero2", "zero3"] = "auto"
     reduce_precision: Literal["fp32", "bf16"] = "fp32"  # gradients on the network, where train.precision is bf16
 
     @property
@@ -167,6 +171,14 @@ class Parallel:
         """Equal parts that a sequence must come in: zigzag gives a context-parallel rank two chunks, split over tp."""
         chunks = 2 if self.cp > 1 and self.context.method != "ulysses" else 1
         return chunks * self.cp * self.tp
+
+    @property
+    def data_mode(self) -> DataMode:
+        """The mode of data parallelism; `auto`, where no memory has decided, as on a CPU."""
+        layout, mode = self.layout, self.data.mode
+        if mode != "auto":
+            return mode
+        return "zero1" if layout.dp * layout.cp == 1 else "zero3"
 
     @property
     def layout(self) -> Layout:

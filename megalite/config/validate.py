@@ -41,13 +41,14 @@ def validate(config: Config, world_size: int | None = None) -> list[Problem]:
     """
     model, parallel = config.model, config.parallel
     dp = parallel.dp_replicate * shards(parallel, world_size)
+    limits = parallel.pipeline.searched or parallel.data.mode == "auto"  # what batch.memory decides beside the batch
     return [
         *run_rules(config.run),
         *log_rules(config.log),
         *range_rules(to_plain(config)),
         *model_rules(model),
         *parallel_rules(config, world_size),
-        *batch_rules(config.batch, dp, model.sequence_length, parallel.sequence_parts, parallel.pipeline.searched),
+        *batch_rules(config.batch, dp, model.sequence_length, parallel.sequence_parts, limits),
         *train_rules(config),
         *optim_rules(config),
         *data_rules(config.data, model.vocab_size),

@@ -4,11 +4,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
-from megalite.config.schema import Config
+from megalite.config.schema import Config, DataMode
 from megalite.plan.recompute_modes import MODES, Mode
 from megalite.schedule.generate import AUTO_SCHEDULE
-
-DataMode = Literal["ddp", "zero1", "zero2", "zero3"]
 
 # Keys that a search decides, unless they are pinned.
 SEARCH_KEYS = (
@@ -104,7 +102,7 @@ def choice_of(config: Config) -> Choice:
         parallel.pipeline.virtual_stages,
         parallel.dp_replicate,
         parallel.layout.dp_shard,
-        parallel.data.mode,
+        parallel.data_mode,
         config.train.offload_activations,
         config.optim.offload,
         None if parallel.pipeline.split is None else tuple(parallel.pipeline.split),

@@ -251,7 +251,7 @@ def _table(plan: Plan, timer: Timer, m: int) -> Table:
 def _pace(plan: Plan, stages: Sequence[StageTime]) -> float:
     """Seconds that another micro-batch adds at least to a long step: a rank's passes, or its reductions, if they take
     longer and pile up."""
-    schedule, mode = plan.config.parallel.pipeline.schedule, plan.config.parallel.data.mode
+    schedule, mode = plan.config.parallel.pipeline.schedule, plan.config.parallel.data_mode
     whole = schedule in UNSPLIT_SCHEDULES
     most = 0.0
     for rank in range(plan.config.parallel.pp):
@@ -270,7 +270,7 @@ def sending_seconds(plan: Plan, stages: Sequence[StageTime], timer: Timer) -> fl
     """Seconds of a step for which the fullest link of a rank is busy, in the direction in which it sends."""
     config, placement, net = plan.config, plan.placement, timer.net
     m, last, pipeline = micro_batches(config), plan.stages - 1, groups(config)["pp"]
-    each_time = m if config.parallel.data.mode in ("zero2", "zero3") else 1
+    each_time = m if config.parallel.data_mode in ("zero2", "zero3") else 1
     splits = _table(plan, timer, min(m, enough(config, m))).splits_backward
     by_stage = {
         id(stage): total(
@@ -345,7 +345,7 @@ def _busy(plan: Plan, stages: list[StageTime], split: Mapping[int, float], rank:
     split: as `_split` gives it. Reductions run beside whole passes.
     """
     found = Seconds()
-    each_time = plan.config.parallel.data.mode in ("zero2", "zero3")
+    each_time = plan.config.parallel.data_mode in ("zero2", "zero3")
     for stage in plan.stages_of(rank):
         time = stages[stage]
         longer = sum(time.halves) / time.backward.total - 1

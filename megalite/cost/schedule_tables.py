@@ -26,7 +26,7 @@ def enough(config: Config, m: int, rounds: int = ROUNDS) -> int:
     pp, schedule = config.parallel.pp, config.parallel.pipeline.schedule
     if schedule not in NAMES:  # a file, or a searched order, is for one number of micro-batches
         return m
-    if (schedule, config.parallel.data.mode) == ("dualpipev", "zero2"):  # its reductions fall behind more and more
+    if (schedule, config.parallel.data_mode) == ("dualpipev", "zero2"):  # its reductions fall behind more and more
         return m
     return min(m, rounds * pp + m % pp)
 
@@ -119,7 +119,7 @@ class Tables:
 
 def _when(config: Config) -> tuple[bool, bool] | None:
     """Return whether weights are gathered, and gradients reduced, at moments of their own; None without FSDP2."""
-    mode = config.parallel.data.mode
+    mode = config.parallel.data_mode
     return (mode != "zero3", mode in ("zero2", "zero3")) if uses_fsdp(config) else None
 
 

@@ -179,7 +179,7 @@ class Timer:
         return OrderCosts(stages, self.cluster.name, transfer, beside)
 
     def _stage(self, plan: Plan, stage: int, shared: "Shared") -> StageTime:
-        zero3 = shared.gathers and plan.config.parallel.data.mode == "zero3"
+        zero3 = shared.gathers and plan.config.parallel.data_mode == "zero3"
         forward = backward = Seconds()
         inputs = weights = gather = reduce = replicas = parameters = 0.0
         longer, sent = [0.0, 0.0], [[self.net.nothing] for _ in Sent._fields]
@@ -295,7 +295,7 @@ class Shared:
         reduces = self.gathers or replicas > 1
         self.copied = 2 * w if self.gathers else 0
         self.last = 0
-        at_once = parallel.data.mode in ("zero2", "zero3") or (m == 1 and uses_fsdp(config))  # no sums are kept
+        at_once = parallel.data_mode in ("zero2", "zero3") or (m == 1 and uses_fsdp(config))  # no sums are kept
         if at_once and reduces:
             self.added = float(w + r)
         else:

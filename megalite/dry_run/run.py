@@ -39,7 +39,7 @@ from megalite.dry_run.live_bytes import LiveBytes
 from megalite.dry_run.transfers import CountedTransfers, axes_of
 from megalite.optim.build import build_optimizer
 from megalite.plan.memory.activations import Activations
-from megalite.plan.memory.fit import fit_micro
+from megalite.plan.memory.fit import fitted
 from megalite.plan.memory.peak import enough_micro_batches, rank_memory
 from megalite.plan.memory.walk import HOST_MEMORY
 from megalite.plan.resolved import Plan, resolve
@@ -188,7 +188,7 @@ def main(arguments: Sequence[str]) -> int:
         inputs, overrides = files_and_overrides(args.inputs)
         files, model = without_weights(inputs)
         config = check(load(files, overrides, model), args.world_size)
-        found = dry_run(fit_micro(config, costing=costing_of(config)), args.pp)
+        found = dry_run(fitted(config, costing=costing_of(config)), args.pp)
         print(json.dumps(asdict(found) | {"transfers": [[*key, times] for key, times in found.transfers.items()]}))
     except InputError as error:
         print(error, file=sys.stderr)

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 from megalite.config.layers import layer_kinds
 from megalite.config.rules.numbers import every_divisor
-from megalite.config.schema import SCHEDULES, Config
-from megalite.cost.layout_choice import Choice, DataMode, Method, Recomputed, mode_of
+from megalite.config.schema import SCHEDULES, Config, DataMode
+from megalite.cost.layout_choice import Choice, Method, Recomputed, mode_of
 from megalite.cost.share import share_of
 from megalite.cost.stages import UNSPLIT_SCHEDULES, Timer
 from megalite.layout_search.memory_bounds import Estimate, mixed

@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from megalite.config.schema import DataParallel
+from megalite.config.schema import DataMode
 from megalite.schedule.reductions import Reduction
 
 Precision = Literal["bf16", "fp32", "fp64"]
@@ -40,7 +40,8 @@ def shard(
     groups: Iterable[tuple[nn.Module, DeviceMesh]],
     mesh: DeviceMesh,
     precision: Precision,
-    data: DataParallel,
+    mode: DataMode,
+    reduce_precision: Literal["fp32", "bf16"],
 ) -> None:
     """Shard the parameters of `stage` over the data-parallel ranks, in place.
 
@@ -48,14 +49,14 @@ def shard(
     gathered together, over `mesh`. A mesh has one axis, or two for HSDP: replicas, then shards. Gradients are summed,
     not averaged, because the loss is already divided by the tokens of the whole step.
     """
-    narrow = precision == "bf16" and data.reduce_precision == "bf16"
+    narrow = precision == "bf16" and reduce_precision == "bf16"
     policy = MixedPrecisionPolicy(
         param_dtype=compute_dtype(precision),
         reduce_dtype=torch.bfloat16 if narrow else parameter_dtype(precision),
         cast_forward_inputs=False,
     )
     for module, over in groups:
-        fully_shard(module, mesh=over, mp_policy=policy, reshard_after_forward=data.mode == "zero3")
+        fully_shard(module, mesh=over, mp_policy=policy, reshard_after_forward=mode == "zero3")
     fully_shard(stage, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
     for group in _groups(stage):
         if mesh.size() > 1:  # one rank would divide by 1, in another pass over its gradients

@@ -181,7 +181,7 @@ def sharded(table: Table, mode: str | None) -> Table:
 
 def sharding_mode(config: Config) -> str | None:
     """The data mode of `config`; None without FSDP2."""
-    return config.parallel.data.mode if uses_fsdp(config) else None
+    return config.parallel.data_mode if uses_fsdp(config) else None
 
 
 def of_file(schedule: str) -> Table:

@@ -158,8 +158,8 @@ def build_stage(plan: Plan, mesh: Mesh, number: int, memory: HostMemory | None =
             layer.forward = torch.compile(layer.forward)
         recompute(layer, mode, keeping)
     if plan.fsdp:
-        groups = [(module, mesh.data) for module in stage.gathered_apart()]
-        shard(stage, groups, mesh.data, config.train.precision, config.parallel.data)
+        groups, parallel = [(module, mesh.data) for module in stage.gathered_apart()], config.parallel
+        shard(stage, groups, mesh.data, config.train.precision, parallel.data_mode, parallel.data.reduce_precision)
     stage.to_empty(device=mesh.device)
     initialize(stage, config.model, config.run.seed)
     return stage
@@ -171,5 +171,5 @@ def build_pipeline(table: Table, job: Job, shape: torch.Size, clock: Clock | Non
     _, micro, tokens = shape
     handed = ((tokens - 1) // (mesh.layout.tp * mesh.layout.cp), micro, config.model.width)
     activation = Activation(handed, compute_dtype(config.train.precision), mesh.device)
-    rank, group, mode = mesh.coordinates["pp"], mesh.group("pp"), config.parallel.data.mode
+    rank, group, mode = mesh.coordinates["pp"], mesh.group("pp"), config.parallel.data_mode
     return Pipeline(table, job.stages, job.weight_gradients, rank, group, activation, mode, job.activity, clock)

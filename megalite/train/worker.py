@@ -40,7 +40,8 @@ from megalite.distributed.start.ranks import RankInfo
 from megalite.distributed.start.signals import ignore_stops
 from megalite.distributed.start.start import run_rank, start
 from megalite.plan.batches import GlobalBatch, samples_after
-from megalite.plan.memory.fit import TENSOR_SHARE, check_memory, fit_micro
+from megalite.plan.memory.fit import TENSOR_SHARE, check_memory, fitted
+from megalite.plan.pipeline import uses_fsdp
 from megalite.train.build import Job, build, build_mesh
 from megalite.train.folder.paths import Folder
 from megalite.train.folder.starts import record_start
@@ -96,10 +97,9 @@ def _train(
     group = HostGroup()
     cluster = group.once(partial(cluster_of_run, config, device))
     asked = config.batch.micro
-    if asked == "auto":
-        of_any = None if cluster is None else Timer(cluster).costs
-        here = group.once(partial(fit_micro, here, device_memory(device), costing=of_any))
-        config = replace(config, batch=here.batch)
+    of_any = None if cluster is None else Timer(cluster).costs
+    here = group.once(partial(fitted, here, device_memory(device), costing=of_any))
+    config = replace(config, batch=here.batch, parallel=here.parallel)
     costing = shared_costing(here, cluster, group)
     # A local launcher has compared its ranks on CPUs.
     if asked != "auto" and (MEETING not in os.environ or device.type == "cuda"):
@@ -258,7 +258,8 @@ def announce(report: Report, job: Job, batches: Batches, progress: Progress) -> 
     """Tell what is about to be trained, and on what."""
     config = job.config
     micro = config.batch.micro
-    report.say(f"{config.run.name}: {config.parallel.layout}, {schedule_text(job)}, micro-batches of {micro}")
+    mode = f" {config.parallel.data_mode}" if uses_fsdp(config) else ""
+    report.say(f"{config.run.name}: {config.parallel.layout}{mode}, {schedule_text(job)}, micro-batches of {micro}")
     samples = batches.train.samples
     end = samples_after(config, config.train.steps - progress.step, progress.samples, progress.left_out)
     for part, epochs in zip(samples.parts, samples.epochs(end), strict=True):

@@ -292,9 +292,9 @@ def test_the_defaults_are_valid() -> None:
         ),
         (["batch.micro=auto", "batch.memory=1e300"], "batch.memory = 1e+300: must be at most 1,000,000: these are GiB"),
         (
-            ["batch.micro=2", "batch.memory=10"],
-            "batch.memory = 10.0: has no meaning with batch.micro = 2; use null, batch.micro=auto, or "
-            "parallel.pipeline.schedule=auto",
+            ["batch.micro=2", "batch.memory=10", "parallel.data.mode=zero1"],
+            "batch.memory = 10.0: has no meaning with batch.micro = 2; use null, or auto for batch.micro, "
+            "parallel.data.mode or parallel.pipeline.schedule",
         ),
         (["batch.rampup={}"], "batch.rampup.tokens = 0: must be at least 1"),
         (["batch.rampup.increment=0"], "batch.rampup.increment = 0: must be at least 1"),

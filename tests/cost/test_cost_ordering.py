@@ -15,7 +15,7 @@ from megalite.cost.order_costs import costing_of
 from megalite.cost.predict import predict
 from megalite.cost.stages import Timer
 from megalite.plan.automatic import found, idle, wanted
-from megalite.plan.memory.fit import GIB, TENSOR_SHARE, fit_micro
+from megalite.plan.memory.fit import GIB, TENSOR_SHARE, fitted
 from megalite.plan.memory.peak import memory_of_ranks
 from megalite.plan.pipeline import bubble, micro_batches, table_of
 from megalite.schedule import search as searching
@@ -118,9 +118,9 @@ def test_memory_of_a_batch_is_a_limit_to_orders() -> None:
     usual = max(memory.total for memory in memory_of_ranks(free, Timer(H100).costs)) / GIB
     tight = configured(f"batch.memory={0.8 * usual}")
     assert max(memory.total for memory in memory_of_ranks(tight, Timer(H100).costs)) <= 0.8 * usual * GIB
-    fitted = fit_micro(replace(tight, batch=replace(tight.batch, micro="auto")), costing=Timer(H100).costs)
-    assert fitted.batch.memory == tight.batch.memory
-    assert max(memory.total for memory in memory_of_ranks(fitted, Timer(H100).costs)) <= 0.8 * usual * GIB
+    found = fitted(replace(tight, batch=replace(tight.batch, micro="auto")), costing=Timer(H100).costs)
+    assert found.batch.memory == tight.batch.memory
+    assert max(memory.total for memory in memory_of_ranks(found, Timer(H100).costs)) <= 0.8 * usual * GIB
 
 
 def test_a_larger_micro_batch_is_not_taken_because_fewer_would_be_under_way() -> None:
@@ -129,7 +129,7 @@ def test_a_larger_micro_batch_is_not_taken_because_fewer_would_be_under_way() ->
     room = 1.2 * max(memory.total for memory in memory_of_ranks(one))
     timer = with_memory(room / TENSOR_SHARE)
     assert max(memory.total for memory in memory_of_ranks(two, timer.costs)) <= room, "an order for it would fit"
-    assert fit_micro(configured(long, "batch.micro=auto"), round(room), costing=timer.costs).batch.micro_size == 1
+    assert fitted(configured(long, "batch.micro=auto"), round(room), costing=timer.costs).batch.micro_size == 1
 
 
 def test_times_are_those_of_the_cluster_that_a_run_names() -> None:

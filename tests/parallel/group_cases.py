@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate
 
 from megalite.config.layout import Layout
-from megalite.config.schema import DataParallel, Model, Optim
+from megalite.config.schema import Model, Optim
 from megalite.distributed.mesh import Mesh
 from megalite.optim.build import build_optimizer
 from megalite.parallel.fsdp import shard
@@ -60,7 +60,7 @@ def trained(mode: str) -> Told:
     mesh = Mesh.build(Layout(dp_replicate=EXPERTS, dp_shard=REPLICAS), torch.device("cpu"))
     assert mesh is not None
     stage, expert = Stage(mesh.tp).double(), mesh.coordinates["dp_replicate"]
-    shard(stage, [(stage.expert, mesh.root["fsdp"])], mesh.data, "fp64", DataParallel(mode))  # type: ignore[arg-type]
+    shard(stage, [(stage.expert, mesh.root["fsdp"])], mesh.data, "fp64", mode, "fp32")  # type: ignore[arg-type]
     stage.to_empty(device="cpu")
     shared, experts = weights()
     with torch.no_grad():

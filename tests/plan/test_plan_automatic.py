@@ -12,7 +12,7 @@ from megalite.config.validate import check
 from megalite.config.yaml import parse
 from megalite.plan.automatic import GRAIN, as_tight, costs_of, found, limit_of, wanted
 from megalite.plan.memory.activations import Activations
-from megalite.plan.memory.fit import fit_micro
+from megalite.plan.memory.fit import fitted
 from megalite.plan.memory.peak import memory_of_ranks
 from megalite.plan.model.size import head_forward_flops, layer_forward_flops
 from megalite.plan.pipeline import fullest_steps, placement, table_of
@@ -119,7 +119,7 @@ def test_a_growing_batch_has_an_order_for_each_size() -> None:
 
 
 def test_a_micro_batch_is_fitted_along_orders() -> None:
-    config = fit_micro(configured("batch.micro=auto", "batch.memory=1"))
+    config = fitted(configured("batch.micro=auto", "batch.memory=1"))
     assert config.batch.micro == 2
 
 

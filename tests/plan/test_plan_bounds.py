@@ -15,7 +15,7 @@ from megalite.config.schema import SCHEDULES, Config
 from megalite.config.validate import check, validate
 from megalite.plan import pipeline
 from megalite.plan.batches import samples_after, sequence_length
-from megalite.plan.memory.fit import fit_micro
+from megalite.plan.memory.fit import fitted
 from megalite.plan.memory.peak import memory_of_ranks
 from megalite.plan.pipeline import table_of
 from megalite.plan.split import split_of
@@ -39,7 +39,7 @@ def plan(config: Config) -> None:
     split_of(config)
     samples_after(config, config.train.steps)
     sequence_length(config, 10**9)
-    config = fit_micro(config)
+    config = fitted(config)
     table_of(config)
     memory_of_ranks(config)
 

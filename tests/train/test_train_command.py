@@ -88,6 +88,7 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (work / "toy.yaml").write_text(CONFIG)
     done = train(work, *BASE)
     assert done.returncode == 0, done.stderr
+    assert "base: pp 2 · dp_shard 2 zero3, " in done.stdout
     assert "done: 8 steps" in done.stdout
     return work
 
@@ -118,6 +119,8 @@ def test_the_run_folder_has_everything(work: Path) -> None:
 
 def test_the_configuration_loads_back(work: Path) -> None:
     expected = load([str(work / "toy.yaml")], BASE)
+    assert expected.parallel.data.mode == "auto"
+    expected.parallel.data.mode = "zero3"  # of several ranks on CPUs
     assert load([str(work / "runs/base/config.yaml")]) == expected
 
 

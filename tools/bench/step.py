@@ -40,7 +40,7 @@ from megalite.cost.order_costs import costing_of
 from megalite.data.loader import Micros
 from megalite.distributed.mesh import Mesh
 from megalite.distributed.start.start import start_alone
-from megalite.plan.memory.fit import fit_micro
+from megalite.plan.memory.fit import fitted
 from megalite.train.build import Job, build
 from megalite.train.recompute_costs import plan_for
 from megalite.train.step import train_step
@@ -117,7 +117,7 @@ def _parser() -> argparse.ArgumentParser:
 def _config(options: argparse.Namespace) -> Config:
     files, overrides = files_and_overrides(options.inputs)
     config = check(load(files or [MODEL], [*BASE_SETTINGS, *overrides]), world_size=1)
-    config = fit_micro(config, costing=costing_of(config))
+    config = fitted(config, costing=costing_of(config))
     if llama is None:
         raise InputError("transformers is not installed; pip install 'megalite[hf]'")
     model = config.model

@@ -79,7 +79,7 @@ def _report(options: argparse.Namespace) -> None:
         adamw, mean, most = traffic(each)
         m = each.batch.global_ // (each.batch.micro_size * each.parallel.layout.dp)
         numbers = " | ".join(f"{size / 1e6:,.1f}" for size in (adamw, mean, most))
-        print(f"| {each.parallel.data.mode} | {m} | {numbers} | {mean / adamw:.3f} | {most / adamw:.3f} |", flush=True)
+        print(f"| {each.parallel.data_mode} | {m} | {numbers} | {mean / adamw:.3f} | {most / adamw:.3f} |", flush=True)
 
 
 def _cases(config: Config, modes: Sequence[Mode], micros: Sequence[int]) -> Iterator[Config]:

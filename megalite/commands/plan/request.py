@@ -19,7 +19,7 @@ from megalite.cost.layout_choice import SEARCH_KEYS, Choice
 from megalite.cost.predict import Prediction, predict
 from megalite.cost.stages import Timer
 from megalite.layout_search.search import Found, fullest_rank, search
-from megalite.plan.memory.fit import GIB, TENSOR_SHARE
+from megalite.plan.memory.fit import GIB, TENSOR_SHARE, fitted
 from megalite.plan.memory.peak import Memory
 
 
@@ -90,7 +90,9 @@ def ask(args: argparse.Namespace, files: list[str] | None = None, searches: bool
     whole = {section for section in pinned if any(key.startswith(f"{section}.") for key in SEARCH_KEYS)}
     if whole:
         raise InputError(f"{min(whole)}: megalite plan takes keys of their own, such as {min(whole)}.… = VALUE")
-    open_keys = {key for key in ("batch.micro", "parallel.dp_shard") if attrgetter(key)(config) == "auto"}
+    open_keys = {
+        key for key in ("batch.micro", "parallel.data.mode", "parallel.dp_shard") if attrgetter(key)(config) == "auto"
+    }
     pins = {key: value for key, value in layout_keys(config).items() if key in pinned - open_keys and value is not None}
     check_without_layout(config, pins)
     cluster = _cluster(args, config)
@@ -112,7 +114,7 @@ def as_is(asked: Asked, gpus: int | None) -> Config:
     if asked.config.batch.micro == "auto":
         rule = "is looked for by a search; megalite plan --as-is needs a number"
         raise InputError(f"batch.micro = auto: {rule}: batch.micro=1, for example")
-    return check(asked.config, gpus)
+    return fitted(check(asked.config, gpus), round(asked.limit), costing=asked.timer.costs)
 
 
 def layout_keys(config: Config) -> dict[str, Any]:

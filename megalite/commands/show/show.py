@@ -28,7 +28,7 @@ from megalite.config.validate import check
 from megalite.cost.cluster import Cluster, load_cluster
 from megalite.cost.order_costs import costing_of
 from megalite.plan.batches import batch_sizes, samples_after
-from megalite.plan.memory.fit import TENSOR_SHARE, fit_micro
+from megalite.plan.memory.fit import TENSOR_SHARE, fitted
 from megalite.plan.memory.peak import Memory, actions_of_peaks, memory_of_ranks
 from megalite.plan.model.size import (
     Attention,
@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
     offered = None if cluster is None else round(cluster.gpu.memory * TENSOR_SHARE)
     asking = config.batch.memory is not None or args.schedule is not None or args.memory
     if asking or cluster is not None:  # else left to the GPU of the run
-        config = fit_micro(config, offered, costing=costing_of(config))
+        config = fitted(config, offered, costing=costing_of(config))
     if config.batch.micro != "auto":
         check_schedule(config)
     if args.schedule is not None:

@@ -11,18 +11,17 @@ MAX_SIZES = 1000  # sizes of a growing batch; for each, every rank makes a pipel
 
 
 def batch_rules(
-    batch: Batch, dp: int, sequence_length: int, sequence_parts: int, searched: bool = False
+    batch: Batch, dp: int, sequence_length: int, sequence_parts: int, limits: bool = False
 ) -> Iterator[Problem]:
     """Every broken rule, for `dp` data-parallel ranks and sequences that come in `sequence_parts` equal parts.
 
-    searched: whether an order of the pipeline is looked for, to which `batch.memory` is a limit as well.
+    limits: whether `batch.memory` limits something else too: an order of the pipeline, or the data-parallel mode.
     """
     micro = 1 if batch.micro == "auto" else batch.micro  # auto takes what divides
-    if batch.micro != "auto" and batch.memory is not None and not searched:
+    if batch.micro != "auto" and batch.memory is not None and not limits:
         rule = f"has no meaning with batch.micro = {batch.micro}"
-        yield Problem(
-            "batch.memory", rule, "use null, batch.micro=auto, or parallel.pipeline.schedule=auto", batch.memory
-        )
+        fix = "use null, or auto for batch.micro, parallel.data.mode or parallel.pipeline.schedule"
+        yield Problem("batch.memory", rule, fix, batch.memory)
     if micro * dp >= 1 and batch.global_ >= 1:
         yield from _whole_micro_batches("batch.global", batch.global_, micro, dp)
         if batch.rampup is not None:

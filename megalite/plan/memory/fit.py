@@ -1,4 +1,4 @@
-"""Chooses the micro-batch that fits a device, and checks predicted memory."""
+"""Chooses the micro-batch and the data-parallel mode that fit a device, and checks predicted memory."""
 
 import math
 from bisect import bisect_left
@@ -10,7 +10,7 @@ from megalite.base.errors import InputError, Problem
 from megalite.base.terminal import gib_above
 from megalite.base.terminal import memory as memory_size
 from megalite.config.rules.numbers import every_divisor
-from megalite.config.schema import Config
+from megalite.config.schema import Config, DataMode
 from megalite.plan.automatic import Costing
 from megalite.plan.batches import batch_sizes
 from megalite.plan.memory.peak import KINDS, each_rank, memory_of_ranks
@@ -19,6 +19,7 @@ from megalite.plan.pipeline import can_be_planned, table_of
 from megalite.plan.resolved import resolve
 
 GIB = 1 << 30
+AUTO_MODES: tuple[DataMode, ...] = ("zero1", "zero2", "zero3")  # each sends at least as much as the one before
 TENSOR_SHARE = 0.9  # share of a GPU's memory for tensors; CUDA, NCCL and the allocator's fragments take the rest
 
 
@@ -35,30 +36,53 @@ def peak_bytes(config: Config, limit: float = math.inf, costing: Costing | None 
     return most
 
 
-def fit_micro(
+def fitted(
     config: Config,
     offered: int | None = None,
     peak: Callable[..., int] | None = None,
     costing: Costing | None = None,
 ) -> Config:
-    """The configuration with `batch.micro` as a number, the largest of `choices` that fits `batch.memory`.
+    """The configuration with `batch.micro` as a number and `parallel.data.mode` as one of the four modes.
 
-    In the result, `batch.memory` is null, except under `schedule: auto`, which it limits as well. offered: bytes of a
-    device, used if `batch.memory` is null. peak: in place of `peak_bytes`. costing: as for `resolve`. Raises InputError
-    if not even one sequence fits, or if neither `batch.memory` nor `offered` is given.
+    The micro-batch is the largest of `choices` that fits `batch.memory` in some mode; the mode is the one that sends
+    least and fits beside it. In the result, `batch.memory` is null, except under `schedule: auto`, which it
+    limits as well. offered: bytes of a device, used if `batch.memory` is null; None: unknown. peak: in place of
+    `peak_bytes`. costing: as for `resolve`. Raises InputError if not even one sequence fits, or if the micro-batch is
+    to be chosen and neither `batch.memory` nor `offered` is given.
     """
     # With the room that it has, `auto` fits any micro-batch, of which hardly two may be under way then.
     held = None if costing is None else partial(costing, with_room=False)
-    batch, peak = config.batch, peak or partial(peak_bytes, costing=held)
+    peak = peak or partial(peak_bytes, costing=held)
+    asked = config.batch.memory
+    limit = offered if asked is None else round(asked * GIB)
+    config = replace(config, batch=replace(config.batch, memory=None))
+    known = config.parallel.data.mode != "auto" or limit is None
+    modes = (config.parallel.data_mode,) if known else AUTO_MODES
+
+    def least(config: Config, limit: float = math.inf) -> int:
+        return min(peak(_with_mode(config, mode), limit) for mode in modes)
+
+    config = _fit_micro(config, limit, asked, least)
+    each = [_with_mode(config, mode) for mode in modes]
+    config = next((one for one in each[:-1] if limit is not None and peak(one, limit) <= limit), each[-1])
+    return replace(config, batch=replace(config.batch, memory=asked)) if config.parallel.pipeline.searched else config
+
+
+def _with_mode(config: Config, mode: DataMode) -> Config:
+    data = replace(config.parallel.data, mode=mode)
+    return replace(config, parallel=replace(config.parallel, data=data))
+
+
+def _fit_micro(config: Config, limit: int | None, asked: float | None, peak: Callable[..., int]) -> Config:
+    batch = config.batch
     if batch.micro != "auto":
         return config
-    limit = offered if batch.memory is None else round(batch.memory * GIB)
     if limit is None:
         rule = "is needed to fit batch.micro = auto where there is no GPU to ask"
         raise InputError([Problem("batch.memory", rule, "give GiB per device, or batch.micro a number", None)])
 
     def of(micro: int) -> Config:
-        return replace(config, batch=replace(batch, micro=micro, memory=None))
+        return replace(config, batch=replace(batch, micro=micro))
 
     @cache
     def fits(micro: int) -> bool:
@@ -67,29 +91,27 @@ def fit_micro(
     sizes = choices(config)
     first = bisect_left(sizes, True, key=fits)
     if first == len(sizes):
-        raise InputError([_too_few(config, sizes[-1], peak(of(sizes[-1])), limit)])
+        raise InputError([_too_few(asked, sizes[-1], peak(of(sizes[-1])), limit)])
     if first and config.parallel.pipeline.schedule == "interleaved_1f1b":
         # Rounds are up to twice as large as they must be, so a larger micro-batch may take less memory.
         first = next(at for at, micro in enumerate(sizes) if micro < 2 * sizes[first - 1] and fits(micro))
-    memory = batch.memory if config.parallel.pipeline.searched else None
-    return replace(config, batch=replace(batch, micro=sizes[first], memory=memory))
+    return of(sizes[first])
 
 
 def planned(config: Config, costing: Costing | None = None) -> Config:
-    """The configuration that ranks are started with; `batch.micro` stays auto if it is known only on the GPUs of ranks.
+    """The configuration that ranks are started with; what only their GPUs can tell stays auto.
 
     costing: as for `resolve`. Raises InputError for memory that not even one sequence fits, and for a schedule that
     cannot run.
     """
     if config.batch.memory is not None or config.run.device == "cpu":
-        config = fit_micro(config, costing=costing)
+        config = fitted(config, costing=costing)
     if config.batch.micro != "auto":
         table_of(config, None, costing)
     return config
 
 
-def _too_few(config: Config, micro: int, needed: int, limit: int) -> Problem:
-    asked = config.batch.memory
+def _too_few(asked: float | None, micro: int, needed: int, limit: int) -> Problem:
     offered = memory_size(limit) if asked is not None else f"the {memory_size(limit)} of a device for tensors"
     rule = f"{offered} are too few: a micro-batch of {micro} has a predicted peak of {memory_size(needed)}"
     more = "" if asked is None else f"at least {gib_above(needed)}, "

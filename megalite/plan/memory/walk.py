@@ -47,7 +47,7 @@ class States:
 
     @cached_property
     def mode(self) -> str:
-        return self.config.parallel.data.mode
+        return self.config.parallel.data_mode
 
     @cached_property
     def w(self) -> int:

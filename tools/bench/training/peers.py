@@ -86,7 +86,7 @@ def shard(model: nn.Module, groups: Iterable[nn.Module], config: Config, device:
     """
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     policy = MixedPrecisionPolicy(param_dtype=compute_dtype(config.train.precision), reduce_dtype=torch.float32)
-    zero3 = config.parallel.data.mode == "zero3"
+    zero3 = config.parallel.data_mode == "zero3"
     for module in groups:
         fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=zero3)
     fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)

@@ -56,7 +56,7 @@ def _shard(model: Transformer, config: Config, device: torch.device) -> None:
         shard(model, model.layers.values(), config, device)
         return
     mesh, dtype = init_device_mesh(device.type, (dist.get_world_size(),)), compute_dtype(config.train.precision)
-    how = "default" if config.parallel.data.mode == "zero3" else "never"
+    how = "default" if config.parallel.data_mode == "zero3" else "never"
     apply_fsdp(model, mesh, dtype, torch.float32, False, reshard_after_forward_policy=how)
     sum_gradients(model)
 

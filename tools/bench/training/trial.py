@@ -272,7 +272,7 @@ def settings(config: Config, selective: bool = False) -> dict[str, Any]:
         "compile": config.train.compile,
         "recompute": "selective" if selective else config.train.recompute,
         "kernels": kernels if isinstance(kernels, str) else vars(kernels),
-        "mode": config.parallel.data.mode,
+        "mode": config.parallel.data_mode,
         "layout": str(layout),
         "precision": config.train.precision,
     }

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import get_args
 
 from megalite.base.errors import InputError, counted
+from megalite.config.schema import DataMode
 from megalite.cost.cluster import Cluster, Level, Link, known_clusters, load_cluster
-from megalite.cost.layout_choice import DataMode
 from megalite_tools.plan.published.fields import number, whole, word
 from megalite_tools.plan.published.kept_memory import Counted
 from megalite_tools.plan.published.profiles import Profile

@@ -5,7 +5,7 @@ from functools import cached_property
 from typing import Literal
 
 from megalite.config.layers import GroupedQuery, Heads, Scores, SwiGLU
-from megalite.cost.layout_choice import DataMode
+from megalite.config.schema import DataMode
 from megalite.cost.share import Computed, Share
 from megalite.plan.parts.attention import GroupedQueryPart
 from megalite.plan.parts.part import Passed, Product

@@ -30,19 +30,28 @@ def muon_seconds(plan: Plan, timer: Timer) -> float:
 
 def _most(plan: Plan, ranks: int) -> tuple[int, int]:
     """FLOPs of Muon on the rank of a stage that has most of them, and elements of the one that owns most."""
-    model, steps = plan.config.model, plan.config.optim.muon.steps
     work = most = 0
     for rank in range(plan.config.parallel.pp):
-        matrices = [
-            Matrix((weight.shape[0], weight.shape[1]), (), steps)
-            for stage in plan.stages_of(rank)
-            for layer in plan.layers[stage]
-            for _, weight in layer_weights(model, plan.kinds[layer])
-            if weight.role.kind is Kind.MATRIX
-        ]
+        matrices = _matrices(plan, rank)
         flops, elements = Counter[int](), Counter[int]()
         for matrix, owner in zip(matrices, owners([matrix.flops for matrix in matrices], ranks), strict=True):
             flops[owner] += matrix.flops
             elements[owner] += prod(matrix.shape)
         work, most = max(work, 0, *flops.values()), max(most, 0, *elements.values())
     return work, most
+
+
+def muon_parameters(plan: Plan, rank: int) -> float:
+    """The number of elements that Muon updates on a pipeline rank, before data-parallel sharding."""
+    return sum(prod(matrix.shape) for matrix in _matrices(plan, rank)) / plan.config.parallel.tp
+
+
+def _matrices(plan: Plan, rank: int) -> list[Matrix]:
+    """The whole matrices in the layers of a pipeline rank."""
+    return [
+        Matrix((weight.shape[0], weight.shape[1]), (), plan.config.optim.muon.steps)
+        for stage in plan.stages_of(rank)
+        for layer in plan.layers[stage]
+        for _, weight in layer_weights(plan.config.model, plan.kinds[layer])
+        if weight.role.kind is Kind.MATRIX
+    ]

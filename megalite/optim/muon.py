@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from megalite.optim.exchange import Arriving, Exchange, Views
 from megalite.optim.newton_schulz import COEFFICIENTS, SCALES, newton_schulz, scale, working_dtype
+from megalite.optim.states import DeviceStates, States, local
 from megalite.plan.muon import BUCKET_BYTES, Box, Matrix, MuonPlan, boxes
 from megalite_kernels import FusedAdamW
 
@@ -46,7 +47,7 @@ class Muon(torch.optim.Optimizer):
     `stage`, or plain tensors, which every rank holds whole. Gradients have the placement of their parameter. stage:
     `Mesh.stage`; None means that there is one rank. steps: the number of Newton–Schulz steps. scale: a rule of
     `newton_schulz.scale`; with the default, AdamW's learning rate and weight decay carry over. bucket_bytes: see
-    `MuonPlan`.
+    `MuonPlan`. states: where the momentum is kept; None: on the device.
 
     A training loop may set two tensors before a step, as for `FusedAdamW`. found_inf is float32 of one element; if it
     is not 0, nothing changes. clip is 0-dimensional; gradients are multiplied by it, but not overwritten.
@@ -68,10 +69,11 @@ class Muon(torch.optim.Optimizer):
         scale: str = "match_rms_adamw",
         coefficients: tuple[float, float, float] = COEFFICIENTS,
         bucket_bytes: int = BUCKET_BYTES,
+        states: States | None = None,
     ) -> None:
         options = {"lr": lr, "momentum": momentum, "nesterov": nesterov, "steps": steps, "weight_decay": weight_decay}
         super().__init__(params, {**options, "scale": scale, "coefficients": coefficients})
-        self.stage, self.bucket_bytes = stage, bucket_bytes
+        self.stage, self.bucket_bytes, self.states = stage, bucket_bytes, states or DeviceStates()
         self.found_inf: Tensor | None = None
         self.clip: Tensor | None = None
         self._planned: dict[tuple[int, ...], list[_Bucket]] = {}
@@ -115,11 +117,12 @@ class Muon(torch.optim.Optimizer):
     def _direction(self, param: Tensor, group: dict[str, Any]) -> Tensor:
         """Update the momentum of `param` with its gradient. Returns this rank's part of u."""
         assert param.grad is not None
-        grad, average = local(param.grad), local(self.states_of(param)["momentum_buffer"])
+        state = self._momentum(param)
+        grad, average = local(param.grad), self.states.fetch(state, param.device)
         if self.clip is not None:
             grad = grad * self.clip.to(grad.dtype)
         new = average.lerp(grad, 1 - group["momentum"])
-        self._replace(average, new)
+        self.states.put(state, self._unless_skipped(new, average))
         return grad.lerp(new, group["momentum"]) if group["nesterov"] else new
 
     def _orthogonalize(self, bucket: _Bucket, arrived: Views, params: Params) -> Arriving:
@@ -140,20 +143,22 @@ class Muon(torch.optim.Optimizer):
             weight = local(param)
             for _, update in parts:  # there is one: the part that this rank holds
                 new = weight.mul(1 - group["lr"] * group["weight_decay"]).add_(update, alpha=-rate)
-                self._replace(weight, new)
+                weight.copy_(self._unless_skipped(new, weight))
 
-    def _replace(self, old: Tensor, new: Tensor) -> None:
-        old.copy_(new if self.found_inf is None else torch.where(self.found_inf == 0, new, old))
+    def _unless_skipped(self, new: Tensor, old: Tensor) -> Tensor:
+        return new if self.found_inf is None else torch.where(self.found_inf == 0, new, old)
 
     def states_of(self, param: Tensor) -> dict[str, Tensor]:
-        """The momentum of a parameter, created as zeros if there is none."""
+        """The momentum of a parameter, created as zeros if there is none. Waits for a step that is writing it."""
+        self._momentum(param)
+        self.states.settle()
+        return self.state[param]
+
+    def _momentum(self, param: Tensor) -> Tensor:
         state = self.state[param]
         if not state:
-            zeros = torch.zeros_like(local(param))
-            if isinstance(param, DTensor):
-                zeros = DTensor(zeros, param._spec, requires_grad=False)
-            state["momentum_buffer"] = zeros
-        return state
+            state["momentum_buffer"] = self.states.zeros(param, param.dtype)
+        return state["momentum_buffer"]
 
     def buffers(self) -> list[Tensor]:
         """Tensors kept beside states: none. The buffers of exchanges exist during a step only."""
@@ -211,12 +216,8 @@ class MuonWithAdamW(torch.optim.Optimizer):
         return muon.states_of(param) if param in self._muons else adamw.states_of(param)
 
     def buffers(self) -> list[Tensor]:
-        """Tensors kept beside states: none."""
-        return []
-
-
-def local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        """Tensors that Muon and AdamW keep beside states."""
+        return [buffer for optimizer in self.optimizers for buffer in optimizer.buffers()]
 
 
 def held_by(param: Tensor, rank: int, ranks: int) -> tuple[Box, ...]:

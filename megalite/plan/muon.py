@@ -14,7 +14,7 @@ from functools import lru_cache
 from itertools import chain, product
 
 from megalite.config.layers import layer_kinds
-from megalite.config.schema import Config, Model
+from megalite.config.schema import Config, Model, Place
 from megalite.plan.model.roles import Kind
 from megalite.plan.model.weights import layer_weights
 from megalite.plan.resolved import Plan
@@ -191,11 +191,13 @@ class MuonPlan:
             found[owner] += matrix.flops
         return found
 
-    def temporaries(self, parameter_bytes: int) -> list[int]:
-        """Bytes that a step takes on each rank at its peak, beside weights, gradients and momentum.
+    def temporaries(self, parameter_bytes: int, place: Place = "device") -> list[int]:
+        """Bytes that a step takes on each rank at its peak, beside weights, gradients and momentum on the device.
 
-        parameter_bytes: bytes of one element of a parameter. The step counted clips gradients and may be skipped.
+        parameter_bytes: bytes of one element of a parameter. place: where the momentum lives. The step counted clips
+        gradients and may be skipped.
         """
+        packed = 3 if place == "device" else 4  # copies of the largest part while u is packed; one is the momentum
         there = [*(self._buffers(self.gathered(bucket)) for bucket in self.buckets), [NO_BUFFERS] * self.ranks]
         back = [*(self._buffers(self.returned(bucket)) for bucket in self.buckets), [NO_BUFFERS] * self.ranks]
         found = []
@@ -203,7 +205,7 @@ class MuonPlan:
             part = [parameter_bytes * self._largest_part(bucket, rank) for bucket in self.buckets] + [0]
             working = [self._working(bucket, rank) for bucket in self.buckets]
             to, of = [each[rank] for each in there], [each[rank] for each in back]
-            found.append(_peak(to, of, part, working))
+            found.append(_peak(to, of, part, working, packed))
         return found
 
     def _moving(self) -> Iterator[Piece]:
@@ -271,16 +273,18 @@ def moves(pieces: Iterable[Piece]) -> bool:
     return any(piece.source != piece.target for piece in pieces)
 
 
-def _peak(there: Sequence[Buffers], back: Sequence[Buffers], part: Sequence[int], working: Sequence[int]) -> int:
+def _peak(
+    there: Sequence[Buffers], back: Sequence[Buffers], part: Sequence[int], working: Sequence[int], packed: int
+) -> int:
     """The most bytes of one rank while `optim.muon` goes through the buckets.
 
-    part: the largest part of a parameter in each bucket. Three copies of it exist while its update is packed, and two
-    while it is applied. working: bytes to orthogonalize. All sequences but `working` end with an empty entry, which
+    part: the largest part of a parameter in each bucket. `packed` copies of it exist while its update is packed, and
+    two while it is applied. working: bytes to orthogonalize. All sequences but `working` end with an empty entry, which
     stands for what comes after the last bucket and, as index −1, for what comes before the first.
     """
-    peak = max(there[0].packed + 3 * part[0], there[0].under_way)
+    peak = max(there[0].packed + packed * part[0], there[0].under_way)
     for k in range(len(working)):
-        packing = max(there[k + 1].packed + 3 * part[k + 1], there[k + 1].under_way)
+        packing = max(there[k + 1].packed + packed * part[k + 1], there[k + 1].under_way)
         computing = max(back[k].packed + working[k], back[k].under_way)
         peak = max(
             peak,
@@ -311,7 +315,8 @@ def step_temporaries(plan: Plan, pp: int) -> int:
         return 0
     itemsize = working_bytes(config)
     if len(matrices) * replicas * shards * layout.tp <= MAX_PIECES:
-        return max(MuonPlan(matrices, itemsize).temporaries(8 if config.train.precision == "fp64" else 4))
+        wide = 8 if config.train.precision == "fp64" else 4
+        return max(MuonPlan(matrices, itemsize).temporaries(wide, config.optim.place))
     m, n = max(sorted(matrix.shape) for matrix in matrices)
     return 3 * BUCKET_BYTES + itemsize * (3 * m * n + m * m)
 

@@ -1,6 +1,7 @@
 """Muon over shards is, to the last bit, Muon over whole matrices."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from ranks import SIZE, Ranks
 from torch import Tensor, nn
 
 from megalite.config.layout import Layout
-from megalite.config.schema import Batch, Config, DataParallel, Model, Optim, Parallel, Pipeline, Train
+from megalite.config.schema import Batch, Config, DataParallel, Model, Optim, Parallel, Pipeline, Place, Train
 from megalite.optim.muon import Muon
 from megalite.plan.muon import BUCKET_BYTES, Matrix, MuonPlan, boxes, moves, stage_matrices
 from megalite.plan.pipeline import table_of
@@ -107,15 +108,19 @@ def test_buckets_change_no_bit(layout: Layout, bucket_bytes: int, ranks: Ranks) 
 
 
 @pytest.mark.parametrize("layout", [Layout(), Layout(dp_replicate=4), Layout(dp_shard=2, tp=2)], ids=str)
-@pytest.mark.parametrize("bucket_bytes", [0, 600_000, BUCKET_BYTES], ids=["smallest", "middle", "one"])
-def test_temporaries_are_predicted(layout: Layout, bucket_bytes: int, ranks: Ranks) -> None:
+@pytest.mark.parametrize(
+    ("bucket_bytes", "place"),
+    [(0, "device"), (600_000, "device"), (BUCKET_BYTES, "device"), (0, "host"), (BUCKET_BYTES, "host")],
+    ids=["smallest", "middle", "one", "smallest, host", "one, host"],
+)
+def test_temporaries_are_predicted(layout: Layout, bucket_bytes: int, place: Place, ranks: Ranks) -> None:
     """Large enough that a few bytes of numbers do not matter."""
     shapes = [(64, 64), (32, 160), (160, 32), (64, 64), (96, 48), (48, 96), (128, 64), (64, 128), (64, 64)]
     splits = [0, 1] * 4 + [0]
-    told = ranks.run(stepped, layout, True, shapes, splits, bucket_bytes)
+    told = ranks.run(stepped, layout, True, shapes, splits, bucket_bytes, place)
     plan = plan_of(layout, True, (shapes, splits), bucket_bytes)
     for rank, held in enumerate(told[: layout.world_size]):
-        assert held.temporaries == pytest.approx(plan.temporaries(8)[rank], rel=1e-4)
+        assert held.temporaries == pytest.approx(plan.temporaries(8, place)[rank], rel=1e-4)
 
 
 def test_parameters_of_other_ranks_are_refused(ranks: Ranks) -> None:
@@ -172,3 +177,31 @@ def test_training_is_that_of_one_process(name: str, ranks: Ranks) -> None:
         mesh = mesh_of(layout, config.parallel.data.sharded)
         predicted = [matrix.boxes for stage in own for matrix in stage_matrices(MODEL, stages[stage], *mesh)]
         assert found.boxes == predicted
+
+
+ON_HOST = {
+    "ddp": Parallel(dp_shard=4, data=DataParallel("ddp")),
+    "zero1": Parallel(dp_shard=2, data=DataParallel("zero1")),
+    "zero3, tp": Parallel(dp_shard=2, tp=2, data=DataParallel("zero3")),
+    "pp, tp": Parallel(pp=2, tp=2, dp_shard=1),
+}
+
+
+@pytest.mark.parametrize("name", ON_HOST)
+def test_momentum_on_the_host_changes_no_bit(name: str, ranks: Ranks) -> None:
+    config = Config(
+        model=MODEL,
+        parallel=ON_HOST[name],
+        batch=Batch(1, 8),
+        train=Train(steps=5, precision="fp64"),
+        optim=Optim("muon", lr=0.01),
+    )
+    expected = ranks.run(trained, config)
+    found = ranks.run(trained, replace(config, optim=replace(config.optim, offload=True)))
+    assert sum(each is not None for each in found) == config.parallel.layout.world_size
+    for one, other in zip(expected, found, strict=True):
+        assert (one is None) == (other is None)
+        if one is not None:
+            assert one.losses == other.losses
+            for (weight, mine), (_, its) in zip(one.weights, other.weights, strict=True):
+                assert torch.equal(mine.values, its.values), weight

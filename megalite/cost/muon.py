@@ -7,7 +7,7 @@ from megalite.cost.network import Group
 from megalite.cost.stages import Timer
 from megalite.plan.model.roles import Kind
 from megalite.plan.model.weights import layer_weights
-from megalite.plan.muon import Matrix, owners, working_bytes
+from megalite.plan.muon import Matrix, matrices_of, owners, working_bytes
 from megalite.plan.resolved import Plan
 
 RATE_SHARE = 0.5  # rate of the Newton–Schulz iteration relative to large products; an assumption
@@ -49,9 +49,10 @@ def muon_parameters(plan: Plan, rank: int) -> float:
 def _matrices(plan: Plan, rank: int) -> list[Matrix]:
     """The whole matrices in the layers of a pipeline rank."""
     return [
-        Matrix((weight.shape[0], weight.shape[1]), (), plan.config.optim.muon.steps)
+        matrix
         for stage in plan.stages_of(rank)
         for layer in plan.layers[stage]
         for _, weight in layer_weights(plan.config.model, plan.kinds[layer])
         if weight.role.kind is Kind.MATRIX
+        for matrix in matrices_of(weight.shape, (), plan.config.optim.muon.steps)
     ]

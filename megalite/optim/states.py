@@ -22,10 +22,10 @@ class States(Protocol):
         """A new state of a parameter: its shape and placement, the local part where states live."""
 
     def fetch(self, state: Tensor, device: torch.device) -> Tensor:
-        """The local part of a state on the device, not to be changed in place."""
+        """A local state, or a view of one, on the device; not to be changed in place."""
 
     def put(self, state: Tensor, values: Tensor) -> None:
-        """Replace the local part of a state by values from the device."""
+        """Replace a local state, or a view of one, by values from the device."""
 
     def settle(self) -> None:
         """Wait until the host may read what `put` has written."""
@@ -38,10 +38,10 @@ class DeviceStates:
         return placed_as(param, torch.zeros_like(local(param), dtype=dtype))
 
     def fetch(self, state: Tensor, device: torch.device) -> Tensor:
-        return local(state)
+        return state
 
     def put(self, state: Tensor, values: Tensor) -> None:
-        local(state).copy_(values)
+        state.copy_(values)
 
     def settle(self) -> None:
         pass
@@ -62,10 +62,10 @@ class HostStates:
         return placed_as(param, self.memory.empty_like(local(param).detach().to(dtype)).zero_())
 
     def fetch(self, state: Tensor, device: torch.device) -> Tensor:
-        return torch.empty_like(local(state), device=device).copy_(local(state), non_blocking=True)
+        return torch.empty_like(state, device=device).copy_(state, non_blocking=True)
 
     def put(self, state: Tensor, values: Tensor) -> None:
-        local(state).copy_(values, non_blocking=True)
+        state.copy_(values, non_blocking=True)
         if values.is_cuda:
             self._last = torch.cuda.current_stream(values.device).record_event()
 

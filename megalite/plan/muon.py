@@ -19,7 +19,7 @@ from megalite.plan.model.roles import Kind
 from megalite.plan.model.weights import layer_weights
 from megalite.plan.resolved import Plan
 
-Box = tuple[range, range]  # rows and columns
+Box = tuple[range, ...]  # rows and columns; of a stack of matrices, its other dimensions before them
 
 BUCKET_BYTES = 256 << 20  # bytes of a rank's buffers: enough for messages of a MiB to 64 peers, little beside 80 GB
 MAX_PIECES = 100_000  # pieces of matrices on ranks that are planned one by one, which takes a second
@@ -70,14 +70,15 @@ NO_BUFFERS = Buffers(0, 0, 0)
 
 
 def elements(box: Box) -> int:
+    """The number of elements in a box of a matrix."""
     return len(box[0]) * len(box[1])
 
 
 @lru_cache(maxsize=256)  # layers are alike
 def boxes(shape: tuple[int, ...], mesh: tuple[int, ...], cuts: tuple[tuple[int, int], ...]) -> tuple[Box, ...]:
-    """The box of a matrix that each rank of a mesh holds; ranks are counted row-major.
+    """The box of a matrix, or of a stack, that each rank of a mesh holds; ranks are counted row-major.
 
-    cuts: pairs (axis of the mesh, dimension of the matrix), applied one after the other. Ranks along the axis share out
+    cuts: pairs (axis of the mesh, dimension of the tensor), applied one after the other. Ranks along the axis share out
     what earlier cuts have left of the dimension. Parts are equal but for the last ones, which are shorter or empty, as
     with FSDP2 and `torch.chunk`.
     """
@@ -91,8 +92,23 @@ def _box(
     for axis, dim in cuts:
         each = -(-len(left[dim]) // mesh[axis])
         left[dim] = left[dim][position[axis] * each : (position[axis] + 1) * each]
-    rows, columns = left
-    return rows, columns
+    return tuple(left)
+
+
+def matrices_of(shape: tuple[int, ...], boxes: Sequence[Box], steps: int = 5) -> list[Matrix]:
+    """The matrices of a stack `[..., rows, columns]`, of which every rank holds a box; of a matrix, itself."""
+    *stacked, rows, columns = shape
+    return [
+        Matrix((rows, columns), tuple(_within(box, place) for box in boxes), steps)
+        for place in product(*map(range, stacked))
+    ]
+
+
+def _within(box: Box, place: Sequence[int]) -> Box:
+    """The part of one matrix, at `place` in a stack, in a box of the stack."""
+    *stacked, rows, columns = box
+    inside = all(at in held for at, held in zip(place, stacked, strict=True))
+    return (rows, columns) if inside else (range(0), range(0))
 
 
 def stage_matrices(
@@ -106,10 +122,8 @@ def stage_matrices(
     for layer in layers:
         for _, weight in layer_weights(model, kinds[layer]):
             if weight.role.kind is Kind.MATRIX:
-                rows, columns = weight.shape
-                split = 1 if weight.role.into_stream else 0  # the dimension that tensor parallelism shares out
-                held = boxes((rows, columns), (replicas, shards, tp), ((2, split), (1, 0)))
-                found.append(Matrix((rows, columns), held, steps))
+                held = boxes(weight.shape, (replicas, shards, tp), ((2, weight.split), (1, 0)))
+                found += matrices_of(weight.shape, held, steps)
     return found
 
 

@@ -37,9 +37,9 @@ CLIP = 0.5
 
 
 class Weight(nn.Module):
-    """A matrix `[rows, columns]` of which tp splits dimension `split`."""
+    """A matrix, or a stack of matrices, of which tp splits dimension `split`."""
 
-    def __init__(self, shape: tuple[int, int], split: int, mesh: Mesh) -> None:
+    def __init__(self, shape: tuple[int, ...], split: int, mesh: Mesh) -> None:
         super().__init__()
         self.weight = parameter(shape, mesh.tp, Shard(split))
 
@@ -63,11 +63,11 @@ def values(shape: Sequence[int], seed: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def weights_of(shapes: Sequence[tuple[int, int]], pp: int) -> list[Tensor]:
+def weights_of(shapes: Sequence[tuple[int, ...]], pp: int) -> list[Tensor]:
     return [values(shape, 1000 * pp + number) for number, shape in enumerate(shapes)]
 
 
-def gradients_of(shapes: Sequence[tuple[int, int]], pp: int, step: int) -> list[Tensor]:
+def gradients_of(shapes: Sequence[tuple[int, ...]], pp: int, step: int) -> list[Tensor]:
     return [values(shape, 1000 * pp + 100 * (step + 1) + number) for number, shape in enumerate(shapes)]
 
 
@@ -93,7 +93,7 @@ def letting_go() -> Iterator[None]:
 def stepped(
     layout: Layout,
     sharded: bool,
-    shapes: Sequence[tuple[int, int]],
+    shapes: Sequence[tuple[int, ...]],
     splits: Sequence[int],
     bucket_bytes: int,
     place: Place = "device",
@@ -126,7 +126,7 @@ def stepped(
             optimizer.step()
         if step != BAD:
             peaks.append(sum(size for kind, size in live.peak().items() if kind != "kept"))
-    momenta = [optimizer.state[param]["momentum_buffer"] for param in params]
+    momenta = [optimizer.states_of(param)["momentum_buffer"] for param in params]
     pairs = enumerate(zip(params, momenta, strict=True))
     return Held(
         [Part.of(param) for param in params],

@@ -220,12 +220,21 @@ def fastest_adamw(weights: Sequence[Tensor], *others: Sequence[Tensor], **option
         (adamw if use_triton("auto", weights[0].device) else fused_adamw)(weights, *others, **options)
 
 
+def _zeros_like(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    zeros = torch.zeros_like(_local(tensor), dtype=dtype)
+    if not isinstance(tensor, DTensor):
+        return zeros
+    mesh, shape, stride = tensor.device_mesh, tensor.shape, tensor.stride()
+    return DTensor.from_local(zeros, mesh, tensor.placements, run_check=False, shape=shape, stride=stride)
+
+
 class FusedAdamW(torch.optim.Optimizer):
     """`torch.optim.AdamW` with the same state, which calls `update` once per group: `adamw`, or a similar function.
 
     Parameters may be DTensors. Their local tensors are updated: with DTensors, PyTorch's optimizer needs some 10 ms
     for each in its first step, to find that nothing must be communicated. A training loop may set two attributes before
-    a step, found_inf and clip: tensors with the same meaning as these arguments of `adamw`.
+    a step, found_inf and clip: tensors with the same meaning as these arguments of `adamw`. zeros: makes a moment of a
+    parameter, in a data type; a caller may keep moments elsewhere, where `update` can use them.
     """
 
     def __init__(
@@ -236,9 +245,10 @@ class FusedAdamW(torch.optim.Optimizer):
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
         update: Callable[..., None] = adamw,
+        zeros: Callable[[Tensor, torch.dtype], Tensor] = _zeros_like,
     ) -> None:
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
-        self.update = update
+        self.update, self.zeros = update, zeros
         self.found_inf: Tensor | None = None
         self.clip: Tensor | None = None
 
@@ -267,23 +277,16 @@ class FusedAdamW(torch.optim.Optimizer):
         state = self.state[param]
         if not state:
             wide = wide_dtype(param.dtype)
-            state["step"] = torch.zeros((), dtype=torch.float32, device=param.device)
-            state |= {moment: _zeros_like(param, wide) for moment in ("exp_avg", "exp_avg_sq")}
-        elif state["step"].device != param.device:  # loaded from a torch.optim.AdamW, which keeps steps on the host
-            state["step"] = state["step"].to(param.device)
+            moments = {moment: self.zeros(param, wide) for moment in ("exp_avg", "exp_avg_sq")}
+            state["step"] = torch.zeros((), dtype=torch.float32, device=moments["exp_avg"].device)
+            state |= moments
+        elif state["step"].device != (device := state["exp_avg"].device):
+            state["step"] = state["step"].to(device)  # loaded from a torch.optim.AdamW, which keeps steps on the host
         return state
 
     def buffers(self) -> list[Tensor]:
         """Tensors kept beside states: none."""
         return []
-
-
-def _zeros_like(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    zeros = torch.zeros_like(_local(tensor), dtype=dtype)
-    if not isinstance(tensor, DTensor):
-        return zeros
-    mesh, shape, stride = tensor.device_mesh, tensor.shape, tensor.stride()
-    return DTensor.from_local(zeros, mesh, tensor.placements, run_check=False, shape=shape, stride=stride)
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -117,7 +117,8 @@ def stopped_run(config: Config, folder: Path, number: int, at: int, rank: int) -
 
 
 def counts(job: Job) -> set[float]:
-    return {job.optimizer.state[param]["step"].item() for _, param in job.named_parameters()}
+    states = [job.optimizer.state[param] for _, param in job.named_parameters()]
+    return {state["step"].item() for state in states if "step" in state}
 
 
 def skipped(config: Config, steps: int, bad: int, poison: Callable[[Job], None] | None) -> tuple[Parts, set[float]]:

@@ -68,6 +68,11 @@ CASES: dict[str, tuple[Overrides, int]] = {  # name -> overrides and the pipelin
     "optimizer offloaded": ({"optim.offload": True, **SHARDED}, 0),
     "muon": ({"optim.name": "muon", "parallel.tp": 2, **SHARDED}, 0),
     "muon, ddp": ({"optim.name": "muon", "parallel.data.mode": "ddp", "train.precision": "fp64", **SHARDED}, 0),
+    "muon, optimizer offloaded": ({"optim.name": "muon", "optim.offload": True, "parallel.tp": 2, **SHARDED}, 0),
+    "muon, optimizer offloaded, update most of all": (
+        {"optim.name": "muon", "optim.offload": True, "model.vocab_size": 64, "batch.global": 1},
+        0,
+    ),
     "attention most of all": (ATTENTION, 0),
     "attention most of all, documents": ({**ATTENTION, **DOCUMENTS}, 0),
     "attention most of all, ring": ({**ATTENTION, "parallel.cp": 4}, 0),

@@ -51,7 +51,7 @@ FEATURES = {
     "attention": ("full", "window", "alternating windows", "alternating positions", "capped"),
     "recompute": ("none", "selective", "full", "full of every second"),
     "offload": (False, True),  # of activations
-    "optimizer": ("adamw", "muon", "adamw on the host"),
+    "optimizer": ("adamw", "muon", "adamw on the host", "muon on the host"),
     "clip_norm": (0.0, 0.01),
     "parametrization": ("standard", "mup", "completep"),
 }

@@ -9,6 +9,13 @@ from typing import Literal
 
 from megalite.config.layout import Layout
 
+Place = Literal["device", "host"]  # where a tensor lives from step to step
+
+
+def place_of(offload: bool) -> Place:
+    """The place that a key such as `optim.offload` names."""
+    return "host" if offload else "device"
+
 
 @dataclass
 class Run:
@@ -275,8 +282,13 @@ class Optim:
     eps: float = 1e-8
     weight_decay: float = 0.1  # decay of matrices only; norms and biases are not decayed
     clip_norm: float = 1.0  # 0: no clipping
-    offload: bool = False  # keep the optimizer's states in host memory and update there
+    offload: bool = False  # keep the optimizer's states in host memory; AdamW updates there
     muon: Muon = field(default_factory=Muon)
+
+    @property
+    def place(self) -> Place:
+        """Place of the optimizer's states from step to step."""
+        return place_of(self.offload)
 
 
 @dataclass

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
-from megalite.config.schema import Config, DataMode
+from megalite.config.schema import Config, DataMode, Place
 from megalite.plan.recompute_modes import MODES, Mode
 from megalite.schedule.generate import AUTO_SCHEDULE
 
@@ -32,7 +32,10 @@ Recomputed = Literal["none", "selective", "full", "budget"]
 
 
 class Choice(NamedTuple):
-    """A layout, as far as a search decides it. split: layers of every stage; None: as `plan.split.balance` has them."""
+    """A layout, as far as a search decides it.
+
+    states: place of the optimizer's. split: layers of every stage; None: as `plan.split.balance` has them.
+    """
 
     tp: int
     cp: int
@@ -46,7 +49,7 @@ class Choice(NamedTuple):
     shards: int
     mode: DataMode
     offload_activations: bool
-    offload_optimizer: bool
+    states: Place
     split: tuple[int, ...] | None = None
 
     def micro_batches(self, sequences: int) -> int:
@@ -84,7 +87,7 @@ class Choice(NamedTuple):
                 recompute_budget=None if free else train.recompute_budget,
                 offload_activations=self.offload_activations,
             ),
-            optim=replace(config.optim, offload=self.offload_optimizer),
+            optim=replace(config.optim, offload=self.states == "host"),
         )
 
 
@@ -104,7 +107,7 @@ def choice_of(config: Config) -> Choice:
         parallel.layout.dp_shard,
         parallel.data_mode,
         config.train.offload_activations,
-        config.optim.offload,
+        config.optim.place,
         None if parallel.pipeline.split is None else tuple(parallel.pipeline.split),
     )
 

@@ -7,7 +7,7 @@ from megalite.cost.network import Group
 from megalite.cost.stages import Timer
 from megalite.plan.model.roles import Kind
 from megalite.plan.model.weights import layer_weights
-from megalite.plan.muon import Matrix, owners, working_bytes
+from megalite.plan.muon import Matrix, matrices_of, owners, working_bytes
 from megalite.plan.resolved import Plan
 
 RATE_SHARE = 0.5  # rate of the Newton–Schulz iteration relative to large products; an assumption
@@ -30,19 +30,29 @@ def muon_seconds(plan: Plan, timer: Timer) -> float:
 
 def _most(plan: Plan, ranks: int) -> tuple[int, int]:
     """FLOPs of Muon on the rank of a stage that has most of them, and elements of the one that owns most."""
-    model, steps = plan.config.model, plan.config.optim.muon.steps
     work = most = 0
     for rank in range(plan.config.parallel.pp):
-        matrices = [
-            Matrix((weight.shape[0], weight.shape[1]), (), steps)
-            for stage in plan.stages_of(rank)
-            for layer in plan.layers[stage]
-            for _, weight in layer_weights(model, plan.kinds[layer])
-            if weight.role.kind is Kind.MATRIX
-        ]
+        matrices = _matrices(plan, rank)
         flops, elements = Counter[int](), Counter[int]()
         for matrix, owner in zip(matrices, owners([matrix.flops for matrix in matrices], ranks), strict=True):
             flops[owner] += matrix.flops
             elements[owner] += prod(matrix.shape)
         work, most = max(work, 0, *flops.values()), max(most, 0, *elements.values())
     return work, most
+
+
+def muon_parameters(plan: Plan, rank: int) -> float:
+    """The number of elements that Muon updates on a pipeline rank, before data-parallel sharding."""
+    return sum(prod(matrix.shape) for matrix in _matrices(plan, rank)) / plan.config.parallel.tp
+
+
+def _matrices(plan: Plan, rank: int) -> list[Matrix]:
+    """The whole matrices in the layers of a pipeline rank."""
+    return [
+        matrix
+        for stage in plan.stages_of(rank)
+        for layer in plan.layers[stage]
+        for _, weight in layer_weights(plan.config.model, plan.kinds[layer])
+        if weight.role.kind is Kind.MATRIX
+        for matrix in matrices_of(weight.shape, (), plan.config.optim.muon.steps)
+    ]

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from megalite.base.errors import InputError
-from megalite.config.schema import Config
+from megalite.config.schema import Config, Place
 from megalite.cost.cluster import Cluster
 from megalite.cost.layer import KINDS, Seconds
 from megalite.cost.link_clocks import groups, times, total
-from megalite.cost.muon import muon_seconds
+from megalite.cost.muon import muon_parameters, muon_seconds
 from megalite.cost.schedule_tables import PICTURE_ROUNDS, Cost, costs_of, enough
 from megalite.cost.slowest_gpu import waiting
 from megalite.cost.stages import (
@@ -360,16 +360,27 @@ def _update(plan: Plan, stages: Sequence[StageTime], timer: Timer) -> float:
     config = plan.config
     layout = config.parallel.layout
     shards = layout.dp_shard * layout.cp if config.parallel.data.sharded else 1
-    held = max(sum(stages[stage].parameters for stage in plan.stages_of(rank)) for rank in range(layout.pp))
-    seconds = adamw_seconds(held / shards, config.optim.offload, timer)
-    if config.optim.name == "muon":
+    held = [sum(stages[stage].parameters for stage in plan.stages_of(rank)) for rank in range(layout.pp)]
+    muon = config.optim.name == "muon"
+    matrices = [muon_parameters(plan, rank) if muon else 0 for rank in range(layout.pp)]
+    seconds = max(
+        state_seconds((every - whole) / shards, whole / shards, config.optim.place, timer)
+        for every, whole in zip(held, matrices, strict=True)
+    )
+    if muon:
         seconds += muon_seconds(plan, timer)
-    return seconds + timer.kernels.passes(held * Shared(config, timer.net).last)
+    return seconds + timer.kernels.passes(max(held) * Shared(config, timer.net).last)
 
 
-def adamw_seconds(count: float, offloaded: bool, timer: Timer) -> float:
-    """Seconds to update `count` parameters with AdamW, whose states may be in host memory."""
-    if offloaded:
-        moved = 2 * 4 * count / (timer.cluster.gpu.host * HOST_SHARE)
-        return moved + count * HOST_UPDATE_BYTES / HOST_BANDWIDTH + timer.kernels.passes(4 * count)
-    return timer.kernels.passes(count * timer.program.optimizer)
+def state_seconds(adamw: float, muon: float, place: Place, timer: Timer) -> float:
+    """Seconds to update so many parameters with AdamW and with Muon, whose states live in `place`.
+
+    Newton–Schulz is not counted. In host memory AdamW updates copies of weights and gradients; Muon's states are copied
+    to the device and back.
+    """
+    on_device = timer.kernels.passes(timer.program.optimizer)
+    if place == "device":
+        return (adamw + muon) * on_device
+    copied = 2 * 4 / (timer.cluster.gpu.host * HOST_SHARE)
+    there = HOST_UPDATE_BYTES / HOST_BANDWIDTH + timer.kernels.passes(4)
+    return adamw * (copied + there) + muon * (copied + on_device)

@@ -41,7 +41,7 @@ from megalite.optim.build import build_optimizer
 from megalite.plan.memory.activations import Activations
 from megalite.plan.memory.fit import fitted
 from megalite.plan.memory.peak import enough_micro_batches, rank_memory
-from megalite.plan.memory.walk import HOST_MEMORY
+from megalite.plan.memory.walk import HOST_MEMORY, STATES_IN
 from megalite.plan.resolved import Plan, resolve
 from megalite.plan.traffic.transfers import Transfer
 from megalite.train.build import Job, build, build_mesh
@@ -111,7 +111,7 @@ def count_step(job: Job, batch: Micros, fake: FakeTensorMode | None = None) -> t
     states = [state for param in params for state in job.optimizer.states_of(param).values()]
     live = LiveBytes(fake, lambda: job.activity.now[0])
     live.add(params, "parameters")
-    kept_in = HOST_MEMORY if job.config.optim.offload else "optimizer states"
+    kept_in = STATES_IN[job.config.optim.place]
     live.add(states, kept_in)
     live.add(job.optimizer.buffers(), kept_in)
     live.add([batch.tokens], "activations")

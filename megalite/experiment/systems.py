@@ -125,7 +125,7 @@ def _settings(choice: Choice, weak: bool) -> Settings:
         "batch.micro": choice.micro,
         "train.recompute": choice.recompute,
         "train.offload_activations": choice.offload_activations,
-        "optim.offload": choice.offload_optimizer,
+        "optim.offload": choice.states == "host",
     }
     return settings
 

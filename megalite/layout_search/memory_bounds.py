@@ -253,9 +253,9 @@ class Estimate:
     def each(self, choice: Choice) -> Each:
         """Bytes for each parameter of a pipeline rank."""
         shards = choice.shards * choice.cp if choice.mode != "ddp" else 1
-        key = choice.tp, shards, choice.mode == "zero3", choice.offload_optimizer
+        key = choice.tp, shards, choice.mode == "zero3", choice.states
         if key not in self._each_of:
-            states = 0 if choice.offload_optimizer else 2 if self.config.optim.name == "adamw" else 1
+            states = 0 if choice.states != "device" else 2 if self.config.optim.name == "adamw" else 1
             gathers = choice.mode != "zero3" and self.config.train.precision == "bf16"
             self._each_of[key] = Each(
                 (1 + states) * self._wide / shards / choice.tp,

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from megalite.config.layers import layer_kinds
 from megalite.config.rules.numbers import every_divisor
-from megalite.config.schema import SCHEDULES, Config, DataMode
+from megalite.config.schema import SCHEDULES, Config, DataMode, Place, place_of
 from megalite.cost.layout_choice import Choice, Method, Recomputed, mode_of
 from megalite.cost.share import share_of
 from megalite.cost.stages import UNSPLIT_SCHEDULES, Timer
@@ -165,15 +165,16 @@ class Space:
         each = self.config.batch.global_ // dp
         micros = every_divisor(each, MAX_MICRO_SIZE)
         split = tuple(self.config.parallel.pipeline.split or ()) if "parallel.pipeline.split" in self.pins else None
-        activations, optimizer = (
+        activations, offloads = (
             bool(self.pins.get(key, self.offload)) for key in ("train.offload_activations", "optim.offload")
         )
+        states = place_of(offloads)
         for micro in self._pinned("batch.micro", lambda: micros):
             if each % micro:
                 continue
             for recompute in self._recompute():
                 yield Choice(
-                    tp, cp, method, pp, micro, recompute, "1f1b", None, 1, dp, "zero3", activations, optimizer, split
+                    tp, cp, method, pp, micro, recompute, "1f1b", None, 1, dp, "zero3", activations, states, split
                 )
 
     def _recompute(self) -> list[Recomputed]:
@@ -280,12 +281,12 @@ class Space:
         shard = self.pins.get("parallel.dp_shard")
         return [n for n in found if n and shape.dp % n == 0 and shard in (None, shape.dp // n)]
 
-    def _offloading(self, schedule: str) -> Iterator[tuple[bool, bool]]:
+    def _offloading(self, schedule: str) -> Iterator[tuple[bool, Place]]:
         either = [False, True] if self.offload else [False]
         free = [False] if self.config.train.compile or schedule in SPLIT_SCHEDULES else either
         for activations in self._pinned("train.offload_activations", lambda: free):
             for optimizer in self._pinned("optim.offload", lambda: either):
-                yield activations, optimizer
+                yield activations, place_of(optimizer)
 
 
 def _can_be_planned(pp: int, m: int, schedule: str, virtual: int | None) -> bool:

@@ -8,13 +8,13 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, get_args
 
-from megalite.config.schema import SCHEDULES, Config
+from megalite.config.schema import SCHEDULES, Config, Place
 from megalite.cost.layout_choice import Choice
 from megalite.cost.link_clocks import Part
 from megalite.cost.network import Group
-from megalite.cost.predict import adamw_seconds
+from megalite.cost.predict import state_seconds
 from megalite.cost.schedule_tables import ROUNDS, enough
 from megalite.cost.stages import SPLIT_OVERHEAD, UNSPLIT_SCHEDULES, ZERO_BUBBLES, Shared, Timer, beside
 from megalite.layout_search.memory_bounds import SINGLE_REDUCTION_MODES, Estimate, mixed
@@ -36,6 +36,7 @@ from megalite.schedule.generate import NAMES, SPLIT_SCHEDULES, V_SCHEDULES
 from megalite.schedule.orders import first_rounds
 
 VIRTUAL_STAGES = (2, 3, 4, 6, 8)  # stages of a rank under interleaved_1f1b
+PLACES: tuple[Place, ...] = get_args(Place)
 
 
 @dataclass(frozen=True, eq=False)  # which makes it a quick key
@@ -70,7 +71,8 @@ class Least:
         self._longest: dict[tuple[object, ...], tuple[list[tuple[Kind, int, int]], int]] = {}
         self._exchanged: dict[tuple[object, ...], Exchanged] = {}
         self._longer_passes: dict[tuple[object, ...], Longer] = {}
-        self._updating = {offloaded: adamw_seconds(1.0, offloaded, timer) for offloaded in (False, True)}
+        both = [(1.0, 0.0), (0.0, 1.0)] if config.optim.name == "muon" else [(1.0, 0.0)]
+        self._updating = {place: min(state_seconds(*each, place, timer) for each in both) for place in PLACES}
 
     def shape(self, first: Choice, passes: Passes, splits: bool) -> Shape:
         """The shape of a first layout. splits: whether its schedules may split backward passes."""
@@ -360,8 +362,8 @@ class Least:
         """
         held = max(layers * self._smallest, self._share_of_model(shape.passes.layers, choice.pp)) / choice.tp
         shards = choice.shards * choice.cp if choice.mode != "ddp" else 1
-        offloads = (False, True) if layers == 0 and self.offload else (choice.offload_optimizer,)
-        return held / shards * min(self._updating[offloaded] for offloaded in offloads) + held * data.last
+        places = PLACES if layers == 0 and self.offload else (choice.states,)
+        return held / shards * min(self._updating[place] for place in places) + held * data.last
 
     def _least_update(self, layers: int, choice: Choice) -> float:
         """Seconds of the optimizer in the best layout of a shape of so many layers."""

@@ -9,6 +9,7 @@ stay within 4.5 standard deviations.
 
 import hashlib
 from functools import cache
+from math import prod
 from statistics import NormalDist
 
 import torch
@@ -40,8 +41,18 @@ def initialize(stage: nn.Module, model: Model, seed: int) -> None:
                 fill_normal(part.to_local(), shape, box(part)[1], std, f"{seed}/{name}")
 
 
-def fill_normal(local: Tensor, shape: tuple[int, ...], offset: tuple[int, ...], std: float, key: str) -> None:
-    """Fill `local`, the box at `offset` of a matrix of `shape`, with its part of the matrix named `key`."""
+def fill_normal(
+    local: Tensor, shape: tuple[int, ...], offset: tuple[int, ...], std: float, key: str, first: int = 0
+) -> None:
+    """Fill `local`, the box at `offset` of a tensor of `shape`, with its part of the tensor named `key`.
+
+    The tensor is a matrix, or a stack of matrices, which has the values of one matrix of all their rows. first: the
+    index of the tensor's first element, if it is one of a stack.
+    """
+    if local.ndim > 2:
+        for number, inner in enumerate(local, offset[0]):
+            fill_normal(inner, shape[1:], offset[1:], std, key, first + number * prod(shape[1:]))
+        return
     rows, columns = local.shape
     if local.numel() == 0:
         return
@@ -51,7 +62,7 @@ def fill_normal(local: Tensor, shape: tuple[int, ...], offset: tuple[int, ...], 
     step = max(1, BLOCK // columns)
     for top in range(0, rows, step):
         down = torch.arange(top, min(top + step, rows), device=local.device) + offset[0]
-        bits = _splitmix(start, down[:, None] * shape[1] + across)
+        bits = _splitmix(start, first + down[:, None] * shape[1] + across)
         bucket, point = (bits >> 48) & 0xFFFF, ((bits >> 16) & 0xFFFFFFFF).double() * 2.0**-32
         low = quantiles[bucket]
         local[top : top + step] = ((low + (quantiles[bucket + 1] - low) * point) * std).float()

@@ -8,9 +8,10 @@ import torch.distributed as dist
 from torch import nn
 
 from megalite.config.schema import Model, Optim
+from megalite.optim.host_adamw import HostAdamW
 from megalite.optim.interface import Optimizer
 from megalite.optim.muon import Muon, MuonWithAdamW
-from megalite.optim.offload import HostAdamW
+from megalite.optim.states import STORES, HostStates
 from megalite.parallel.parameter import Parameter, trainable
 from megalite.plan.model.optimizer_states import uses_muon
 from megalite.plan.model.parametrization import Scales, scales
@@ -36,18 +37,20 @@ def build_optimizer(
             (muons if uses_muon(optim, found.role) else others).append(found)
     groups = alike(others, model, optim)
     first, second = optim.betas
-    if optim.offload:
-        return HostAdamW(groups, optim.lr, (first, second), optim.eps)
+    states = STORES[optim.place]()
     updates: dict[str, Callable[..., None]] = {
         "auto": fastest_adamw,
         "triton": partial(adamw, backend="triton"),
         "torch": fused_adamw,
         "apex": apex.adamw,
     }
-    rest = FusedAdamW(groups, optim.lr, (first, second), optim.eps, update=updates[kernel])
+    if isinstance(states, HostStates):
+        rest: FusedAdamW = HostAdamW(groups, optim.lr, (first, second), optim.eps, states)
+    else:
+        rest = FusedAdamW(groups, optim.lr, (first, second), optim.eps, update=updates[kernel], zeros=states.zeros)
     if not muons:
         return rest
-    return MuonWithAdamW(Muon(alike(muons, model, optim), group, **vars(optim.muon)), rest)
+    return MuonWithAdamW(Muon(alike(muons, model, optim), group, **vars(optim.muon), states=states), rest)
 
 
 def alike(parameters: Iterable[Parameter], model: Model, optim: Optim) -> list[dict[str, Any]]:

@@ -21,13 +21,36 @@ from torch.distributed.tensor import DTensor
 
 from megalite.optim.exchange import Arriving, Exchange, Views
 from megalite.optim.newton_schulz import COEFFICIENTS, SCALES, newton_schulz, scale, working_dtype
-from megalite.plan.muon import BUCKET_BYTES, Box, Matrix, MuonPlan, boxes
+from megalite.optim.states import DeviceStates, States, local
+from megalite.plan.muon import BUCKET_BYTES, Box, MuonPlan, boxes, matrices_of
 from megalite_kernels import FusedAdamW
 
 
 @dataclass(frozen=True)
+class _Target:
+    """A matrix to update: a parameter, or one of its matrices; with its parameter group.
+
+    here: its index in this rank's part of the parameter, () if that is one matrix; None: the rank holds nothing of it.
+    """
+
+    param: Tensor
+    group: dict[str, Any]
+    here: tuple[int, ...] | None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        rows, columns = self.param.shape[-2:]
+        return rows, columns
+
+    def part(self, tensor: Tensor) -> Tensor:
+        """The part of the matrix on this rank, in a tensor that is placed as the parameter."""
+        assert self.here is not None
+        return local(tensor)[self.here]
+
+
+@dataclass(frozen=True)
 class _Bucket:
-    """Indices of matrices that are exchanged together, and of those that this rank owns."""
+    """Indices of matrices that are exchanged together: those that this rank holds parts of, and those that it owns."""
 
     matrices: list[int]
     owned: list[int]
@@ -37,16 +60,18 @@ class _Bucket:
 
 
 Params = Sequence[tuple[Tensor, dict[str, Any]]]  # each with its parameter group
+Targets = Sequence[_Target]
 
 
 class Muon(torch.optim.Optimizer):
     """Muon for matrices, in parameter groups that may have different settings.
 
-    params: matrices of one data type, in the same order on all ranks. They are DTensors over exactly the ranks of
-    `stage`, or plain tensors, which every rank holds whole. Gradients have the placement of their parameter. stage:
-    `Mesh.stage`; None means that there is one rank. steps: the number of Newton–Schulz steps. scale: a rule of
-    `newton_schulz.scale`; with the default, AdamW's learning rate and weight decay carry over. bucket_bytes: see
-    `MuonPlan`.
+    params: matrices of one data type, or stacks `[..., rows, columns]` of matrices that are updated one by one, in the
+    same order on all ranks. They are DTensors over exactly the ranks of `stage`, or plain tensors, which every rank
+    holds whole. Gradients have the placement of their parameter. stage: `Mesh.stage`; None means that there is one
+    rank. steps: the number of Newton–Schulz steps. scale: a rule of `newton_schulz.scale`; with the default, AdamW's
+    learning rate and weight decay carry over. bucket_bytes: see `MuonPlan`. states: where the momentum is kept; None:
+    on the device.
 
     A training loop may set two tensors before a step, as for `FusedAdamW`. found_inf is float32 of one element; if it
     is not 0, nothing changes. clip is 0-dimensional; gradients are multiplied by it, but not overwritten.
@@ -68,21 +93,22 @@ class Muon(torch.optim.Optimizer):
         scale: str = "match_rms_adamw",
         coefficients: tuple[float, float, float] = COEFFICIENTS,
         bucket_bytes: int = BUCKET_BYTES,
+        states: States | None = None,
     ) -> None:
         options = {"lr": lr, "momentum": momentum, "nesterov": nesterov, "steps": steps, "weight_decay": weight_decay}
         super().__init__(params, {**options, "scale": scale, "coefficients": coefficients})
-        self.stage, self.bucket_bytes = stage, bucket_bytes
+        self.stage, self.bucket_bytes, self.states = stage, bucket_bytes, states or DeviceStates()
         self.found_inf: Tensor | None = None
         self.clip: Tensor | None = None
-        self._planned: dict[tuple[int, ...], list[_Bucket]] = {}
+        self._planned: dict[tuple[int, ...], tuple[list[_Target], list[_Bucket]]] = {}
         for group in self.param_groups:
             if group["scale"] not in SCALES:
                 raise ValueError(f"scale {group['scale']!r} is none of {', '.join(SCALES)}")
             if not 0 <= group["momentum"] < 1 or group["steps"] < 1:
                 raise ValueError(f"momentum {group['momentum']} is not in [0, 1), or steps {group['steps']} is below 1")
         everything = [param for group in self.param_groups for param in group["params"]]
-        if any(param.ndim != 2 for param in everything) or len({param.dtype for param in everything}) > 1:
-            raise ValueError("the parameters are not all matrices of one data type")
+        if any(param.ndim < 2 for param in everything) or len({param.dtype for param in everything}) > 1:
+            raise ValueError("the parameters are not all matrices, or stacks of matrices, of one data type")
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -90,89 +116,96 @@ class Muon(torch.optim.Optimizer):
         params = [(param, group) for group in self.param_groups for param in group["params"] if param.grad is not None]
         if not params:
             return
-        buckets = self._buckets(params)
-        coming = self._gather(buckets[0], params)
+        targets, buckets = self._buckets(params)
+        coming = self._gather(buckets[0], targets)
         returning: Arriving | None = None
         for bucket, following in zip(buckets, [*buckets[1:], None], strict=True):
             arriving = coming
             if following is not None:
-                coming = self._gather(following, params)
-            leaving = self._orthogonalize(bucket, arriving.wait(), params)
+                coming = self._gather(following, targets)
+            leaving = self._orthogonalize(bucket, arriving.wait(), targets)
             if returning is not None:
-                self._apply(returning.wait(), params)
+                self._apply(returning.wait(), targets)
             returning = leaving
         if returning is not None:
-            self._apply(returning.wait(), params)
+            self._apply(returning.wait(), targets)
 
-    def _gather(self, bucket: _Bucket, params: Params) -> Arriving:
+    def _gather(self, bucket: _Bucket, targets: Targets) -> Arriving:
         """Update the momentum with the gradients, and start to send u to the owners of the matrices."""
-        outgoing = bucket.gather.begin(working_dtype(params[0][0]), params[0][0].device)
+        outgoing = bucket.gather.begin(working_dtype(targets[0].param), targets[0].param.device)
         for index in bucket.matrices:
-            param, group = params[index]
-            outgoing.put(index, self._direction(param, group), bucket.held[index])
+            outgoing.put(index, self._direction(targets[index]), bucket.held[index])
         return outgoing.send(self.stage)
 
-    def _direction(self, param: Tensor, group: dict[str, Any]) -> Tensor:
-        """Update the momentum of `param` with its gradient. Returns this rank's part of u."""
+    def _direction(self, target: _Target) -> Tensor:
+        """Update the momentum of a matrix with its gradient. Returns this rank's part of u."""
+        param, group = target.param, target.group
         assert param.grad is not None
-        grad, average = local(param.grad), local(self.states_of(param)["momentum_buffer"])
+        state = target.part(self._momentum(param))
+        grad, average = target.part(param.grad), self.states.fetch(state, param.device)
         if self.clip is not None:
             grad = grad * self.clip.to(grad.dtype)
         new = average.lerp(grad, 1 - group["momentum"])
-        self._replace(average, new)
+        self.states.put(state, self._unless_skipped(new, average))
         return grad.lerp(new, group["momentum"]) if group["nesterov"] else new
 
-    def _orthogonalize(self, bucket: _Bucket, arrived: Views, params: Params) -> Arriving:
+    def _orthogonalize(self, bucket: _Bucket, arrived: Views, targets: Targets) -> Arriving:
         """Orthogonalize the matrices that this rank owns, and start to send back the parts of the results."""
-        outgoing = bucket.scatter.begin(working_dtype(params[0][0]), params[0][0].device)
+        outgoing = bucket.scatter.begin(working_dtype(targets[0].param), targets[0].param.device)
         for index in bucket.owned:
-            param, group = params[index]
-            rows, columns = param.shape
+            group, (rows, columns) = targets[index].group, targets[index].shape
             update = newton_schulz(_whole(rows, columns, arrived[index]), group["steps"], group["coefficients"])
             outgoing.put(index, update, (range(rows), range(columns)))
             del update  # makes room for the next
         return outgoing.send(self.stage)
 
-    def _apply(self, updates: Views, params: Params) -> None:
+    def _apply(self, updates: Views, targets: Targets) -> None:
         for index, parts in updates.items():
-            param, group = params[index]
-            rate = group["lr"] * scale(group["scale"], *param.shape)
-            weight = local(param)
+            target, group = targets[index], targets[index].group
+            rate = group["lr"] * scale(group["scale"], *target.shape)
+            weight = target.part(target.param)
             for _, update in parts:  # there is one: the part that this rank holds
                 new = weight.mul(1 - group["lr"] * group["weight_decay"]).add_(update, alpha=-rate)
-                self._replace(weight, new)
+                weight.copy_(self._unless_skipped(new, weight))
 
-    def _replace(self, old: Tensor, new: Tensor) -> None:
-        old.copy_(new if self.found_inf is None else torch.where(self.found_inf == 0, new, old))
+    def _unless_skipped(self, new: Tensor, old: Tensor) -> Tensor:
+        return new if self.found_inf is None else torch.where(self.found_inf == 0, new, old)
 
     def states_of(self, param: Tensor) -> dict[str, Tensor]:
-        """The momentum of a parameter, created as zeros if there is none."""
+        """The momentum of a parameter, created as zeros if there is none. Waits for a step that is writing it."""
+        self._momentum(param)
+        self.states.settle()
+        return self.state[param]
+
+    def _momentum(self, param: Tensor) -> Tensor:
         state = self.state[param]
         if not state:
-            zeros = torch.zeros_like(local(param))
-            if isinstance(param, DTensor):
-                zeros = DTensor(zeros, param._spec, requires_grad=False)
-            state["momentum_buffer"] = zeros
-        return state
+            state["momentum_buffer"] = self.states.zeros(param, param.dtype)
+        return state["momentum_buffer"]
 
     def buffers(self) -> list[Tensor]:
         """Tensors kept beside states: none. The buffers of exchanges exist during a step only."""
         return []
 
-    def _buckets(self, params: Params) -> list[_Bucket]:
-        """The buckets for `params`. They are planned once and kept, since usually all parameters have gradients."""
-        key = tuple(id(param) for param, _ in params)
+    def _buckets(self, params: Params) -> tuple[list[_Target], list[_Bucket]]:
+        """The matrices of `params`, and their buckets. They are planned once, since usually all have gradients."""
+        key = tuple(id(each) for pair in params for each in pair)
         if key not in self._planned:
             self._planned[key] = self._plan(params)
         return self._planned[key]
 
-    def _plan(self, params: Params) -> list[_Bucket]:
+    def _plan(self, params: Params) -> tuple[list[_Target], list[_Bucket]]:
         rank, ranks = (0, 1) if self.stage is None else (self.stage.rank(), self.stage.size())
-        matrices = [Matrix(_shape(param), held_by(param, rank, ranks), group["steps"]) for param, group in params]
+        targets, matrices = [], []
+        for param, group in params:
+            held = held_by(param, rank, ranks)
+            matrices += matrices_of(tuple(param.shape), held, group["steps"])
+            places = product(*map(range, param.shape[:-2]))
+            targets += [_Target(param, group, _index_in(held[rank], place)) for place in places]
         plan = MuonPlan(matrices, working_dtype(params[0][0]).itemsize, self.bucket_bytes)
-        return [
+        buckets = [
             _Bucket(
-                indices,
+                [index for index in indices if targets[index].here is not None],
                 [index for index in indices if plan.owners[index] == rank],
                 {index: matrices[index].boxes[rank] for index in indices},
                 Exchange(plan.gathered(indices), rank, ranks),
@@ -180,6 +213,7 @@ class Muon(torch.optim.Optimizer):
             )
             for indices in plan.buckets
         ]
+        return targets, buckets
 
 
 class MuonWithAdamW(torch.optim.Optimizer):
@@ -211,12 +245,8 @@ class MuonWithAdamW(torch.optim.Optimizer):
         return muon.states_of(param) if param in self._muons else adamw.states_of(param)
 
     def buffers(self) -> list[Tensor]:
-        """Tensors kept beside states: none."""
-        return []
-
-
-def local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        """Tensors that Muon and AdamW keep beside states."""
+        return [buffer for optimizer in self.optimizers for buffer in optimizer.buffers()]
 
 
 def held_by(param: Tensor, rank: int, ranks: int) -> tuple[Box, ...]:
@@ -225,23 +255,24 @@ def held_by(param: Tensor, rank: int, ranks: int) -> tuple[Box, ...]:
     Raises ValueError if the parameter is not laid out over these ranks, row-major.
     """
     if not isinstance(param, DTensor):
-        return boxes(_shape(param), (ranks,), ())
+        return boxes(tuple(param.shape), (ranks,), ())
     mesh, placements = param.device_mesh, param.placements
     # FSDP2 cuts the tensor-parallel part once more, though FSDP2's mesh axis is first: a strided shard.
     order = sorted(range(mesh.ndim), key=lambda axis: hasattr(placements[axis], "split_factor"))
     cuts = tuple((axis, dim) for axis in order if (dim := getattr(placements[axis], "dim", None)) is not None)
-    found = boxes(_shape(param), tuple(mesh.shape), cuts)
+    found = boxes(tuple(param.shape), tuple(mesh.shape), cuts)
     here = list(product(*map(range, mesh.shape))).index(tuple(mesh.get_coordinate() or ()))
     if len(found) != ranks or here != rank or tuple(map(len, found[rank])) != tuple(param.to_local().shape):
         raise ValueError(
-            f"a matrix of shape {_shape(param)}, placed as {placements} on {mesh}, is not on the stage's ranks"
+            f"a matrix of shape {tuple(param.shape)}, placed as {placements} on {mesh}, is not on the stage's ranks"
         )
     return found
 
 
-def _shape(param: Tensor) -> tuple[int, int]:
-    rows, columns = param.shape
-    return rows, columns
+def _index_in(box: Box, place: Sequence[int]) -> tuple[int, ...] | None:
+    """The index, in a rank's box of a stack, of the matrix at `place` in the stack; None if it is not in the box."""
+    pairs = list(zip(place, box[:-2], strict=True))
+    return tuple(held.index(at) for at, held in pairs) if all(at in held for at, held in pairs) else None
 
 
 def _whole(rows: int, columns: int, pieces: Sequence[tuple[Box, Tensor]]) -> Tensor:

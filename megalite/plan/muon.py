@@ -14,12 +14,12 @@ from functools import lru_cache
 from itertools import chain, product
 
 from megalite.config.layers import layer_kinds
-from megalite.config.schema import Config, Model
+from megalite.config.schema import Config, Model, Place
 from megalite.plan.model.roles import Kind
 from megalite.plan.model.weights import layer_weights
 from megalite.plan.resolved import Plan
 
-Box = tuple[range, range]  # rows and columns
+Box = tuple[range, ...]  # rows and columns; of a stack of matrices, its other dimensions before them
 
 BUCKET_BYTES = 256 << 20  # bytes of a rank's buffers: enough for messages of a MiB to 64 peers, little beside 80 GB
 MAX_PIECES = 100_000  # pieces of matrices on ranks that are planned one by one, which takes a second
@@ -70,14 +70,15 @@ NO_BUFFERS = Buffers(0, 0, 0)
 
 
 def elements(box: Box) -> int:
+    """The number of elements in a box of a matrix."""
     return len(box[0]) * len(box[1])
 
 
 @lru_cache(maxsize=256)  # layers are alike
 def boxes(shape: tuple[int, ...], mesh: tuple[int, ...], cuts: tuple[tuple[int, int], ...]) -> tuple[Box, ...]:
-    """The box of a matrix that each rank of a mesh holds; ranks are counted row-major.
+    """The box of a matrix, or of a stack, that each rank of a mesh holds; ranks are counted row-major.
 
-    cuts: pairs (axis of the mesh, dimension of the matrix), applied one after the other. Ranks along the axis share out
+    cuts: pairs (axis of the mesh, dimension of the tensor), applied one after the other. Ranks along the axis share out
     what earlier cuts have left of the dimension. Parts are equal but for the last ones, which are shorter or empty, as
     with FSDP2 and `torch.chunk`.
     """
@@ -91,8 +92,23 @@ def _box(
     for axis, dim in cuts:
         each = -(-len(left[dim]) // mesh[axis])
         left[dim] = left[dim][position[axis] * each : (position[axis] + 1) * each]
-    rows, columns = left
-    return rows, columns
+    return tuple(left)
+
+
+def matrices_of(shape: tuple[int, ...], boxes: Sequence[Box], steps: int = 5) -> list[Matrix]:
+    """The matrices of a stack `[..., rows, columns]`, of which every rank holds a box; of a matrix, itself."""
+    *stacked, rows, columns = shape
+    return [
+        Matrix((rows, columns), tuple(_within(box, place) for box in boxes), steps)
+        for place in product(*map(range, stacked))
+    ]
+
+
+def _within(box: Box, place: Sequence[int]) -> Box:
+    """The part of one matrix, at `place` in a stack, in a box of the stack."""
+    *stacked, rows, columns = box
+    inside = all(at in held for at, held in zip(place, stacked, strict=True))
+    return (rows, columns) if inside else (range(0), range(0))
 
 
 def stage_matrices(
@@ -106,10 +122,8 @@ def stage_matrices(
     for layer in layers:
         for _, weight in layer_weights(model, kinds[layer]):
             if weight.role.kind is Kind.MATRIX:
-                rows, columns = weight.shape
-                split = 1 if weight.role.into_stream else 0  # the dimension that tensor parallelism shares out
-                held = boxes((rows, columns), (replicas, shards, tp), ((2, split), (1, 0)))
-                found.append(Matrix((rows, columns), held, steps))
+                held = boxes(weight.shape, (replicas, shards, tp), ((2, weight.split), (1, 0)))
+                found += matrices_of(weight.shape, held, steps)
     return found
 
 
@@ -191,11 +205,13 @@ class MuonPlan:
             found[owner] += matrix.flops
         return found
 
-    def temporaries(self, parameter_bytes: int) -> list[int]:
-        """Bytes that a step takes on each rank at its peak, beside weights, gradients and momentum.
+    def temporaries(self, parameter_bytes: int, place: Place = "device") -> list[int]:
+        """Bytes that a step takes on each rank at its peak, beside weights, gradients and momentum on the device.
 
-        parameter_bytes: bytes of one element of a parameter. The step counted clips gradients and may be skipped.
+        parameter_bytes: bytes of one element of a parameter. place: where the momentum lives. The step counted clips
+        gradients and may be skipped.
         """
+        packed = 3 if place == "device" else 4  # copies of the largest part while u is packed; one is the momentum
         there = [*(self._buffers(self.gathered(bucket)) for bucket in self.buckets), [NO_BUFFERS] * self.ranks]
         back = [*(self._buffers(self.returned(bucket)) for bucket in self.buckets), [NO_BUFFERS] * self.ranks]
         found = []
@@ -203,7 +219,7 @@ class MuonPlan:
             part = [parameter_bytes * self._largest_part(bucket, rank) for bucket in self.buckets] + [0]
             working = [self._working(bucket, rank) for bucket in self.buckets]
             to, of = [each[rank] for each in there], [each[rank] for each in back]
-            found.append(_peak(to, of, part, working))
+            found.append(_peak(to, of, part, working, packed))
         return found
 
     def _moving(self) -> Iterator[Piece]:
@@ -271,16 +287,18 @@ def moves(pieces: Iterable[Piece]) -> bool:
     return any(piece.source != piece.target for piece in pieces)
 
 
-def _peak(there: Sequence[Buffers], back: Sequence[Buffers], part: Sequence[int], working: Sequence[int]) -> int:
+def _peak(
+    there: Sequence[Buffers], back: Sequence[Buffers], part: Sequence[int], working: Sequence[int], packed: int
+) -> int:
     """The most bytes of one rank while `optim.muon` goes through the buckets.
 
-    part: the largest part of a parameter in each bucket. Three copies of it exist while its update is packed, and two
-    while it is applied. working: bytes to orthogonalize. All sequences but `working` end with an empty entry, which
+    part: the largest part of a parameter in each bucket. `packed` copies of it exist while its update is packed, and
+    two while it is applied. working: bytes to orthogonalize. All sequences but `working` end with an empty entry, which
     stands for what comes after the last bucket and, as index −1, for what comes before the first.
     """
-    peak = max(there[0].packed + 3 * part[0], there[0].under_way)
+    peak = max(there[0].packed + packed * part[0], there[0].under_way)
     for k in range(len(working)):
-        packing = max(there[k + 1].packed + 3 * part[k + 1], there[k + 1].under_way)
+        packing = max(there[k + 1].packed + packed * part[k + 1], there[k + 1].under_way)
         computing = max(back[k].packed + working[k], back[k].under_way)
         peak = max(
             peak,
@@ -311,7 +329,8 @@ def step_temporaries(plan: Plan, pp: int) -> int:
         return 0
     itemsize = working_bytes(config)
     if len(matrices) * replicas * shards * layout.tp <= MAX_PIECES:
-        return max(MuonPlan(matrices, itemsize).temporaries(8 if config.train.precision == "fp64" else 4))
+        wide = 8 if config.train.precision == "fp64" else 4
+        return max(MuonPlan(matrices, itemsize).temporaries(wide, config.optim.place))
     m, n = max(sorted(matrix.shape) for matrix in matrices)
     return 3 * BUCKET_BYTES + itemsize * (3 * m * n + m * m)
 

@@ -180,11 +180,13 @@ def test_the_precision_of_compute_may_change(saved: str, loaded: str, ranks: Ran
         assert found[name].equal(tensor.to(found[name].dtype)), name
 
 
-def test_optimizer_states_in_host_memory_are_saved_and_filled(ranks: Ranks, tmp_path: Path) -> None:
-    on_host = config_of(PIPELINE)
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_optimizer_states_in_host_memory_are_saved_and_filled(name: Any, ranks: Ranks, tmp_path: Path) -> None:
+    on_host, on_device = config_of(PIPELINE), config_of(FLAT)
+    on_host.optim.name = on_device.optim.name = name
     on_host.optim.offload = True
     wrote = ranks.run(train_and_save, on_host, tmp_path, 2)
-    read = ranks.run(load_and_train, config_of(FLAT), tmp_path / "step-00000002", 2)
+    read = ranks.run(load_and_train, on_device, tmp_path / "step-00000002", 2)
     back = ranks.run(load_and_train, on_host, tmp_path / "step-00000002", 2)
     expected = assemble([there for _, there in wrote])
     for found in (assemble([there for _, there, _, _ in ran]) for ran in (read, back)):

@@ -16,11 +16,11 @@ from megalite.config.validate import check
 from megalite.cost.cluster import Cluster, Link, load_cluster
 from megalite.cost.flows import flows
 from megalite.cost.network import Group
-from megalite.cost.predict import Trial, predict, seconds_of, timeline
+from megalite.cost.predict import HOST_BANDWIDTH, HOST_UPDATE_BYTES, Trial, predict, seconds_of, timeline
 from megalite.cost.program import MEGALITE
 from megalite.cost.schedule_tables import Cost
 from megalite.cost.share import share_of
-from megalite.cost.stages import SPLIT_OVERHEAD, Shared, Timer
+from megalite.cost.stages import HOST_SHARE, SPLIT_OVERHEAD, Shared, Timer
 from megalite.plan.resolved import resolve
 from megalite.schedule.actions import Kind
 from megalite.schedule.generate import NAMES
@@ -97,6 +97,18 @@ def test_parts_add_up_to_the_step(schedule: str, pp: int, m: int, mode: str, off
     assert Trial(found.plan, TIMER).seconds == found.seconds
     if m <= 2 * pp:
         assert timeline(found, TIMER).makespan + found.parts["optimizer"] == pytest.approx(found.seconds, rel=1e-9)
+
+
+def test_muon_on_the_host_moves_its_momentum_over_the_bus_and_updates_the_rest_there() -> None:
+    def optimizer(*keys: str) -> float:
+        return predict(configured(8, "batch.global=64", *keys, model="llama3_8b"), H100, TIMER).parts["optimizer"]
+
+    here, there = optimizer("optim.name=muon"), optimizer("optim.name=muon", "optim.offload=true")
+    matrices = 32 * (2 * 4096 * 4096 + 2 * 1024 * 4096 + 3 * 4096 * 14336) / 8  # of a rank
+    bus = 2 * 4 * matrices / (H100.gpu.host * HOST_SHARE)
+    others = (8_030_261_248 / 8 - matrices) * HOST_UPDATE_BYTES / HOST_BANDWIDTH
+    assert bus + others < there - here < 1.3 * (bus + others)
+    assert there < optimizer("optim.offload=true")
 
 
 def test_utilization_follows_from_tokens_a_second() -> None:

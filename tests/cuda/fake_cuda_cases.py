@@ -37,7 +37,7 @@ from megalite.parallel.offload import to_host
 from megalite.parallel.sequence import Documents, Method
 from megalite.plan.resolved import resolve
 from megalite.train import vital_signs
-from megalite.train.build import Job, build
+from megalite.train.build import Job, build, build_mesh
 from megalite.train.inputs import inputs
 from megalite.train.loop import Batches, train
 from megalite.train.metrics import parameter_norm
@@ -136,10 +136,15 @@ def stepped(config: Config) -> dict[str, Any]:
     """Where everything of a job is after a step, and how its gradients were used up."""
     with _job(config) as (job, _), Calls() as calls:
         taken = _step(job)
+    NOTES.clear()
+    for _, param in job.named_parameters():
+        job.optimizer.states_of(param)
+    settled = "synchronize" in [name for name, *_ in NOTES]
     updates = [kwargs["found_inf"] for _, kwargs in calls.of("aten::_fused_adamw_")]
     return {
         "parameters": {str(param.device) for _, param in job.named_parameters()},
         "states": {str(value.device) for state in job.optimizer.state.values() for value in state.values()},
+        "settled": settled,  # states were waited for, as the device may still write them
         "skips": {None if skips is None else str(skips.device) for skips in updates},
         "signs": (str(taken.values.device), str(taken.host.device), taken.arrived is not None),
     }
@@ -287,7 +292,7 @@ def _job(config: Config) -> Iterator[tuple[Job, Calls]]:
     layout = config.parallel.layout
     with world(layout.world_size):
         with Calls() as calls:
-            mesh = Mesh.build(layout, DEVICE, config.parallel.data.sharded)
+            mesh = build_mesh(config, DEVICE)
         assert mesh is not None
         yield build(resolve(config), mesh), calls
 

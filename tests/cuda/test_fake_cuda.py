@@ -151,17 +151,20 @@ def test_in_fp32_attention_has_a_key_for_every_query_head(precision: Any, expect
     assert call(cases.given_to_sdpa, replace(PLAIN, train=Train(precision=precision))) == {expected}
 
 
-@pytest.mark.parametrize("case", ["resident", "offload", "recompute"])
+@pytest.mark.parametrize("case", ["resident", "offload", "muon", "muon, offload", "recompute"])
 def test_a_step_leaves_everything_where_it_belongs(case: str, call: Call) -> None:
     config = {
         "resident": PLAIN,
         "offload": replace(PLAIN, optim=Optim(offload=True)),
+        "muon": replace(PLAIN, optim=Optim("muon")),
+        "muon, offload": replace(PLAIN, optim=Optim("muon", offload=True)),
         "recompute": replace(PLAIN, train=replace(PLAIN.train, recompute="selective")),
     }[case]
     found = call(cases.stepped, config)
     assert found["parameters"] == {"cuda:0"}
     assert found["signs"] == ("cuda:0", "cpu", True)
-    assert found["states"] == found["skips"] == ({"cpu"} if case == "offload" else {"cuda:0"})
+    assert found["states"] == found["skips"] == ({"cpu"} if "offload" in case else {"cuda:0"})
+    assert found["settled"] == (case == "muon, offload")
 
 
 def test_a_copy_to_the_host_waits_for_the_tensor_and_keeps_it(call: Call) -> None:

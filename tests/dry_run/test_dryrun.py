@@ -58,6 +58,15 @@ def test_a_whole_backward_between_the_halves_of_another(tmp_path: Path) -> None:
     assert rank_memory(config, 0).total == pytest.approx(device_total(dry_run(config, 0).bytes), rel=TOLERANCE)
 
 
+def test_optimizer_states_on_the_host_are_predicted_to_the_byte() -> None:
+    """For the prediction, counts of updates take nothing: 4 bytes for each parameter of AdamW, and one flag to skip."""
+    config = configured(CASES["muon, optimizer offloaded"][0])
+    counted = dry_run(config, 0).bytes
+    counts = 4 * (3 + 2 * SIZES["layers"])  # embedding, head, and norms
+    assert sum(rank_memory(config, 0).of(HOST_MEMORY).values()) == counted[HOST_MEMORY] - counts
+    assert "optimizer states" not in counted
+
+
 def test_a_few_micro_batches_stand_for_many() -> None:
     config = configured({"parallel.pp": 2, "parallel.data.mode": "zero1", "parallel.dp_shard": 2, "batch.global": 32})
     few = enough_micro_batches(resolve(config), 0, 16)

@@ -75,7 +75,7 @@ def test_replicas_are_bounded_as_summed_once_a_step() -> None:
     timer = Timer(load_cluster("l40s"))
     config = load(["configs/model/qwen3_32b.yaml"], ["run.device=cuda", "batch.global=128"])
     space = Space(config, 64, timer, {}, False)
-    choice = Choice(2, 2, "ulysses", 4, 1, "none", "interleaved_1f1b", 2, 2, 2, "zero2", False, False)
+    choice = Choice(2, 2, "ulysses", 4, 1, "none", "interleaved_1f1b", 2, 2, 2, "zero2", False, "device")
     shape = next(
         shape
         for shape in space.shapes(float("inf"))

@@ -12,7 +12,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from ranks import Ranks
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.tensor import Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megalite.config.schema import Batch, Config, Model, Parallel, Train
@@ -20,7 +21,9 @@ from megalite.distributed.mesh import Mesh
 from megalite.model import init
 from megalite.model.decoder import Decoder
 from megalite.model.init import fill_normal, initialize, standard_deviation
+from megalite.parallel.parameter import parameter
 from megalite.plan.model import roles
+from megalite.plan.parts.part import Weight
 from megalite.plan.resolved import resolve
 from megalite.train.build import build_stage
 
@@ -55,6 +58,12 @@ def test_any_box_is_a_part_of_the_whole(case: tuple[tuple[int, int], tuple[slice
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(init, "BLOCK", block)
         assert torch.equal(_box(shape, box), expected)
+
+
+def test_a_box_of_a_stack_is_a_part_of_one_matrix_of_all_rows() -> None:
+    local = torch.full((2, 1, 3, 4), math.nan, dtype=torch.float64)
+    fill_normal(local, (3, 2, 5, 7), (1, 1, 2, 3), 0.02, f"0/{NAME}")
+    assert torch.equal(local, _whole(3 * 2 * 5, 7).view(3, 2, 5, 7)[1:, 1:, 2:, 3:])
 
 
 def test_golden_values() -> None:
@@ -183,6 +192,29 @@ def test_initialize_fills_every_parameter(alone: Mesh) -> None:
     initialize(decoder, MODEL, seed=3)
     for name, param in decoder.named_parameters():
         assert torch.equal(param.to_local(), _expected(name, param.shape, 3)), name
+
+
+class Experts(nn.Module):
+    """Feed-forwards of some experts, as stacks of their matrices."""
+
+    def __init__(self, mesh: Mesh, experts: int) -> None:
+        super().__init__()
+        shapes = {"up": (experts, MODEL.ffn, MODEL.width), "down": (experts, MODEL.width, MODEL.ffn)}
+        self.roles = {"up": roles.UP_PROJECTION, "down": roles.DOWN_PROJECTION}
+        for name, shape in shapes.items():
+            weight = Weight(shape, self.roles[name])
+            setattr(self, name, parameter(shape, mesh.tp, Shard(weight.split)))
+            assert weight.part(2) == tuple(size // (1 + (dim == weight.split)) for dim, size in enumerate(shape))
+
+
+def test_matrices_of_a_stack_start_as_any_matrix_of_their_role(alone: Mesh) -> None:
+    experts = Experts(alone, 3).to_empty(device="cpu")
+    initialize(experts, MODEL, seed=3)
+    for name, param in experts.named_parameters():
+        rows, columns = param.shape[0] * param.shape[1], param.shape[2]
+        std = standard_deviation(MODEL, experts.roles[name])
+        assert torch.equal(param.to_local().flatten(0, 1), _whole(rows, columns, std, f"3/{name}").float()), name
+    assert experts.up.to_local()[0].std() > experts.down.to_local()[0].std() * 1.5
 
 
 def _expected(name: str, shape: torch.Size, seed: int) -> Tensor:

@@ -17,11 +17,12 @@ from torch.distributed.tensor import DTensor, Shard
 
 from megalite.commands.verify import Part, random_batch
 from megalite.config.layout import Layout
-from megalite.config.schema import Config
+from megalite.config.schema import Config, Place
 from megalite.distributed.mesh import Mesh
 from megalite.dry_run.live_bytes import LiveBytes
 from megalite.optim.exchange import Arriving, Views
 from megalite.optim.muon import Muon, held_by
+from megalite.optim.states import STORES
 from megalite.parallel.parameter import parameter, parameters
 from megalite.plan.model.roles import Kind
 from megalite.plan.muon import Box
@@ -36,9 +37,9 @@ CLIP = 0.5
 
 
 class Weight(nn.Module):
-    """A matrix `[rows, columns]` of which tp splits dimension `split`."""
+    """A matrix, or a stack of matrices, of which tp splits dimension `split`."""
 
-    def __init__(self, shape: tuple[int, int], split: int, mesh: Mesh) -> None:
+    def __init__(self, shape: tuple[int, ...], split: int, mesh: Mesh) -> None:
         super().__init__()
         self.weight = parameter(shape, mesh.tp, Shard(split))
 
@@ -62,11 +63,11 @@ def values(shape: Sequence[int], seed: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def weights_of(shapes: Sequence[tuple[int, int]], pp: int) -> list[Tensor]:
+def weights_of(shapes: Sequence[tuple[int, ...]], pp: int) -> list[Tensor]:
     return [values(shape, 1000 * pp + number) for number, shape in enumerate(shapes)]
 
 
-def gradients_of(shapes: Sequence[tuple[int, int]], pp: int, step: int) -> list[Tensor]:
+def gradients_of(shapes: Sequence[tuple[int, ...]], pp: int, step: int) -> list[Tensor]:
     return [values(shape, 1000 * pp + 100 * (step + 1) + number) for number, shape in enumerate(shapes)]
 
 
@@ -90,7 +91,12 @@ def letting_go() -> Iterator[None]:
 
 
 def stepped(
-    layout: Layout, sharded: bool, shapes: Sequence[tuple[int, int]], splits: Sequence[int], bucket_bytes: int
+    layout: Layout,
+    sharded: bool,
+    shapes: Sequence[tuple[int, ...]],
+    splits: Sequence[int],
+    bucket_bytes: int,
+    place: Place = "device",
 ) -> Held | None:
     """Three steps, of which one is skipped, on matrices and gradients that every rank knows whole."""
     mesh = Mesh.build(layout, CPU, sharded, with_stage=True)
@@ -105,7 +111,7 @@ def stepped(
     params = [module.weight for module in modules]
     for param, whole in zip(params, weights_of(shapes, pp), strict=True):
         fill(param, whole)
-    optimizer = Muon(params, mesh.stage, lr=0.02, weight_decay=0.3, bucket_bytes=bucket_bytes)
+    optimizer = Muon(params, mesh.stage, lr=0.02, weight_decay=0.3, bucket_bytes=bucket_bytes, states=STORES[place]())
     peaks = []
     for step in range(STEPS):
         for param, whole in zip(params, gradients_of(shapes, pp, step), strict=True):
@@ -120,7 +126,7 @@ def stepped(
             optimizer.step()
         if step != BAD:
             peaks.append(sum(size for kind, size in live.peak().items() if kind != "kept"))
-    momenta = [optimizer.state[param]["momentum_buffer"] for param in params]
+    momenta = [optimizer.states_of(param)["momentum_buffer"] for param in params]
     pairs = enumerate(zip(params, momenta, strict=True))
     return Held(
         [Part.of(param) for param in params],

@@ -1,6 +1,7 @@
 """Muon on whole matrices: against torch.optim.Muon, and against the rule written down once more."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
 
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from megalite.optim import muon
 from megalite.optim.muon import Muon, MuonWithAdamW
 from megalite.optim.newton_schulz import COEFFICIENTS
+from megalite.optim.states import DeviceStates, HostStates, States
 from megalite_kernels import FusedAdamW
 
 SHAPES = [(8, 16), (16, 8), (12, 12), (1, 5), (5, 1), (1, 1), (3, 40)]
@@ -207,3 +209,22 @@ def test_together_they_see_rates_verdicts_and_states_that_are_set(
     train(optimizer, params, 1)
     assert optimizer.state[params[0]]["momentum_buffer"].mean() > 6
     assert not any(torch.equal(param, old) for param, old in zip(params, before, strict=True))
+
+
+@pytest.mark.parametrize("states", [DeviceStates, HostStates])
+def test_a_stack_is_updated_as_its_matrices_are(states: Callable[[], States]) -> None:
+    generator = torch.Generator().manual_seed(0)
+    whole = torch.randn(3, 2, 6, 10, generator=generator, dtype=torch.float64)
+    stack, apart = nn.Parameter(whole.clone()), [nn.Parameter(each.clone()) for each in whole.flatten(0, 1)]
+    together, separate = Muon([stack], lr=0.02, states=states()), Muon(apart, lr=0.02)
+    for step in range(3):
+        stack.grad = torch.randn(stack.shape, generator=generator, dtype=torch.float64)
+        for param, grad in zip(apart, stack.grad.flatten(0, 1), strict=True):
+            param.grad = grad.clone()
+        for optimizer in (together, separate):
+            optimizer.found_inf = torch.tensor([float(step == 1)])
+            optimizer.step()
+    assert torch.equal(stack.flatten(0, 1), torch.stack([*apart]))
+    momenta = [separate.states_of(param)["momentum_buffer"] for param in apart]
+    assert torch.equal(together.states_of(stack)["momentum_buffer"].flatten(0, 1), torch.stack(momenta))
+    assert not torch.equal(stack, whole)

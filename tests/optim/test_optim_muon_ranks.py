@@ -1,6 +1,7 @@
 """Muon over shards is, to the last bit, Muon over whole matrices."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,9 +10,9 @@ from ranks import SIZE, Ranks
 from torch import Tensor, nn
 
 from megalite.config.layout import Layout
-from megalite.config.schema import Batch, Config, DataParallel, Model, Optim, Parallel, Pipeline, Train
+from megalite.config.schema import Batch, Config, DataParallel, Model, Optim, Parallel, Pipeline, Place, Train
 from megalite.optim.muon import Muon
-from megalite.plan.muon import BUCKET_BYTES, Matrix, MuonPlan, boxes, moves, stage_matrices
+from megalite.plan.muon import BUCKET_BYTES, MuonPlan, boxes, matrices_of, moves, stage_matrices
 from megalite.plan.pipeline import table_of
 from megalite.plan.split import layers_of, split_of
 
@@ -33,13 +34,13 @@ LAYOUTS = [
     Layout(pp=2, tp=4),
     Layout(pp=8),
 ]
-Case = tuple[list[tuple[int, int]], list[int]]  # shapes, and which dimension tp splits
+Case = tuple[list[tuple[int, ...]], list[int]]  # shapes, and which dimension tp splits
 
 
 def case(tp: int) -> Case:
     """Every second matrix is split by columns."""
     splits = [number % 2 for number in range(len(BASE))]
-    shapes = [
+    shapes: list[tuple[int, ...]] = [
         (rows, columns * tp) if split else (rows * tp, columns)
         for (rows, columns), split in zip(BASE, splits, strict=True)
     ]
@@ -53,11 +54,15 @@ def mesh_of(layout: Layout, sharded: bool = True) -> tuple[int, int, int]:
 
 def plan_of(layout: Layout, sharded: bool, given: Case, bucket_bytes: int) -> MuonPlan:
     mesh = mesh_of(layout, sharded)
-    matrices = [Matrix(shape, boxes(shape, mesh, ((2, split), (1, 0)))) for shape, split in zip(*given, strict=True)]
+    matrices = [
+        matrix
+        for shape, split in zip(*given, strict=True)
+        for matrix in matrices_of(shape, boxes(shape, mesh, ((2, split), (1, 0))))
+    ]
     return MuonPlan(matrices, 8, bucket_bytes)
 
 
-def on_one(shapes: Sequence[tuple[int, int]], pp: int) -> tuple[list[Tensor], list[Tensor]]:
+def on_one(shapes: Sequence[tuple[int, ...]], pp: int) -> tuple[list[Tensor], list[Tensor]]:
     """Weights and momentum of the same steps on whole matrices, without the one that is skipped."""
     params = [nn.Parameter(weight) for weight in weights_of(shapes, pp)]
     optimizer = Muon(params, lr=0.02, weight_decay=0.3)
@@ -68,8 +73,8 @@ def on_one(shapes: Sequence[tuple[int, int]], pp: int) -> tuple[list[Tensor], li
     return [param.detach() for param in params], [optimizer.state[param]["momentum_buffer"] for param in params]
 
 
-def check(layout: Layout, sharded: bool, bucket_bytes: int, ranks: Ranks) -> list[Held]:
-    shapes, splits = case(layout.tp)
+def check(layout: Layout, sharded: bool, bucket_bytes: int, ranks: Ranks, given: Case | None = None) -> list[Held]:
+    shapes, splits = given or case(layout.tp)
     told = ranks.run(stepped, layout, sharded, shapes, splits, bucket_bytes)
     assert told[layout.world_size :] == [None] * (SIZE - layout.world_size)
     plan = plan_of(layout, sharded, (shapes, splits), bucket_bytes)
@@ -78,7 +83,9 @@ def check(layout: Layout, sharded: bool, bucket_bytes: int, ranks: Ranks) -> lis
         size = layout.world_size // layout.pp
         for position, held in enumerate(told[pp * size : (pp + 1) * size]):
             assert held.misplaced == []
-            assert held.boxes == [matrix.boxes for matrix in plan.matrices]
+            pairs = zip(shapes, held.boxes, strict=True)
+            of_matrices = [matrix.boxes for shape, boxes in pairs for matrix in matrices_of(shape, boxes)]
+            assert of_matrices == [matrix.boxes for matrix in plan.matrices]
             for expected, found in ((weights, held.weights), (momenta, held.momenta)):
                 for whole, part in zip(expected, found, strict=True):
                     assert torch.equal(whole[part.box], part.values), f"{tuple(whole.shape)} on rank {position}"
@@ -89,6 +96,18 @@ def check(layout: Layout, sharded: bool, bucket_bytes: int, ranks: Ranks) -> lis
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_every_layout_is_bitwise_one_process(layout: Layout, ranks: Ranks) -> None:
     check(layout, True, BUCKET_BYTES, ranks)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [Layout(dp_shard=2), Layout(dp_shard=8), Layout(dp_shard=4, tp=2), Layout(pp=2, dp_replicate=2, tp=2)],
+    ids=str,
+)
+def test_stacks_are_bitwise_one_process_in_every_layout(layout: Layout, ranks: Ranks) -> None:
+    """Shards of a stack have whole matrices, or none."""
+    tp = layout.tp
+    stacks: Case = [(3, 4 * tp, 5), (6, 6), (8, 3, 6 * tp), (2, 2, 2 * tp, 3)], [1, 0, 2, 2]
+    check(layout, True, BUCKET_BYTES, ranks, stacks)
 
 
 @pytest.mark.parametrize("layout", [Layout(dp_shard=4), Layout(dp_replicate=2, dp_shard=2, tp=2)], ids=str)
@@ -107,15 +126,21 @@ def test_buckets_change_no_bit(layout: Layout, bucket_bytes: int, ranks: Ranks) 
 
 
 @pytest.mark.parametrize("layout", [Layout(), Layout(dp_replicate=4), Layout(dp_shard=2, tp=2)], ids=str)
-@pytest.mark.parametrize("bucket_bytes", [0, 600_000, BUCKET_BYTES], ids=["smallest", "middle", "one"])
-def test_temporaries_are_predicted(layout: Layout, bucket_bytes: int, ranks: Ranks) -> None:
+@pytest.mark.parametrize(
+    ("bucket_bytes", "place"),
+    [(0, "device"), (600_000, "device"), (BUCKET_BYTES, "device"), (0, "host"), (BUCKET_BYTES, "host")],
+    ids=["smallest", "middle", "one", "smallest, host", "one, host"],
+)
+def test_temporaries_are_predicted(layout: Layout, bucket_bytes: int, place: Place, ranks: Ranks) -> None:
     """Large enough that a few bytes of numbers do not matter."""
-    shapes = [(64, 64), (32, 160), (160, 32), (64, 64), (96, 48), (48, 96), (128, 64), (64, 128), (64, 64)]
-    splits = [0, 1] * 4 + [0]
-    told = ranks.run(stepped, layout, True, shapes, splits, bucket_bytes)
+    shapes: list[tuple[int, ...]] = [(64, 64), (32, 160), (160, 32), (64, 64), (96, 48), (48, 96), (128, 64), (64, 128)]
+    if place == "host":  # thin ones: the momentum counts, not the products
+        shapes = [(8, 800), (800, 8)] * 4
+    splits = [0, 1] * 4
+    told = ranks.run(stepped, layout, True, shapes, splits, bucket_bytes, place)
     plan = plan_of(layout, True, (shapes, splits), bucket_bytes)
     for rank, held in enumerate(told[: layout.world_size]):
-        assert held.temporaries == pytest.approx(plan.temporaries(8)[rank], rel=1e-4)
+        assert held.temporaries == pytest.approx(plan.temporaries(8, place)[rank], rel=1e-4)
 
 
 def test_parameters_of_other_ranks_are_refused(ranks: Ranks) -> None:
@@ -172,3 +197,31 @@ def test_training_is_that_of_one_process(name: str, ranks: Ranks) -> None:
         mesh = mesh_of(layout, config.parallel.data.sharded)
         predicted = [matrix.boxes for stage in own for matrix in stage_matrices(MODEL, stages[stage], *mesh)]
         assert found.boxes == predicted
+
+
+ON_HOST = {
+    "ddp": Parallel(dp_shard=4, data=DataParallel("ddp")),
+    "zero1": Parallel(dp_shard=2, data=DataParallel("zero1")),
+    "zero3, tp": Parallel(dp_shard=2, tp=2, data=DataParallel("zero3")),
+    "pp, tp": Parallel(pp=2, tp=2, dp_shard=1),
+}
+
+
+@pytest.mark.parametrize("name", ON_HOST)
+def test_momentum_on_the_host_changes_no_bit(name: str, ranks: Ranks) -> None:
+    config = Config(
+        model=MODEL,
+        parallel=ON_HOST[name],
+        batch=Batch(1, 8),
+        train=Train(steps=5, precision="fp64"),
+        optim=Optim("muon", lr=0.01),
+    )
+    expected = ranks.run(trained, config)
+    found = ranks.run(trained, replace(config, optim=replace(config.optim, offload=True)))
+    assert sum(each is not None for each in found) == config.parallel.layout.world_size
+    for one, other in zip(expected, found, strict=True):
+        assert (one is None) == (other is None)
+        if one is not None:
+            assert one.losses == other.losses
+            for (weight, mine), (_, its) in zip(one.weights, other.weights, strict=True):
+                assert torch.equal(mine.values, its.values), weight

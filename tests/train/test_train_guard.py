@@ -4,6 +4,7 @@ import signal
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import pytest
 import torch
@@ -132,12 +133,14 @@ def test_a_rollback_leaves_out_what_it_is_told_but_nothing_before_the_checkpoint
     }
 
 
-@pytest.mark.parametrize("offload", [False, True], ids=["device", "host"])
+@pytest.mark.parametrize(
+    ("name", "offload"), [("adamw", False), ("adamw", True), ("muon", True)], ids=["device", "host", "muon, host"]
+)
 @pytest.mark.parametrize("precision", ["fp32", "fp64", "bf16"])
 @pytest.mark.parametrize("poison", [one_nan, one_infinity])
-def test_a_bad_step_changes_nothing(poison: object, precision: str, offload: bool) -> None:
+def test_a_bad_step_changes_nothing(poison: object, precision: str, name: Any, offload: bool) -> None:
     base = config(precision=precision)
-    settings = replace(base, optim=replace(base.optim, offload=offload))
+    settings = replace(base, optim=replace(base.optim, name=name, offload=offload))
     with one_rank():
         expected = skipped(settings, 4, 2, None)
         found = skipped(settings, 4, 2, poison)  # type: ignore[arg-type]

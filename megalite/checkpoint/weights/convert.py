@@ -6,6 +6,7 @@ the program is stopped, and the same request goes on from them. When all is on t
 
 import fcntl
 import json
+import math
 import os
 import shutil
 import threading
@@ -28,7 +29,7 @@ from megalite.checkpoint.store.finite import SQUARES_PREFIX
 from megalite.checkpoint.store.index import ITEM_BYTES
 from megalite.checkpoint.weights.formats.opened import Weights
 from megalite.checkpoint.weights.formats.output import Output, Plan, Stream, Written
-from megalite.checkpoint.weights.maps.strips import Strip, Theirs
+from megalite.checkpoint.weights.maps.strips import Strip, Theirs, boxes
 from megalite.checkpoint.weights.read import Reader, reader_of
 from megalite.config.convert import to_plain
 from megalite.config.schema import Config
@@ -236,10 +237,11 @@ def blocks(reader: Reader, theirs: Theirs, dtype: str) -> Iterator[torch.Tensor]
         block = torch.empty((sum(count for *_, count in run), width), dtype=getattr(torch, dtype))
         parts, row = [], 0
         for strip, first, count in run:
-            name, target = theirs.kind + strip.name, block[row : row + count]
-            vector = len(reader.index.tensors[name].shape) == 1
-            parts.append((name, target.view(-1) if vector else target, (first, strip.columns[0])[: 2 - vector]))
-            row += count
+            name = theirs.kind + strip.name
+            for place, sizes in boxes(reader.index.tensors[name].shape, (first, first + count), strip.columns):
+                height = math.prod(sizes) // width
+                parts.append((name, block[row : row + height].view(sizes), place))
+                row += height
         reader.fill_parts(parts)
         left -= block.numel()
         yield block.flatten()

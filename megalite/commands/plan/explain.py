@@ -113,8 +113,8 @@ def _others(asked: Asked, choice: Choice, config: Config) -> Iterator[tuple[str,
                     yield f"parallel.pipeline.schedule={schedule}{stages}", other
     if not choice.offload_activations:
         yield "train.offload_activations=true", choice._replace(offload_activations=True)
-    if not choice.offload_optimizer:
-        yield "optim.offload=true", choice._replace(offload_optimizer=True)
+    if choice.states != "host":
+        yield "optim.offload=true", choice._replace(states="host")
 
 
 def _summary(prediction: Prediction) -> Text:

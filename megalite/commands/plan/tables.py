@@ -42,7 +42,8 @@ def layout_text(choice: Choice) -> str:
     parts.append(f"micro {choice.micro}")
     if choice.recompute != "none":
         parts.append(f"recompute {choice.recompute}")
-    parts += ["activations on host"] * choice.offload_activations + ["optimizer on host"] * choice.offload_optimizer
+    parts += ["activations on host"] * choice.offload_activations
+    parts += ["optimizer on host"] * (choice.states == "host")
     return " · ".join(parts)
 
 
@@ -82,7 +83,7 @@ def on_host(asked: Asked, found: Found) -> str:
     """Describe what layouts of the first rows keep in host memory, if they move tensors there; "" if none does."""
     told = []
     for row, result in enumerate(found.results[:LISTED_ROWS], 1):
-        if result.choice.offload_activations or result.choice.offload_optimizer:
+        if result.choice.offload_activations or result.choice.states == "host":
             held = sum(fullest_rank(result.prediction.config, asked.timer).of(HOST_MEMORY).values())
             ranks = min(asked.cluster.gpus_per_node, result.prediction.gpus)
             told.append(f"row {row} keeps {memory(held)} for a rank, {memory(held * ranks)} on a node")

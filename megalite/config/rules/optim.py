@@ -17,9 +17,6 @@ def optim_rules(config: Config) -> Iterator[Problem]:
     yield from _scaled(config)
     yield from _kernels(config)
     yield from _schedule(config.schedule, config.train.steps)
-    if config.optim.offload and config.optim.name == "muon":
-        rule = "updates on the host, where optim.name = muon does not run"
-        yield Problem("optim.offload", rule, "use optim.name=adamw, or no optim.offload", True)
     if 0 < config.optim.clip_norm < MIN_NORM:
         rule = f"must be 0 or at least {MIN_NORM}: closer to 0, optim.eps drowns all gradients"
         yield Problem("optim.clip_norm", rule, "0 clips nothing", config.optim.clip_norm)
@@ -56,7 +53,7 @@ def _schedule(schedule: LearningRate, steps: int) -> Iterator[Problem]:
 
 def _kernels(config: Config) -> Iterator[Problem]:
     adamw = config.kernels_by_operation.adamw
-    if adamw in ("triton", "apex") and config.optim.offload:
+    if adamw in ("triton", "apex") and config.optim.place == "host":
         rule = "runs on a GPU, but optim.offload updates on the host"
         yield Problem("kernels.adamw", rule, "use kernels.adamw=auto, or no optim.offload", adamw)
     if adamw == "apex" and config.train.precision == "fp64":

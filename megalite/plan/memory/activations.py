@@ -14,7 +14,7 @@ from functools import cached_property
 from megalite.config.layers import LayerKind, layer_kinds, rotations
 from megalite.plan.memory.attention import AttentionMemory
 from megalite.plan.memory.units import Unit, Weights
-from megalite.plan.model.optimizer_states import state_names
+from megalite.plan.model.optimizer_states import host_copies, state_names
 from megalite.plan.model.size import Parameters
 from megalite.plan.model.weights import embedding, final_norm, head
 from megalite.plan.parts.layer import Layer
@@ -162,7 +162,10 @@ class Activations(Sizes):
         return ID_BYTES * (self.config.batch.micro_size * (self.config.model.sequence_length + 1) + made * self.tokens)
 
     def _weights(self, weights: Iterable[Weight]) -> Weights:
-        """Parameters and optimizer states of `weights` on this rank, which has a part of those that tp splits."""
+        """Parameters and optimizer states of `weights` on this rank, which has a part of those that tp splits.
+
+        Also the copies that an update on the host keeps.
+        """
 
         def elements(weight: Weight) -> int:
             return math.prod(weight.part(self.t))
@@ -170,8 +173,11 @@ class Activations(Sizes):
         def states(weight: Weight) -> int:
             return len(state_names(self.config.optim, weight.role)) * elements(weight)
 
+        def copies(weight: Weight) -> int:
+            return host_copies(self.config.optim, weight.role) * elements(weight)
+
         several = list(weights)
-        return Weights(Parameters.of(several, elements), Parameters.of(several, states))
+        return Weights(*(Parameters.of(several, count) for count in (elements, states, copies)))
 
     @property
     def _columns(self) -> int:

@@ -16,10 +16,11 @@ Item = tuple[str, str]  # a kind of `plan.memory`, or HOST, and a component of t
 
 @dataclass(frozen=True)
 class Weights:
-    """Numbers of elements: of parameters, and of all states that the optimizer keeps of these parameters."""
+    """Numbers of elements: parameters, all states that the optimizer keeps of them, and copies beside these states."""
 
     parameters: Parameters
     states: Parameters
+    copies: Parameters
 
     @cached_property
     def total(self) -> int:
@@ -27,10 +28,11 @@ class Weights:
         return self.parameters.total
 
     @cached_property
-    def by_component(self) -> tuple[tuple[str, int, int], ...]:
-        """Each component of the model that has parameters here, with the numbers of parameters and state elements."""
-        both = zip(asdict(self.parameters).items(), asdict(self.states).values(), strict=True)
-        return tuple((name, count, states) for (name, count), states in both if count)
+    def by_component(self) -> tuple[tuple[str, int, int, int], ...]:
+        """Each component of the model that has parameters here, with the three numbers of elements."""
+        numbers = (asdict(each).values() for each in (self.parameters, self.states, self.copies))
+        rows = zip(asdict(self.parameters), *numbers, strict=True)
+        return tuple(row for row in rows if row[1])
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from megalite.config.schema import Config
+from megalite.config.schema import Config, Place
 from megalite.plan.memory.moment_text import Instant
 from megalite.plan.memory.repeated_layers import parts_of
 from megalite.plan.memory.units import Item, Unit
@@ -17,6 +17,7 @@ from megalite.schedule.actions import SEND_KINDS, Action, Exchange, Kind
 from megalite.schedule.reductions import reductions
 
 HOST_MEMORY = "host memory"
+STATES_IN: dict[Place, str] = {"device": "optimizer states", "host": HOST_MEMORY}  # kinds of memory
 GRADIENT_SUMMATION, GRADIENT_REDUCTION = "adding up gradients", "reducing gradients"  # moments of a part
 PartKey = tuple[int, int]  # a stage, and the index of a part in it
 
@@ -354,21 +355,18 @@ class Walk:
 
     def _hold_states(self, part: Unit) -> None:
         """Hold parameters and optimizer states of a part, which exist from the first step on."""
-        states, offload = self.states, self.config.optim.offload
+        states, kind = self.states, STATES_IN[self.config.optim.place]
         self._hold_weights("parameters", part, states.p, states.shards)
-        for component, count, moments in part.weights.by_component:
-            if offload:  # beside the states, copies of weights and gradients
-                self._hold(HOST_MEMORY, component, part.times * (states.p * (moments + 2 * count) // states.shards))
-            else:
-                self._hold("optimizer states", component, part.times * (states.p * moments // states.shards))
+        for component, _, moments, copies in part.weights.by_component:
+            self._hold(kind, component, part.times * (states.p * (moments + copies) // states.shards))
         if states.frees and part.with_stage:
             self._hold_weights("gathered weights", part, states.w)
 
     def _saved(self, part: Unit) -> int:
         """Bytes of a part in a checkpoint. A background save copies them to host memory, which it keeps."""
         p, shards = self.states.p, self.states.shards
-        counts = (count for _, *counts in part.weights.by_component for count in counts)
-        return part.times * sum(p * count // shards for count in counts)
+        rows = part.weights.by_component
+        return part.times * sum(p * count // shards for _, *saved, _ in rows for count in saved)
 
     def _is_second_copy(self, stage: int, part: Unit) -> bool:
         """Return whether a part is a tied embedding that the rank's first stage has too; a checkpoint saves one."""
@@ -376,7 +374,7 @@ class Walk:
 
     def _hold_weights(self, kind: str, part: Unit, each: int, shards: int = 1) -> None:
         """Hold `each` bytes for every parameter of `part`, sharded over `shards` ranks; release if negative."""
-        for component, count, _ in part.weights.by_component:
+        for component, count, *_ in part.weights.by_component:
             self._hold(kind, component, part.times * (each * count // shards))
 
     def _hold(self, kind: str, component: str, size: int) -> None:

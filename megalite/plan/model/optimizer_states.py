@@ -18,3 +18,12 @@ def state_names(optim: Optim, role: Role) -> tuple[str, ...]:
 def uses_muon(optim: Optim, role: Role) -> bool:
     """Return whether Muon updates a parameter: a matrix inside of a layer. AdamW updates the others."""
     return optim.name == "muon" and role.kind is Kind.MATRIX
+
+
+def host_copies(optim: Optim, role: Role) -> int:
+    """Number of copies of a parameter's size that are kept in host memory beside states there.
+
+    AdamW updates copies of the weight and its gradient where the states are. Muon's products need the device, which its
+    states visit instead.
+    """
+    return 0 if optim.place == "device" or uses_muon(optim, role) else 2

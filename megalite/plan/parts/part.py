@@ -17,7 +17,7 @@ from megalite.plan.traffic.transfers import Transfers
 
 @dataclass(frozen=True)
 class Weight:
-    """A parameter of the model."""
+    """A parameter of the model: a vector, a matrix, or a stack of matrices, which are its last two dimensions."""
 
     shape: tuple[int, ...]
     role: Role
@@ -30,8 +30,14 @@ class Weight:
         """The shape of a tensor-parallel rank's part, with padding where tp does not divide the vocabulary."""
         if not self.role.split:
             return self.shape
-        rows, *others = self.shape
-        return (rows, others[0] // tp) if self.role.into_stream else (-(-rows // tp), *others)
+        found = list(self.shape)
+        found[self.split] = -(-found[self.split] // tp)
+        return tuple(found)
+
+    @property
+    def split(self) -> int:
+        """The dimension that tensor parallelism splits, if any: columns of a projection into the stream, else rows."""
+        return max(len(self.shape) - 2, 0) + self.role.into_stream
 
 
 class Product(NamedTuple):

@@ -1,5 +1,6 @@
 """Strips: whatever tensors of theirs are made of, writing them and reading them again gives back our weights."""
 
+from math import prod
 from pathlib import Path
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from megalite.checkpoint.store.index import Chunk, Index
 from megalite.checkpoint.weights.convert import blocks
-from megalite.checkpoint.weights.maps.strips import PREFIX, Strip, Theirs, under_our_names
+from megalite.checkpoint.weights.maps.strips import PREFIX, Strip, Theirs, part, under_our_names
 from megalite.checkpoint.weights.read import Reader
 from megalite.plan.model import roles
 from megalite.plan.parts.part import Weight
@@ -29,11 +30,11 @@ def layouts(draw: st.DrawFn) -> tuple[dict[str, Weight], dict[str, Theirs]]:
     """Weights, and tensors that hold every element of them once: blocks of equal width, in any order."""
     ours, strips = {}, {}
     for number in range(draw(st.integers(1, 3))):
-        shape = tuple(draw(st.lists(sizes, min_size=1, max_size=2)))
+        shape = tuple(draw(st.lists(sizes, min_size=1, max_size=4)))
         name = f"weight{number}"
         ours[name] = Weight(shape, roles.NORM)
-        for columns in draw(cut(shape[1])) if len(shape) > 1 else [(0, 1)]:
-            for rows in draw(cut(shape[0])):
+        for columns in draw(cut(shape[-1])) if len(shape) > 1 else [(0, 1)]:
+            for rows in draw(cut(prod(shape[:-1] or shape))):
                 strips.setdefault(columns[1] - columns[0], []).append(Strip(name, rows, columns))
     table = {}
     for width, some in strips.items():
@@ -79,6 +80,22 @@ def test_forward_then_backward_is_the_identity(
     back.fill(found)
     for name, tensor in tensors.items():
         assert torch.equal(found[PREFIX + name], tensor)
+
+
+def test_experts_of_other_programs_are_parts_of_a_stack(tmp_path: Path) -> None:
+    """Each expert is a matrix by itself, or rows of one for all."""
+    ours = {"experts": Weight((3, 2, 5), roles.UP_PROJECTION)}
+    apart = {f"experts.{number}": torch.randn(2, 5) for number in range(3)}
+    table = {
+        name: Theirs((2, 5), (part("experts", ours["experts"], (2 * n, 2 * n + 2)),)) for n, name in enumerate(apart)
+    }
+    raw = stored(tmp_path / "apart", apart)
+    whole = Theirs((6, 5), (part("experts", ours["experts"]),))
+    back = Reader(tmp_path, under_our_names(raw.index, table, ours, PREFIX), raw.sizes)
+    found = torch.zeros(3, 2, 5)
+    back.fill({PREFIX + "experts": found})
+    assert torch.equal(found, torch.stack([*apart.values()]))
+    assert torch.equal(torch.cat(list(blocks(back, whole, "float32"))), found.flatten())
 
 
 def stored(file: Path, tensors: dict[str, Tensor], parts: dict[str, list[tuple[int, int]]] | None = None) -> Reader:

@@ -29,7 +29,7 @@ PLAIN = Choice(
     shards=8,
     mode="zero2",
     offload_activations=False,
-    offload_optimizer=False,
+    states="device",
 )
 PIPE = PLAIN._replace(pp=2, shards=4)
 MOVED = PIPE._replace(split=(17, 15))

@@ -170,7 +170,7 @@ def test_layers_are_moved_where_the_default_split_does_not_fit(plan: Run, tmp_pa
 
 
 def test_a_layout_tells_its_data_mode_where_ranks_share_states() -> None:
-    alone = Choice(1, 1, "ring", 2, 1, "none", "1f1b", None, 1, 1, "zero2", False, False)
+    alone = Choice(1, 1, "ring", 2, 1, "none", "1f1b", None, 1, 1, "zero2", False, "device")
     assert "zero2" not in layout_text(alone)
     assert "zero2" in layout_text(alone._replace(cp=2))
     assert "zero2" in layout_text(alone._replace(shards=2))

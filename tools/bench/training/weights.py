@@ -40,6 +40,11 @@ def renamed(ours: Weights, table: Table) -> dict[str, Tensor]:
 def _made(ours: Weights, theirs: Theirs) -> Tensor:
     if len(theirs.strips) == 1:
         strip = theirs.strips[0]
-        return ours[strip.name][slice(*strip.rows)].view(theirs.shape)
-    rows = [ours[strip.name][slice(*strip.rows), slice(*strip.columns)] for strip in theirs.strips]
+        return _rows(ours[strip.name])[slice(*strip.rows)].view(theirs.shape)
+    rows = [_rows(ours[strip.name])[slice(*strip.rows), slice(*strip.columns)] for strip in theirs.strips]
     return torch.cat(rows).view(theirs.shape)
+
+
+def _rows(weight: Tensor) -> Tensor:
+    """The rows that strips count: of a stack of matrices, those of all matrices."""
+    return weight.flatten(0, -2) if weight.ndim > 2 else weight

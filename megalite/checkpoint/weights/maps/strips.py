@@ -7,7 +7,7 @@ strips. Imports no torch.
 
 import math
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, product
 from typing import NamedTuple
@@ -19,7 +19,10 @@ PREFIX = "model."  # begins the name of a weight in an index
 
 
 class Strip(NamedTuple):
-    """Rows of one of our weights as far as their columns `columns`. A vector has one column."""
+    """Rows of one of our weights as far as their columns `columns`.
+
+    A vector has one column. A stack of matrices has the rows of all of them, one matrix after the other.
+    """
 
     name: str  # name of our weight
     rows: tuple[int, int]  # first, end
@@ -67,8 +70,23 @@ def part(
     name: str, weight: Weight, rows: tuple[int, int] | None = None, columns: tuple[int, int] | None = None
 ) -> Strip:
     """A block of a weight: all of its rows and columns, unless some are given."""
-    width = math.prod(weight.shape[1:])
-    return Strip(name, rows or (0, weight.shape[0]), columns or (0, width))
+    width = weight.shape[-1] if len(weight.shape) > 1 else 1
+    return Strip(name, rows or (0, weight.elements // width), columns or (0, width))
+
+
+def boxes(
+    shape: Sequence[int], rows: tuple[int, int], columns: tuple[int, int]
+) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Place and sizes of a block of a weight of `shape`; where that is a stack, of the block's part of each matrix."""
+    *stacked, height = shape[:-1] or shape
+    first, end = rows
+    while first < end:
+        matrix, row = divmod(first, height)
+        count = min(end - first, height - row)
+        place = tuple(matrix // math.prod(stacked[dim + 1 :]) % size for dim, size in enumerate(stacked))
+        offsets, sizes = (*place, row, columns[0]), (*[1] * len(place), count, columns[1] - columns[0])
+        yield offsets[: len(shape)], sizes[: len(shape)]
+        first += count
 
 
 def stacked(named: Iterable[tuple[str, Weight]]) -> Theirs:
@@ -101,19 +119,18 @@ def _chunks(index: Index, table: Table, weights: Mapping[str, Weight], prefix: s
                     break  # padding
                 strip, taken = theirs.strips[at], min(count, ends[at] - first)
                 weight = weights[strip.name]
-                row = strip.rows[1] - (ends[at] - first)
-                offsets, sizes = (row, strip.columns[0] + columns[0]), (taken, columns[1])
-                dims = len(weight.shape)
-                yield Chunk(
-                    prefix + strip.name,
-                    stored.dtype,
-                    weight.shape,
-                    index.files[file],
-                    position,
-                    offsets[:dims],
-                    sizes[:dims],
-                )
-                position += taken * columns[1] * ITEM_BYTES[stored.dtype]
+                row, column = strip.rows[1] - (ends[at] - first), strip.columns[0] + columns[0]
+                for offsets, sizes in boxes(weight.shape, (row, row + taken), (column, column + columns[1])):
+                    yield Chunk(
+                        prefix + strip.name,
+                        stored.dtype,
+                        weight.shape,
+                        index.files[file],
+                        position,
+                        offsets,
+                        sizes,
+                    )
+                    position += math.prod(sizes) * ITEM_BYTES[stored.dtype]
                 first, count = first + taken, count - taken
 
 

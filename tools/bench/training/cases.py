@@ -19,7 +19,6 @@ A plan has `models` (a name, and the configuration files and overrides that make
 `tiny` beside a model's inputs or a command is what stands in for it in a rehearsal on a CPU.
 """
 
-import hashlib
 import json
 import re
 from collections import Counter
@@ -31,6 +30,7 @@ from typing import Any, Literal
 
 from megalite.base.errors import InputError, counted, listing
 from megalite.base.json_shape import TEXT, Each, Kind, OrNull, misfits
+from megalite.config.identity import digest_of
 from megalite.config.load import dump, files_and_overrides, load
 from megalite.config.schema import Config
 from megalite.config.validate import check
@@ -103,7 +103,7 @@ class Case:
         told: dict[str, Any] = {**asdict(self), **asdict(target), "limit": 0, "value": 0, "part": 0}
         if self.implementation or self.train:
             told["config"] = dump(self.config(target.device))
-        return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:16]
+        return digest_of(json.dumps(told, sort_keys=True), 16)
 
 
 @cache

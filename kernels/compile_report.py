@@ -30,6 +30,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from megalite_kernels.compile_cases import Case
+from megalite_launch.base.texts import markdown_table
 
 OPS = ("adamw", "add_rms_norm", "cross_entropy", "grad_norm", "qk_norm_rope", "rms_norm", "rope", "swiglu")
 ARCHITECTURES = (80, 90)
@@ -194,19 +195,14 @@ def table(version: str, kernels: Sequence[Compiled]) -> str:
     """The report as a page of Markdown."""
     columns = [field.name for field in fields(Compiled) if field.name != "wants_wide_loads"]
     heads = [column.replace("_", " ") for column in columns]
-    rows = [
-        heads,
-        ["---"] * len(columns),
-        *([str(getattr(kernel, column)) for column in columns] for kernel in kernels),
-    ]
-    lines = "".join(f"| {' | '.join(row)} |\n" for row in rows)
+    rows = ([getattr(kernel, column) for column in columns] for kernel in kernels)
     return f"""# Compiled kernels
 
 Written by `python -m megalite_kernels.compile_report --write` with Triton {version}, without a GPU. Shared memory and
 stack are bytes of one program; where there is a stack, registers are spilled. Wide loads are instructions that load 16
 bytes, doubles instructions on float64.
 
-{lines}"""
+{markdown_table(heads, rows)}"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 import time
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Optional
 
 DAY, HOUR, MINUTE = 86_400, 3600, 60
@@ -95,3 +95,13 @@ def table(
         ]
 
     return "\n".join(part for line in lines for part in one(line))
+
+
+def markdown_table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """A table of Markdown. Cells are made printable and may not end a column: a bar becomes a slash."""
+
+    def cell(value: object) -> str:
+        return printable(" ".join(str(value).split())).replace("|", "/")
+
+    lines = [header, ["---"] * len(header), *rows]
+    return "".join(f"| {' | '.join(map(cell, line))} |\n" for line in lines)

@@ -42,10 +42,11 @@ def console() -> Console:
 
 
 def table(*columns: str, text: tuple[str, ...] = ()) -> Table:
-    """An empty table; the columns named in `text` are aligned left, the others are numbers."""
+    """An empty table; the columns named in `text` are aligned left and wrapped, the others are numbers."""
     made = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
     for column in columns:
-        made.add_column(column, justify="left" if column in text else "right")
+        words = column in text
+        made.add_column(column, justify="left" if words else "right", overflow="fold", no_wrap=not words)
     return made
 
 

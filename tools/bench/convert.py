@@ -17,8 +17,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
-from rich.console import Console
-from rich.table import Table
 
 from megalite.base.entry import exit_code
 from megalite.base.errors import InputError
@@ -31,6 +29,7 @@ from megalite.config.load import load
 from megalite.plan.model.size import model_parameters
 from megalite.plan.model.weights import weights
 from megalite_launch.base.texts import scaled
+from megalite_tools.terminal import Terminal
 
 COMMAND = "megalite-bench-convert"
 SHARD_SIZE = "1GB"
@@ -159,11 +158,11 @@ def _make(preset: str, folder: Path) -> int:
 
 
 def _print(results: Sequence[Result]) -> None:
-    table = Table("model", "way", "seconds", "rate", "peak memory")
-    for result in results:
-        peak = memory(result.peak)
-        table.add_row(result.model, result.way, f"{result.seconds:.1f}", f"{scaled(result.rate, 'B')}/s", peak)
-    Console().print(table)
+    rows = [
+        (each.model, each.way, f"{each.seconds:.1f}", f"{scaled(each.rate, 'B')}/s", memory(each.peak))
+        for each in results
+    ]
+    Terminal().table(("model:", "way:", "seconds", "rate", "peak memory"), rows)
 
 
 if __name__ == "__main__":

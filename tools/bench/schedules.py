@@ -19,9 +19,6 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table as Shown
-
 from megalite.base.errors import InputError
 from megalite.base.exit_codes import ExitCode
 from megalite.base.files import write_object
@@ -37,6 +34,7 @@ from megalite.schedule.simulate import simulate
 from megalite_tools.bench.pipeline import Sleeps, length_of_sleep, length_of_transfer, runner, timed
 from megalite_tools.bench.pipelines import random_case
 from megalite_tools.bench.ranks import CPU, run_on_ranks
+from megalite_tools.terminal import Terminal
 
 COMMAND = "megalite-bench-schedules"
 RANKS, MICRO_BATCHES = 4, 12  # ranks and micro-batches of a measured pipeline
@@ -247,20 +245,15 @@ def wrong_in(measured: Sequence[dict[str, Any]], searches: dict[str, Any]) -> li
 
 
 def _show(measured: Sequence[dict[str, Any]], searches: dict[str, Any]) -> None:
-    console = Console(highlight=False)
-    shown = Shown()
-    for column in ("pipeline", "order"):
-        shown.add_column(column, no_wrap=True)
-    for column in ("simulated ms", "ms", "auto / it"):
-        shown.add_column(column, justify="right")
+    terminal, rows = Terminal(), []
     for row in measured:
         for name, seconds in row["seconds"].items():
             simulated, taken = row["simulated_seconds"][name], statistics.median(seconds)
             ratio = "" if name == AUTO_SCHEDULE else f"{row['time_ratios'][name]:.3f}"
-            shown.add_row(row["pipeline"], name, f"{1000 * simulated:.1f}", f"{1000 * taken:.1f}", ratio)
-    console.print(shown)
+            rows.append((row["pipeline"], name, f"{1000 * simulated:.1f}", f"{1000 * taken:.1f}", ratio))
+    terminal.table(("pipeline:", "order:", "simulated ms", "ms", "auto / it"), rows)
     for key, value in searches.items():
-        console.print(f"{key.replace('_', ' ')}: {value}", markup=False)
+        terminal.line(f"{key.replace('_', ' ')}: {value}")
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from megalite_kernels.compile_cases import Case
+from megalite_kernels.compile_cases import CompileCase
 from megalite_launch.base.texts import markdown_table
 
 OPS = ("adamw", "add_rms_norm", "cross_entropy", "grad_norm", "qk_norm_rope", "rms_norm", "rope", "swiglu")
@@ -83,14 +83,14 @@ class _NoGpu:
 def compile_module(module: str, architecture: int) -> list[Compiled]:
     """The compiled kernels of the cases of an op's module; one entry if several models launch the same kernel."""
     driver.set_active(_NoGpu(architecture))
-    found: dict[tuple[Any, ...], list[tuple[Case, Any]]] = {}
+    found: dict[tuple[Any, ...], list[tuple[CompileCase, Any]]] = {}
     for case in import_module(module).compile_cases():
         for binary in _launched(case):
             found.setdefault((case.op, str(case.dtype), binary.hash), []).append((case, binary))
     return [_measure([case for case, _ in same], same[0][1], architecture) for same in found.values()]
 
 
-def _launched(case: Case) -> list[Any]:
+def _launched(case: CompileCase) -> list[Any]:
     binaries = []
     run = JITFunction.run
 
@@ -105,7 +105,7 @@ def _launched(case: Case) -> list[Any]:
     return binaries
 
 
-def _measure(cases: Sequence[Case], binary: Any, architecture: int) -> Compiled:
+def _measure(cases: Sequence[CompileCase], binary: Any, architecture: int) -> Compiled:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(binary.asm["cubin"])
         file.flush()

@@ -32,7 +32,7 @@ from megalite_kernels.backend import (
     wide_dtype,
     widen,
 )
-from megalite_kernels.compile_cases import TOKENS, Case, meta, models
+from megalite_kernels.compile_cases import TOKENS, CompileCase, meta, models
 
 ELEMENTS = 4096  # elements of a program's block, if rows are narrow enough
 SCRATCH_BYTES = 1024  # bytes of shared memory for sums over a program's threads
@@ -300,9 +300,9 @@ def bytes_moved(tokens: int, width: int, dtype: torch.dtype) -> tuple[int, int]:
     return 2 * size, 3 * size
 
 
-def compile_cases() -> Iterator[Case]:
+def compile_cases() -> Iterator[CompileCase]:
     for model, shape, dtype in models():
         x, weight = meta(TOKENS, shape.width, dtype=dtype), meta(shape.width, dtype=dtype)
         inverse = meta(TOKENS, dtype=torch.float32)
-        yield Case("rms_norm", model, dtype, partial(launch_forward, x, None, weight, 1e-5))
-        yield Case("rms_norm backward", model, dtype, partial(launch_backward, x, weight, inverse, x, None))
+        yield CompileCase("rms_norm", model, dtype, partial(launch_forward, x, None, weight, 1e-5))
+        yield CompileCase("rms_norm backward", model, dtype, partial(launch_backward, x, weight, inverse, x, None))

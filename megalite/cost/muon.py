@@ -5,7 +5,7 @@ from math import prod
 
 from megalite.cost.network import Group
 from megalite.cost.stages import Timer
-from megalite.plan.model.roles import Kind
+from megalite.plan.model.roles import RoleKind
 from megalite.plan.model.weights import layer_weights
 from megalite.plan.muon import Matrix, owners, working_bytes
 from megalite.plan.resolved import Plan
@@ -38,7 +38,7 @@ def _most(plan: Plan, ranks: int) -> tuple[int, int]:
             for stage in plan.stages_of(rank)
             for layer in plan.layers[stage]
             for _, weight in layer_weights(model, plan.kinds[layer])
-            if weight.role.kind is Kind.MATRIX
+            if weight.role.kind is RoleKind.MATRIX
         ]
         flops, elements = Counter[int](), Counter[int]()
         for matrix, owner in zip(matrices, owners([matrix.flops for matrix in matrices], ranks), strict=True):

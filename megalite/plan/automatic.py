@@ -32,7 +32,7 @@ from megalite.schedule.actions import Table
 from megalite.schedule.communication import communicate
 from megalite.schedule.generate import AUTO_SCHEDULE, placement_of
 from megalite.schedule.problem import Beside, StageCosts
-from megalite.schedule.search import Found, least_memory, search
+from megalite.schedule.search import FoundOrder, least_memory, search
 from megalite.schedule.simulate import COLUMN
 
 Flops = tuple[float, float, float]  # per token, of F, I and W
@@ -99,7 +99,7 @@ def wanted(config: Config, m: int, costing: Costing | None = None) -> Wanted:
 
 
 @lru_cache(maxsize=512)  # a search takes up to seconds, and commands ask for the same one several times
-def found(wanted: Wanted) -> Found:
+def found(wanted: Wanted) -> FoundOrder:
     """The result of the search."""
     of, costs = wanted, wanted.costs
     return search(of.placement, of.m, costs.stages, of.limits, costs.transfer, of.splits, costs.beside)

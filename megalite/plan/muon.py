@@ -15,7 +15,7 @@ from itertools import chain, product
 
 from megalite.config.layers import layer_kinds
 from megalite.config.schema import Config, Model
-from megalite.plan.model.roles import Kind
+from megalite.plan.model.roles import RoleKind
 from megalite.plan.model.weights import layer_weights
 from megalite.plan.resolved import Plan
 
@@ -105,7 +105,7 @@ def stage_matrices(
     kinds, found = layer_kinds(model), []
     for layer in layers:
         for _, weight in layer_weights(model, kinds[layer]):
-            if weight.role.kind is Kind.MATRIX:
+            if weight.role.kind is RoleKind.MATRIX:
                 rows, columns = weight.shape
                 split = 1 if weight.role.into_stream else 0  # the dimension that tensor parallelism shares out
                 held = boxes((rows, columns), (replicas, shards, tp), ((2, split), (1, 0)))

@@ -29,14 +29,14 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Cost:
+class ModeCost:
     """Time and memory of one layer for one micro-batch, in one mode."""
 
     seconds: float  # time of forward and backward
     bytes: int  # kept from forward to backward
 
 
-Costs = Mapping[Mode, Cost]  # costs of one layer
+Costs = Mapping[Mode, ModeCost]  # costs of one layer
 
 
 def every_nth(mode: Mode, n: int, layers: int) -> list[Mode]:

@@ -14,7 +14,7 @@ from megalite.config.load import load
 from megalite.config.schema import Config
 from megalite.cost.cluster import Cluster
 from megalite.cost.stages import Timer
-from megalite.cost.whole_run import HOUR, Run, run_of
+from megalite.cost.whole_run import HOUR, WholeRun, run_of
 from megalite.experiment.folder import cell_text
 from megalite.layout_search.search import Result, search
 from megalite.plan.memory.fit import TENSOR_SHARE
@@ -47,12 +47,12 @@ class Bought:
     best: tuple[Interval, Interval]
     times: Mapping[str, float]
     layout: Result | None
-    run: Run | None
+    run: WholeRun | None
     told: tuple[str, ...]
 
 
 @dataclass(frozen=True)
-class Machine:
+class ClusterGpus:
     """A cluster and how many of its GPUs."""
 
     cluster: Cluster
@@ -82,7 +82,7 @@ def buy(
     *,
     flops: float | None = None,
     gpu_hours: float | None = None,
-    machine: Machine | None = None,
+    machine: ClusterGpus | None = None,
 ) -> Bought:
     """Plan a run for `flops` = 6·N·D, or for GPU-hours on a machine. rates: an experiment with laws of rate and batch.
 
@@ -110,7 +110,7 @@ def buy(
 
 
 def _for_flops(
-    stored: Stored, rule: Rule, base: Config, rates: Stored | None, flops: float, machine: Machine | None
+    stored: Stored, rule: Rule, base: Config, rates: Stored | None, flops: float, machine: ClusterGpus | None
 ) -> Bought:
     assert stored.best is not None
     law, drawn = stored.best
@@ -185,7 +185,7 @@ def _configured(
     config: Config,
     size: float,
     tokens: float,
-    machine: Machine | None,
+    machine: ClusterGpus | None,
     told: list[str],
 ) -> Config:
     """Return the configuration with batch, rate and steps, as far as laws give them; the rest is the largest rung's."""
@@ -262,7 +262,7 @@ def _rounded(batch: float, gpus: int) -> int:
     return int(odd * 2 ** max(round(np.log2(max(batch / odd, 1))), 0))
 
 
-def _planned(config: Config, tokens: float, machine: Machine) -> tuple[Result, Run]:
+def _planned(config: Config, tokens: float, machine: ClusterGpus) -> tuple[Result, WholeRun]:
     cluster = machine.cluster
     asked = replace(config, run=replace(config.run, device="cuda"))
     found = search(asked, machine.gpus, Timer(cluster), cluster.gpu.memory * TENSOR_SHARE, wanted=1)

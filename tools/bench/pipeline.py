@@ -37,7 +37,7 @@ from megalite.distributed.health.activity import Activity
 from megalite.distributed.mesh import Mesh
 from megalite.distributed.start.ranks import RankInfo
 from megalite.parallel.linear import WeightGradients
-from megalite.parallel.pipeline import Activation, Pipeline, Step
+from megalite.parallel.pipeline import Activation, Pipeline, StepInputs
 from megalite.schedule.actions import Kind, Table
 from megalite.schedule.generate import NAMES, build
 from megalite.schedule.simulate import simulate
@@ -278,7 +278,7 @@ def runner(table: Table, mesh: Mesh, sleeps: Sequence[Sleeps]) -> tuple[Run, lis
     activation = Activation(ACTIVATION_SIZE, torch.float32, CPU)
     pipeline = Pipeline(table, stages, gradients, mesh.rank, mesh.group("pp"), activation, "zero3", Activity())
     m = table.micro_batches
-    step = Step(_micro_batches(m), [torch.zeros(ACTIVATION_SIZE)] * m, [None] * m)
+    step = StepInputs(_micro_batches(m), [torch.zeros(ACTIVATION_SIZE)] * m, [None] * m)
     return lambda: _discard(pipeline.run(step)), [stage.weight for stage in stages.values()]
 
 

@@ -44,7 +44,7 @@ TOLERANCE = 0.05  # excess of the time of a step over the simulated one, as a sh
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredPipeline:
     """A pipeline to measure. W takes as long as the forward, and I leaves half of what F keeps."""
 
     name: str
@@ -69,9 +69,9 @@ class Measured:
 
 
 PIPELINES = (
-    Measured("unequal stages, full recompute", (1.0, 1.3, 0.9, 1.1), 2.0, 4.0),
-    Measured("three quarters of 1f1b's memory", (1.2, 0.8, 1.1, 0.9), 1.0, 3.0),
-    Measured("two unequal stages on a rank", (1.0, 1.2, 0.8, 1.0, 1.2, 1.0, 0.8, 1.4), 1.5, 4.0),
+    MeasuredPipeline("unequal stages, full recompute", (1.0, 1.3, 0.9, 1.1), 2.0, 4.0),
+    MeasuredPipeline("three quarters of 1f1b's memory", (1.2, 0.8, 1.1, 0.9), 1.0, 3.0),
+    MeasuredPipeline("two unequal stages on a rank", (1.0, 1.2, 0.8, 1.0, 1.2, 1.0, 0.8, 1.4), 1.5, 4.0),
 )
 
 
@@ -132,7 +132,9 @@ def measure(unit: float, steps: int) -> dict[str, Any]:
     }
 
 
-def _compare(pipeline: Measured, mesh: Mesh, unit: float, longer: float, transfer: float, steps: int) -> dict[str, Any]:
+def _compare(
+    pipeline: MeasuredPipeline, mesh: Mesh, unit: float, longer: float, transfer: float, steps: int
+) -> dict[str, Any]:
     """Seconds per step with the order that is found, and with named schedules; they take turns."""
     placement, stages = pipeline.placement, pipeline.stages
     found = search(placement, MICRO_BATCHES, stages, (pipeline.memory,) * RANKS)

@@ -99,7 +99,7 @@ def _main(arguments: list[str], options: argparse.Namespace) -> int:
 
 
 @dataclass(frozen=True)
-class Run:
+class CoordinateRun:
     """One model that is to be trained."""
 
     axis: str
@@ -107,7 +107,7 @@ class Run:
     config: Config
 
 
-def _runs(config: Config, options: argparse.Namespace) -> Iterator[Run]:
+def _runs(config: Config, options: argparse.Namespace) -> Iterator[CoordinateRun]:
     """All runs in order. Raises InputError for models that cannot be."""
     kinds = [config.model.parametrization]
     if options.control:
@@ -132,7 +132,7 @@ def _runs(config: Config, options: argparse.Namespace) -> Iterator[Run]:
                 except InputError as error:
                     raise InputError(f"--{axis}s {point}: {error}") from None
                 for seed in range(options.seeds):
-                    yield Run(axis, point, replace(found, run=replace(found.run, seed=seed)))
+                    yield CoordinateRun(axis, point, replace(found, run=replace(found.run, seed=seed)))
 
 
 def _wider(model: Model, width: int, options: argparse.Namespace) -> Model:
@@ -153,7 +153,11 @@ def _deeper(model: Model, layers: int, options: argparse.Namespace) -> Model:
 
 
 def _rank(
-    rank_info: RankInfo, arguments: Sequence[str], options: argparse.Namespace, config: Config, runs: Sequence[Run]
+    rank_info: RankInfo,
+    arguments: Sequence[str],
+    options: argparse.Namespace,
+    config: Config,
+    runs: Sequence[CoordinateRun],
 ) -> int:
     """Be one rank. The first one reports the results."""
     device = start(rank_info, config.run.device, config.train.timeout)
@@ -171,7 +175,7 @@ def _rank(
     return ExitCode.DONE if all(line.passed for line in lines) else ExitCode.FAILED
 
 
-def _lines(runs: Sequence[Run], measured: Sequence[list[Sizes]], checked: str) -> Iterator[Line]:
+def _lines(runs: Sequence[CoordinateRun], measured: Sequence[list[Sizes]], checked: str) -> Iterator[Line]:
     """The means over seeds, by axis and parametrization; all but `checked` are controls."""
     found: dict[tuple[str, str], dict[int, list[list[Sizes]]]] = {}
     for run, sizes in zip(runs, measured, strict=True):

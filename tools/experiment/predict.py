@@ -17,7 +17,7 @@ from megalite.config.rules.parallel import SCHEDULE_FILES
 from megalite.cost.cluster import load_cluster
 from megalite.cost.layout_choice import choice_of
 from megalite.cost.texts import money, step_text
-from megalite.scaling.budget import Bought, Machine, buy
+from megalite.scaling.budget import Bought, ClusterGpus, buy
 from megalite.scaling.settings import read_settings
 from megalite.scaling.show import interval_text, number, significant
 from megalite.scaling.stored import Stored, read_fit
@@ -66,7 +66,7 @@ def _main(options: argparse.Namespace) -> None:
     if options.write is not None:
         _check_file(options.write)
     machine = (
-        None if options.gpus is None else Machine(load_cluster(options.cluster or DEFAULT_CLUSTER), options.gpus[0])
+        None if options.gpus is None else ClusterGpus(load_cluster(options.cluster or DEFAULT_CLUSTER), options.gpus[0])
     )
     stored = _stored(options.experiment)
     rates = None if options.rates is None else _stored(options.rates)
@@ -105,7 +105,7 @@ def _header(stored: Stored, bought: Bought) -> str:
     )
 
 
-def _show(stored: Stored, bought: Bought, machine: Machine | None) -> None:
+def _show(stored: Stored, bought: Bought, machine: ClusterGpus | None) -> None:
     config, model = bought.config, bought.config.model
     made = table("", "value", text=("", "value"))
     made.add_row("budget", f"{bought.flops:.4g} FLOPs (6·N·D), {bought.times['flops']:.3g} × the largest fitted")

@@ -11,7 +11,7 @@ from megalite.commands.plan.request import Asked
 from megalite.config.schema import SCHEDULES
 from megalite.cost.layout_choice import Choice
 from megalite.cost.texts import money, number, step_text, time_unit
-from megalite.cost.whole_run import DAY, Run, goodput, run_of
+from megalite.cost.whole_run import DAY, WholeRun, goodput, run_of
 from megalite.layout_search.search import Found, Result, fullest_rank
 from megalite.plan.memory.walk import HOST_MEMORY
 from megalite_launch.base.texts import scaled
@@ -91,13 +91,13 @@ def on_host(asked: Asked, found: Found) -> str:
     return f"There, {'; '.join(told)}. The memory of hosts is not in cluster files: see that yours have it."
 
 
-def run_unit(runs: Iterable[Run]) -> tuple[float, str]:
+def run_unit(runs: Iterable[WholeRun]) -> tuple[float, str]:
     """The unit in which the longest of some runs is told: its seconds, and its name."""
     size, name = time_unit(max((run.seconds for run in runs), default=DAY))
     return (1.0, "seconds") if size <= 1 else (size, name)
 
 
-def _run_cells(run: Run, size: float, spread: float) -> list[str]:
+def _run_cells(run: WholeRun, size: float, spread: float) -> list[str]:
     """Time and cost, each with its interval, GPU-hours and energy. spread: half the interval's width, relative."""
     time, cost = run.seconds / size, run.cost
     return [
@@ -137,14 +137,14 @@ def front(asked: Asked, best: Sequence[tuple[int, Result]]) -> Table:
     return shown
 
 
-def _limits(asked: Asked, run: Run) -> str:
+def _limits(asked: Asked, run: WholeRun) -> str:
     """Name the limits that a run breaks."""
     late = asked.days is not None and run.days > asked.days
     dear = asked.budget is not None and run.cost > asked.budget
     return " too late" * late + " too expensive" * dear
 
 
-def pareto(runs: Sequence[Run]) -> list[bool]:
+def pareto(runs: Sequence[WholeRun]) -> list[bool]:
     """Return for each run whether no other takes less time and no more money, or less money and no more time."""
     return [
         not any(

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megalite.base.errors import InputError, counted, listing
-from megalite.base.json_shape import TEXT, Each, Kind, OrNull, misfits
+from megalite.base.json_shape import TEXT, Each, OrNull, ValueKind, misfits
 from megalite.config.identity import digest_of
 from megalite.config.load import dump, files_and_overrides, load
 from megalite.config.schema import Config
@@ -111,15 +111,19 @@ def _checked(inputs: tuple[str, ...], ranks: int) -> Config:
     return check(load(*files_and_overrides(inputs)), world_size=ranks)
 
 
-TEXTS = Kind("a list of texts", lambda value: isinstance(value, list) and all(isinstance(each, str) for each in value))
-COMMAND = Kind("a list of texts, the first a program", lambda value: TEXTS.holds(value) and bool(value and value[0]))
-LIMIT = Kind("a number of seconds above 0", lambda value: type(value) in (int, float) and 0 < value < 1e6)
-NUMBER = Kind("a number of at least 0", lambda value: type(value) in (int, float) and 0 <= value < 1e6)
-COUNT = Kind("a whole number from 1 to 1024", lambda value: type(value) is int and 1 <= value <= 1024)
-FLAG = Kind("true or false", lambda value: type(value) is bool)
+TEXTS = ValueKind(
+    "a list of texts", lambda value: isinstance(value, list) and all(isinstance(each, str) for each in value)
+)
+COMMAND = ValueKind(
+    "a list of texts, the first a program", lambda value: TEXTS.holds(value) and bool(value and value[0])
+)
+LIMIT = ValueKind("a number of seconds above 0", lambda value: type(value) in (int, float) and 0 < value < 1e6)
+NUMBER = ValueKind("a number of at least 0", lambda value: type(value) in (int, float) and 0 <= value < 1e6)
+COUNT = ValueKind("a whole number from 1 to 1024", lambda value: type(value) is int and 1 <= value <= 1024)
+FLAG = ValueKind("true or false", lambda value: type(value) is bool)
 MODEL = {"inputs": TEXTS, "tiny": TEXTS}
 CASE = {
-    "id": Kind(
+    "id": ValueKind(
         "at most 80 of a-z, 0-9, '.', '_' and '-'", lambda value: isinstance(value, str) and bool(ID.fullmatch(value))
     ),
     "implementation": TEXT,

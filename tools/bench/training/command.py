@@ -18,7 +18,7 @@ from megalite.base.errors import InputError
 from megalite.base.exit_codes import ExitCode
 from megalite_tools.bench.training.cases import Case, Target, read_plan
 from megalite_tools.bench.training.keeping import Keeper
-from megalite_tools.bench.training.parent import Machine, Runner
+from megalite_tools.bench.training.parent import CaseRunner, Machine
 from megalite_tools.bench.training.report import can_be_shown
 from megalite_tools.bench.training.rows import Rows
 
@@ -103,7 +103,7 @@ def _cases(options: argparse.Namespace, command: str) -> int:
         def begin(case: Case) -> None:
             status.update(Text(f"{case.id}, for at most {case.limit:.0f} s"))
 
-        runner = Runner(
+        runner = CaseRunner(
             folder=out,
             plan=plan,
             machine=machine,

@@ -261,7 +261,7 @@ def gather_stats(stats: Tensor, group: dist.ProcessGroup | None, async_op: bool 
     return parts, all_gather_single(parts.flatten(0, 1), stats, group=group, async_op=async_op)
 
 
-class _Torch(torch.autograd.Function):
+class _TorchCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, group: dist.ProcessGroup | None, labels: Labels) -> Tensor:
         parts, _ = gather_stats(torch_stats(logits, targets, labels), group)
@@ -356,7 +356,7 @@ def cross_entropy(
     rows, width = logits.shape
     labels = labels_of(rows, width, targets, group, ignore_index, label_smoothing, z_loss, vocabulary, columns)
     if not use_triton(backend, logits.device):
-        return _Torch.apply(logits, targets, group, labels)
+        return _TorchCrossEntropy.apply(logits, targets, group, labels)
     if logits.stride(1) != 1 or logits.stride(0) < logits.shape[1]:
         logits = logits.contiguous()
     return _op(logits, targets.contiguous(), name_of(group), *labels)[0].sum()

@@ -52,7 +52,7 @@ def _torch(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     return (normal if normal.dtype == x.dtype else normal.to(x.dtype)), inverse
 
 
-class _Torch(torch.autograd.Function):
+class _TorchRMSNorm(torch.autograd.Function):
     """RMSNorm in plain PyTorch, in few passes. It saves x and one number per row for backward."""
 
     @staticmethod
@@ -291,7 +291,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, backend: Backend | Literal["
         return _op(x, weight, eps)[0]
     if x.is_cuda:
         return F.rms_norm(x, (x.shape[-1],), weight, eps)
-    return _Torch.apply(x, weight, eps) if torch.is_grad_enabled() else _torch(x, weight, eps)[0]
+    return _TorchRMSNorm.apply(x, weight, eps) if torch.is_grad_enabled() else _torch(x, weight, eps)[0]
 
 
 def bytes_moved(tokens: int, width: int, dtype: torch.dtype) -> tuple[int, int]:

@@ -37,7 +37,7 @@ def reference(gate: Tensor, up: Tensor) -> Tensor:
     return (F.silu(gate.to(wide)) * up.to(wide)).to(gate.dtype)
 
 
-class _Torch(torch.autograd.Function):
+class _TorchSwiGLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
         ctx.save_for_backward(gate, up)
@@ -155,7 +155,7 @@ def swiglu(gate: Tensor, up: Tensor, backend: Backend = "auto") -> Tensor:
         )
     if use_triton(backend, gate.device):
         return _op(gate, up)
-    return _Torch.apply(gate, up) if torch.is_grad_enabled() else times(F.silu(gate), up)
+    return _TorchSwiGLU.apply(gate, up) if torch.is_grad_enabled() else times(F.silu(gate), up)
 
 
 def bytes_moved(tokens: int, ffn: int, dtype: torch.dtype) -> tuple[int, int]:

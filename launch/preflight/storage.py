@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Optional
 
+from ..base.texts import memory_text
 from .findings import FAIL, OK, UNCHECKED, WARN, Sheet
 from .thresholds import Limits
 
@@ -40,11 +41,11 @@ def check_room(sheet: Sheet, folder: Path, checkpoint: Optional[int], limits: Li
         return
     free = found.f_bavail * found.f_frsize
     if checkpoint is None:
-        text = f"{free / GIB:,.1f} GiB free; how large a checkpoint is, is not known (--checkpoint-size)"
+        text = f"{memory_text(free)} free; how large a checkpoint is, is not known (--checkpoint-size)"
         sheet.add("free space", UNCHECKED, free, "", text)
     else:
         times = free / max(checkpoint, 1)
-        text = f"{free / GIB:,.1f} GiB free, {times:,.1f} checkpoints of {checkpoint / GIB:,.2f} GiB"
+        text = f"{memory_text(free)} free, {times:,.1f} checkpoints of {memory_text(checkpoint)}"
         sheet.judge("free space", round(times, 2), "<", limits, "checkpoints", text)
     needed = limits.number("inodes")
     if found.f_files == 0:  # some file systems make inodes as they need them

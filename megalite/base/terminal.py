@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from megalite.base.output import UNBOUNDED_WIDTH
-from megalite_launch.base.texts import BINARY_UNITS, escaped, scaled
+from megalite_launch.base.texts import escaped
 
 UNITS = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))  # units of memory in tables, and their bytes
 
@@ -57,11 +57,6 @@ def sections(on: Console, parts: list[tuple[str, RenderableType]]) -> None:
             on.print()
         on.print(Text(heading, style="bold"))
         on.print(body)
-
-
-def memory(size: float) -> str:
-    """Bytes of memory: `51.2 GiB`."""
-    return scaled(round(size), "B", BINARY_UNITS)
 
 
 def gib_above(size: float) -> str:

@@ -10,10 +10,10 @@ from megalite.base.html_tables import as_html
 from megalite.base.terminal import table
 from megalite.cost.texts import seconds_text
 from megalite.experiment.folder import STATES
-from megalite.plan.memory.fit import GIB
 from megalite.report.found import FoundLaws
 from megalite.report.picture import Drawn
 from megalite.scaling.show import number, parts
+from megalite_launch.base.texts import memory_text, share
 from megalite_launch.page.html import escape, paragraph, section
 from megalite_launch.page.style import document
 
@@ -126,14 +126,6 @@ def _count(value: float) -> str:
     return f"{value:,.0f}"
 
 
-def _percent(value: float) -> str:
-    return f"{value:.1%}"
-
-
-def _gib(value: float) -> str:
-    return f"{value / GIB:.1f} GiB"
-
-
 COLUMNS: Sequence[tuple[str, str, Callable[[float], str]]] = (  # "": the loss that is fitted
     ("seed", "seed", _count),
     ("N", "N", number),
@@ -143,8 +135,8 @@ COLUMNS: Sequence[tuple[str, str, Callable[[float], str]]] = (  # "": the loss t
     ("GPUs", "gpus", _count),
     ("loss", "", "{:.4f}".format),
     ("tokens/s/GPU", "tokens_per_second_per_gpu", _count),
-    ("MFU, causal", "mfu_causal", _percent),
-    ("MFU, full", "mfu_full", _percent),
-    ("memory", "peak_memory_bytes", _gib),
+    ("MFU, causal", "mfu_causal", share),
+    ("MFU, full", "mfu_full", share),
+    ("memory", "peak_memory_bytes", memory_text),
     ("time", "seconds", seconds_text),
 )

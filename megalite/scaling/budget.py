@@ -8,7 +8,6 @@ import numpy as np
 
 from megalite.base.errors import InputError, counted
 from megalite.base.files import is_file
-from megalite.base.terminal import memory
 from megalite.config.convert import to_plain
 from megalite.config.load import load
 from megalite.config.schema import Config
@@ -27,6 +26,7 @@ from megalite.scaling.shapes import Rule, size_of
 from megalite.scaling.show import number
 from megalite.scaling.stored import Stored
 from megalite.scaling.table import Results, cell_value
+from megalite_launch.base.texts import memory_text
 
 FIRST_MFU, ROUNDS, BUDGET_TOLERANCE = 0.4, 12, 0.005  # settings of the search for the budget that GPU-hours are
 RANGE_TOLERANCE = 1.05  # times a bound of the fitted runs that still count as within them
@@ -270,7 +270,7 @@ def _planned(config: Config, tokens: float, machine: ClusterGpus) -> tuple[Resul
         shape = config.model
         why = "none divides the batch and the model"
         if found.tightest is not None:
-            why = f"the nearest needs {memory(found.tightest[0])}"
+            why = f"the nearest needs {memory_text(found.tightest[0])}"
         raise InputError(
             f"--gpus {machine.gpus}: no layout of {counted(shape.layers, 'layer')} of width {shape.width:,} with "
             f"{config.batch.global_:,} sequences a step fits {cluster.gpu.name}: {why}; use more GPUs, or a number "

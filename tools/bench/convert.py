@@ -22,13 +22,12 @@ from megalite.base.entry import exit_code
 from megalite.base.errors import InputError
 from megalite.base.exit_codes import ExitCode
 from megalite.base.files import as_json, is_folder, write_object
-from megalite.base.terminal import memory
 from megalite.checkpoint.weights.formats.safetensors import ONE_FILE, header
 from megalite.checkpoint.weights.maps.families import CONFIG, FAMILIES, family_of
 from megalite.config.load import load
 from megalite.plan.model.size import model_parameters
 from megalite.plan.model.weights import weights
-from megalite_launch.base.texts import scaled
+from megalite_launch.base.texts import memory_text, scaled
 from megalite_tools.terminal import Terminal
 
 COMMAND = "megalite-bench-convert"
@@ -159,7 +158,7 @@ def _make(preset: str, folder: Path) -> int:
 
 def _print(results: Sequence[Result]) -> None:
     rows = [
-        (each.model, each.way, f"{each.seconds:.1f}", f"{scaled(each.rate, 'B')}/s", memory(each.peak))
+        (each.model, each.way, f"{each.seconds:.1f}", f"{scaled(each.rate, 'B')}/s", memory_text(each.peak))
         for each in results
     ]
     Terminal().table(("model:", "way:", "seconds", "rate", "peak memory"), rows)

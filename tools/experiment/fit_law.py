@@ -21,7 +21,6 @@ from megalite.scaling.show import parts
 from megalite.scaling.table import Results, RunResult, number_in, read_csv
 
 COMMAND = "megalite-fit-law"
-SECTIONS = ("Runs", "Law", "Best size", "Predictions", "Approach 3", "Mind")
 
 
 def main(argv: list[str] | None = None) -> int:

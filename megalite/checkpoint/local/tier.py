@@ -14,7 +14,6 @@ from secrets import randbits
 from time import monotonic
 
 from megalite.base.errors import InputError
-from megalite.base.terminal import memory
 from megalite.checkpoint.local.folder import MAX_CHECKPOINTS, Life, LocalFolder
 from megalite.checkpoint.local.nodes import Nodes
 from megalite.checkpoint.local.replicate import FileExchange
@@ -30,6 +29,7 @@ from megalite.distributed.start.host import host_memory
 from megalite.plan.memory.peak import memory_of_ranks
 from megalite.plan.memory.walk import HOST_MEMORY
 from megalite_launch.base.run_folder import node_name
+from megalite_launch.base.texts import memory_text
 
 
 @dataclass(frozen=True)
@@ -140,15 +140,15 @@ class Tier:
         own = sum(sizes[rank] for rank in ranks)
         others = sum(sizes[rank] for rank in self.nodes.ranks[self.nodes.before(node)]) if self.replicas else 0
         needed = MAX_CHECKPOINTS * (own + others)
-        what = f"{memory(needed)}, for {MAX_CHECKPOINTS} times {memory(own)} of its own ranks"
-        what += f" and {memory(others)} of the node before it" if others else ""
+        what = f"{memory_text(needed)}, for {MAX_CHECKPOINTS} times {memory_text(own)} of its own ranks"
+        what += f" and {memory_text(others)} of the node before it" if others else ""
         if (room := place.room()) < needed:
-            raise InputError(f"needs {what}, and has {memory(room)} of room")
+            raise InputError(f"needs {what}, and has {memory_text(room)} of room")
         if place.in_memory:
             whole, taken = host_memory(), _memory_of(self.config, len(ranks), on_gpu)
             if needed + taken > whole:
-                beside = f"{len(ranks)} ranks, which take about {memory(taken)}"
-                raise InputError(f"is memory; it needs {what}, beside {beside}, and the node has {memory(whole)}")
+                beside = f"{len(ranks)} ranks, which take about {memory_text(taken)}"
+                raise InputError(f"is memory; it needs {what}, beside {beside}, and the node has {memory_text(whole)}")
 
     def _refused(self, work: Callable[[], None]) -> bool:
         """Run `work` on every rank. Returns whether it has failed on any; then it turns local checkpoints off."""

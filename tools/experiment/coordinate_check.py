@@ -39,6 +39,7 @@ from megalite.distributed.start.start import run_rank, start
 from megalite.plan.memory.fit import planned
 from megalite.report.pictures import need_matplotlib, save
 from megalite.train.build import build_mesh
+from megalite_launch.base.arguments import count
 from megalite_tools.experiment.coordinate_report import TOLERANCE, Line, picture
 from megalite_tools.experiment.coordinates import MODULES, Sizes, sizes_in_training
 
@@ -67,8 +68,8 @@ def _parser() -> argparse.ArgumentParser:
     add("inputs", nargs="*", metavar="CONFIG | key=value", help="as for megalite train; data are not read")
     add("--widths", type=_numbers, metavar="N,…", help="model.width of the models (default: 64,128,256,512)")
     add("--depths", type=_numbers, metavar="N,…", help="model.layers of the models, which then have one width")
-    add("--steps", type=_count, default=6, metavar="N", help="optimizer steps (default: %(default)s)")
-    add("--seeds", type=_count, default=2, metavar="N", help="repetitions, of which means are taken (default: 2)")
+    add("--steps", type=count, default=6, metavar="N", help="optimizer steps (default: %(default)s)")
+    add("--seeds", type=count, default=2, metavar="N", help="repetitions, of which means are taken (default: 2)")
     add(
         "--grow",
         choices=("heads", "head-width"),
@@ -223,16 +224,10 @@ def _progress(total: int, shown: bool) -> Iterator[Callable[[], None]]:
 
 
 def _numbers(text: str) -> tuple[int, ...]:
-    found = [_count(word) for word in text.split(",")]
+    found = [count(word) for word in text.split(",")]
     if len(set(found)) < 2 or len(set(found)) < len(found):
         raise argparse.ArgumentTypeError(f"{text!r:.40} must be two or more different numbers, as 64,128,256")
     return tuple(sorted(found))
-
-
-def _count(text: str) -> int:
-    if not text.isascii() or not text.isdigit() or not 1 <= int(text[:8]) <= 1_000_000 or len(text) > 7:
-        raise argparse.ArgumentTypeError(f"{text!r:.40} must be a whole number from 1 to 1,000,000")
-    return int(text)
 
 
 if __name__ == "__main__":

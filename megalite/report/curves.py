@@ -7,10 +7,10 @@ import numpy as np
 
 from megalite.base.errors import InputError, counted
 from megalite.base.files import is_file
-from megalite.report.axes import logarithmic, loss_text
+from megalite.report.axes import logarithmic
 from megalite.report.found import FoundLaws
 from megalite.report.picture import Picture, beside, colours, in_legend
-from megalite.scaling.show import number
+from megalite.scaling.show import number, significant
 from megalite.scaling.table import RunResult
 from megalite.train.folder.records import read_records
 from megalite_launch.page.charts import thinned
@@ -71,7 +71,7 @@ def _picture(found: FoundLaws, curves: dict[str, tuple[RunResult, Curve]], by_to
         if max(losses) > 2 * max(late):  # the first steps would press all that follows flat
             axes.set_ylim(min(losses) * 0.97, max(late) * 1.25)
         logarithmic(axes, "x", "tokens" if by_tokens else "steps")
-        logarithmic(axes, "y", "training loss, nats per token", loss_text)
+        logarithmic(axes, "y", "training loss, nats per token", significant)
         beside(axes)
 
     rows = [[name, *point] for name, (_, curve) in curves.items() for point in curve]

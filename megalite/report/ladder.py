@@ -6,14 +6,14 @@ from typing import Any
 import numpy as np
 
 from megalite.base.errors import counted
-from megalite.report.axes import flops_text, logarithmic, loss_text
+from megalite.report.axes import flops_text, logarithmic
 from megalite.report.found import FoundLaws
 from megalite.report.picture import GREY, INK, MARK, Picture, beside, colours, in_legend
 from megalite.report.pictures import ticker
 from megalite.scaling.bootstrap import interval
 from megalite.scaling.forms import Array
 from megalite.scaling.law import FLOPS
-from megalite.scaling.show import number
+from megalite.scaling.show import number, significant
 from megalite.scaling.table import RunResult
 
 SERIES_TOLERANCE = 0.03  # relative: sizes, tokens, ratios or budgets that differ by less are one series
@@ -118,7 +118,7 @@ def _with_law(
             order = places[np.argsort(x[places])]
             axes.plot(x[order], loss[order], color=colour, lw=1.1)
     logarithmic(axes, "x", title)
-    logarithmic(axes, "y", "loss, nats per token", loss_text)
+    logarithmic(axes, "y", "loss, nats per token", significant)
     beside(axes)
 
 
@@ -149,7 +149,7 @@ def _envelope(found: FoundLaws) -> Picture:
                 bands = [interval(0, np.asarray(several.best_loss(at)), len(runs)) for at in line]
                 axes.fill_between(line, [b.low for b in bands], [b.high for b in bands], color=GREY, alpha=0.3, lw=0)
         logarithmic(axes, "x", "FLOPs, 6·N·D", flops_text)
-        logarithmic(axes, "y", "loss, nats per token", loss_text)
+        logarithmic(axes, "y", "loss, nats per token", significant)
         beside(axes)
 
     rows = [[run.slug, *values] for run, values in zip(runs, np.stack([n, flops, loss], 1).tolist(), strict=True)]

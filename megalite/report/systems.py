@@ -10,6 +10,7 @@ from megalite.base.errors import counted
 from megalite.plan.memory.fit import GIB
 from megalite.report.picture import GREY, INK, MARK, Picture, beside, colours, in_legend, kinds, label
 from megalite.report.pictures import ticker
+from megalite.scaling.rates import axis_value
 from megalite.scaling.table import Results, RunResult
 
 SPEED, SPEED_LOW, SPEED_HIGH = (f"tokens_per_second_per_gpu{end}" for end in ("", "_low", "_high"))
@@ -40,13 +41,9 @@ def by_layout(results: Results) -> dict[str, list[RunResult]]:
     shown = [name for name in results.axes if len({run.axes[name] for run in results.runs}) > 1 and "gpu" not in name]
     found: dict[str, list[RunResult]] = {}
     for run in sorted(results.runs, key=lambda run: run.number("gpus")):
-        words = ", ".join(f"{name.rpartition('.')[2]} {_word(run.axes[name])}" for name in shown)
+        words = ", ".join(f"{name.rpartition('.')[2]} {axis_value(run.axes[name])}" for name in shown)
         found.setdefault(words or "all runs", []).append(run)
     return found
-
-
-def _word(value: float | str) -> str:
-    return f"{value:g}" if isinstance(value, float) else value
 
 
 def _with(runs: Sequence[RunResult], *columns: str) -> list[RunResult]:

@@ -242,10 +242,11 @@ def _apart(settings: Sequence[Setting], names: Sequence[str], facts: Sequence[Se
 
 def in_words(setting: Setting) -> str:
     """Such as `model.parametrization mup, model.width 64`."""
-    return ", ".join(f"{name} {_word(value)}" for name, value in setting.items())
+    return ", ".join(f"{name} {axis_value(value)}" for name, value in setting.items())
 
 
-def _word(value: float | str) -> str:
+def axis_value(value: float | str) -> str:
+    """The text of a value that an experiment varies."""
     return f"{value:g}" if isinstance(value, float) else value
 
 

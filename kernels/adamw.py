@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw as torch_adamw
 
 from megalite_kernels.backend import Backend, Program, jit, on_device, tl, use_triton, wide_dtype, widen
-from megalite_kernels.compile_cases import LLAMAS, Case, meta
+from megalite_kernels.compile_cases import LLAMAS, CompileCase, meta
 from megalite_kernels.tensor_table import (
     CHUNK,
     find,
@@ -298,7 +298,7 @@ def bytes_moved(elements: int, grad: torch.dtype = torch.float32, copy: torch.dt
     return elements * (grad.itemsize + 6 * 4 + (copy.itemsize if copy else 0)), 0
 
 
-def compile_cases() -> Iterator[Case]:
+def compile_cases() -> Iterator[CompileCase]:
     for model, shape in LLAMAS.items():
         weights = [meta(shape.ffn, shape.width, dtype=torch.float32)] * 300
         factors, one = meta(300, 3, dtype=torch.float32), meta(dtype=torch.float32)
@@ -306,4 +306,4 @@ def compile_cases() -> Iterator[Case]:
             others = [[meta(shape.ffn, shape.width, dtype=dtype)] * 300 for dtype in copy]
             lists = [weights, [meta(shape.ffn, shape.width, dtype=grad)] * 300, weights, weights, *others]
             launch = partial(launch_adamw, lists, factors, one, one, (0.9, 0.95), 1e-8)
-            yield Case("adamw with copy" if copy else "adamw", model, grad, launch)
+            yield CompileCase("adamw with copy" if copy else "adamw", model, grad, launch)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megalite_kernels.backend import Backend, use_triton, wide_dtype
-from megalite_kernels.compile_cases import TOKENS, Case, meta, models
+from megalite_kernels.compile_cases import TOKENS, CompileCase, meta, models
 from megalite_kernels.rms_norm import launch_backward, launch_forward, rms_norm
 from megalite_kernels.rms_norm import reference as rms_norm_reference
 
@@ -95,9 +95,9 @@ def bytes_moved(tokens: int, width: int, dtype: torch.dtype) -> tuple[int, int]:
     return 4 * size, 4 * size
 
 
-def compile_cases() -> Iterator[Case]:
+def compile_cases() -> Iterator[CompileCase]:
     for model, shape, dtype in models():
         x, weight = meta(TOKENS, shape.width, dtype=dtype), meta(shape.width, dtype=dtype)
         inverse = meta(TOKENS, dtype=torch.float32)
-        yield Case("add_rms_norm", model, dtype, partial(launch_forward, x, x, weight, 1e-5))
-        yield Case("add_rms_norm backward", model, dtype, partial(launch_backward, x, weight, inverse, x, x))
+        yield CompileCase("add_rms_norm", model, dtype, partial(launch_forward, x, x, weight, 1e-5))
+        yield CompileCase("add_rms_norm backward", model, dtype, partial(launch_backward, x, weight, inverse, x, x))

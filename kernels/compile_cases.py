@@ -10,7 +10,7 @@ TOKENS = 8192  # tokens of a micro-batch
 
 
 @dataclass(frozen=True)
-class Shape:
+class ModelShape:
     """The sizes of a model on which its kernels depend."""
 
     width: int
@@ -22,15 +22,15 @@ class Shape:
 
 
 LLAMAS = {
-    "Llama 3.2 1B": Shape(2048, 32, 8, 64, 8192),
-    "Llama 3 8B": Shape(4096, 32, 8, 128, 14336),
-    "Llama 3 70B": Shape(8192, 64, 8, 128, 28672),
-    "Llama 3.1 405B": Shape(16384, 128, 8, 128, 53248),
+    "Llama 3.2 1B": ModelShape(2048, 32, 8, 64, 8192),
+    "Llama 3 8B": ModelShape(4096, 32, 8, 128, 14336),
+    "Llama 3 70B": ModelShape(8192, 64, 8, 128, 28672),
+    "Llama 3.1 405B": ModelShape(16384, 128, 8, 128, 53248),
 }
 
 
 @dataclass(frozen=True)
-class Case:
+class CompileCase:
     """One pass of an operation to compile.
 
     launch: calls the functions behind the custom ops of the pass, with tensors on the meta device.
@@ -44,7 +44,7 @@ class Case:
     wide_loads: bool = True
 
 
-def models() -> Iterator[tuple[str, Shape, torch.dtype]]:
+def models() -> Iterator[tuple[str, ModelShape, torch.dtype]]:
     """The models of the cases: all in bfloat16, and the largest also in float32, which needs the most registers."""
     for name, shape in LLAMAS.items():
         yield name, shape, torch.bfloat16

@@ -29,7 +29,8 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from megalite_kernels.compile_cases import Case
+from megalite_kernels.compile_cases import CompileCase
+from megalite_launch.base.texts import markdown_table
 
 OPS = ("adamw", "add_rms_norm", "cross_entropy", "grad_norm", "qk_norm_rope", "rms_norm", "rope", "swiglu")
 ARCHITECTURES = (80, 90)
@@ -82,14 +83,14 @@ class _NoGpu:
 def compile_module(module: str, architecture: int) -> list[Compiled]:
     """The compiled kernels of the cases of an op's module; one entry if several models launch the same kernel."""
     driver.set_active(_NoGpu(architecture))
-    found: dict[tuple[Any, ...], list[tuple[Case, Any]]] = {}
+    found: dict[tuple[Any, ...], list[tuple[CompileCase, Any]]] = {}
     for case in import_module(module).compile_cases():
         for binary in _launched(case):
             found.setdefault((case.op, str(case.dtype), binary.hash), []).append((case, binary))
     return [_measure([case for case, _ in same], same[0][1], architecture) for same in found.values()]
 
 
-def _launched(case: Case) -> list[Any]:
+def _launched(case: CompileCase) -> list[Any]:
     binaries = []
     run = JITFunction.run
 
@@ -104,7 +105,7 @@ def _launched(case: Case) -> list[Any]:
     return binaries
 
 
-def _measure(cases: Sequence[Case], binary: Any, architecture: int) -> Compiled:
+def _measure(cases: Sequence[CompileCase], binary: Any, architecture: int) -> Compiled:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(binary.asm["cubin"])
         file.flush()
@@ -194,19 +195,14 @@ def table(version: str, kernels: Sequence[Compiled]) -> str:
     """The report as a page of Markdown."""
     columns = [field.name for field in fields(Compiled) if field.name != "wants_wide_loads"]
     heads = [column.replace("_", " ") for column in columns]
-    rows = [
-        heads,
-        ["---"] * len(columns),
-        *([str(getattr(kernel, column)) for column in columns] for kernel in kernels),
-    ]
-    lines = "".join(f"| {' | '.join(row)} |\n" for row in rows)
+    rows = ([getattr(kernel, column) for column in columns] for kernel in kernels)
     return f"""# Compiled kernels
 
 Written by `python -m megalite_kernels.compile_report --write` with Triton {version}, without a GPU. Shared memory and
 stack are bytes of one program; where there is a stack, registers are spilled. Wide loads are instructions that load 16
 bytes, doubles instructions on float64.
 
-{lines}"""
+{markdown_table(heads, rows)}"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

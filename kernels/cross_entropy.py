@@ -33,7 +33,7 @@ from megalite_kernels.backend import (
     widen,
 )
 from megalite_kernels.collectives import all_gather_single, group_named, name_of
-from megalite_kernels.compile_cases import LLAMAS, TOKENS, Case, meta
+from megalite_kernels.compile_cases import LLAMAS, TOKENS, CompileCase, meta
 from megalite_kernels.labels import Labels, labels_of
 
 ROWS = 128  # rows that PyTorch handles at a time: temporaries stay in cache, and are small beside the logits
@@ -261,7 +261,7 @@ def gather_stats(stats: Tensor, group: dist.ProcessGroup | None, async_op: bool 
     return parts, all_gather_single(parts.flatten(0, 1), stats, group=group, async_op=async_op)
 
 
-class _Torch(torch.autograd.Function):
+class _TorchCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, group: dist.ProcessGroup | None, labels: Labels) -> Tensor:
         parts, _ = gather_stats(torch_stats(logits, targets, labels), group)
@@ -356,7 +356,7 @@ def cross_entropy(
     rows, width = logits.shape
     labels = labels_of(rows, width, targets, group, ignore_index, label_smoothing, z_loss, vocabulary, columns)
     if not use_triton(backend, logits.device):
-        return _Torch.apply(logits, targets, group, labels)
+        return _TorchCrossEntropy.apply(logits, targets, group, labels)
     if logits.stride(1) != 1 or logits.stride(0) < logits.shape[1]:
         logits = logits.contiguous()
     return _op(logits, targets.contiguous(), name_of(group), *labels)[0].sum()
@@ -368,7 +368,7 @@ def bytes_moved(tokens: int, columns: int, dtype: torch.dtype) -> tuple[int, int
     return size, 2 * size
 
 
-def compile_cases() -> Iterator[Case]:
+def compile_cases() -> Iterator[CompileCase]:
     vocabulary = LLAMAS["Llama 3 8B"].vocabulary  # classes of every model in LLAMAS
     for dtype in (torch.bfloat16, torch.float32):
         for ranks, smoothing, z_loss in ((1, 0.0, 0.0), (8, 0.0, 0.0), (8, 0.1, 1e-4)):
@@ -377,7 +377,7 @@ def compile_cases() -> Iterator[Case]:
             logits, targets = meta(TOKENS, width, dtype=dtype), meta(TOKENS, dtype=torch.int64)
             stats, lses = meta(ranks, TOKENS, 2, dtype=torch.float32), meta(TOKENS, dtype=torch.float32)
             model = f"Llama 3 on {ranks} ranks" + ", smoothed" * (smoothing > 0)
-            yield Case("cross_entropy", model, dtype, partial(launch_stats, logits, targets, labels))
-            yield Case("cross_entropy merge", model, dtype, partial(launch_merge, stats, targets, labels), False)
+            yield CompileCase("cross_entropy", model, dtype, partial(launch_stats, logits, targets, labels))
+            yield CompileCase("cross_entropy merge", model, dtype, partial(launch_merge, stats, targets, labels), False)
             backward = partial(launch_gradient, logits, targets, lses, lses[0].expand(TOKENS), labels)
-            yield Case("cross_entropy backward", model, dtype, backward)
+            yield CompileCase("cross_entropy backward", model, dtype, backward)

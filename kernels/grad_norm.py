@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megalite_kernels.backend import Backend, jit, on_device, tl, use_triton, wide_dtype, widen
-from megalite_kernels.compile_cases import LLAMAS, Case, meta
+from megalite_kernels.compile_cases import LLAMAS, CompileCase, meta
 from megalite_kernels.tensor_table import (
     CHUNK,
     find,
@@ -114,8 +114,8 @@ def bytes_moved(elements: int, dtype: torch.dtype) -> tuple[int, int]:
     return elements * dtype.itemsize, 0
 
 
-def compile_cases() -> Iterator[Case]:
+def compile_cases() -> Iterator[CompileCase]:
     for dtype in (torch.bfloat16, torch.float32):
         for model, shape in LLAMAS.items():
             grads = [meta(shape.ffn, shape.width, dtype=dtype)] * 300
-            yield Case("grad_norm", model, dtype, partial(launch_squares, grads))
+            yield CompileCase("grad_norm", model, dtype, partial(launch_squares, grads))

@@ -185,7 +185,7 @@ def _gradients_like(x: Tensor, weight: Tensor, early: int, wants_dx: bool, wants
     )
 
 
-class _Torch(torch.autograd.Function):
+class _TorchLinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, group: dist.ProcessGroup | None, chunk: int,
@@ -295,7 +295,7 @@ def linear_cross_entropy(
     triton = use_triton(backend, x.device)
     given = x.contiguous(), weight.contiguous(), targets.contiguous()
     if not triton and not torch.compiler.is_compiling():
-        return _Torch.apply(*given, group if ranks > 1 else None, chunk, *wants, labels)
+        return _TorchLinearCrossEntropy.apply(*given, group if ranks > 1 else None, chunk, *wants, labels)
     return _op(*given, name_of(group), chunk, triton, *wants, *labels)[0]
 
 

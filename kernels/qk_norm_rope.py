@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megalite_kernels.backend import Backend, jit, multiprocessors, on_device, tl, use_triton, wide_dtype
-from megalite_kernels.compile_cases import TOKENS, Case, meta, models
+from megalite_kernels.compile_cases import TOKENS, CompileCase, meta, models
 from megalite_kernels.rms_norm import reference as rms_norm_reference
 from megalite_kernels.rms_norm import rms_norm
 from megalite_kernels.rope import Layout, block, check, load_heads, load_pairs, rope, store_pairs, tables, turn
@@ -209,11 +209,11 @@ def bytes_moved(tokens: int, heads: int, head_size: int, dtype: torch.dtype) -> 
     return 2 * size, 3 * size
 
 
-def compile_cases() -> Iterator[Case]:
+def compile_cases() -> Iterator[CompileCase]:
     for model, shape, dtype in models():
         cos = meta(TOKENS, 1, 1, shape.head_size // 2, dtype=torch.float32)
         x, weight = meta(TOKENS, 1, shape.heads, shape.head_size, dtype=dtype), meta(shape.head_size, dtype=dtype)
         for layout in ("half", "interleaved"):
             given = x, weight, cos, cos, 1e-6, None, 0, layout == "interleaved"
-            yield Case(f"qk_norm_rope, {layout}", model, dtype, partial(launch_forward, *given))
-            yield Case(f"qk_norm_rope backward, {layout}", model, dtype, partial(launch_backward, *given, x))
+            yield CompileCase(f"qk_norm_rope, {layout}", model, dtype, partial(launch_forward, *given))
+            yield CompileCase(f"qk_norm_rope backward, {layout}", model, dtype, partial(launch_backward, *given, x))

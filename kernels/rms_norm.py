@@ -32,7 +32,7 @@ from megalite_kernels.backend import (
     wide_dtype,
     widen,
 )
-from megalite_kernels.compile_cases import TOKENS, Case, meta, models
+from megalite_kernels.compile_cases import TOKENS, CompileCase, meta, models
 
 ELEMENTS = 4096  # elements of a program's block, if rows are narrow enough
 SCRATCH_BYTES = 1024  # bytes of shared memory for sums over a program's threads
@@ -52,7 +52,7 @@ def _torch(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     return (normal if normal.dtype == x.dtype else normal.to(x.dtype)), inverse
 
 
-class _Torch(torch.autograd.Function):
+class _TorchRMSNorm(torch.autograd.Function):
     """RMSNorm in plain PyTorch, in few passes. It saves x and one number per row for backward."""
 
     @staticmethod
@@ -291,7 +291,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, backend: Backend | Literal["
         return _op(x, weight, eps)[0]
     if x.is_cuda:
         return F.rms_norm(x, (x.shape[-1],), weight, eps)
-    return _Torch.apply(x, weight, eps) if torch.is_grad_enabled() else _torch(x, weight, eps)[0]
+    return _TorchRMSNorm.apply(x, weight, eps) if torch.is_grad_enabled() else _torch(x, weight, eps)[0]
 
 
 def bytes_moved(tokens: int, width: int, dtype: torch.dtype) -> tuple[int, int]:
@@ -300,9 +300,9 @@ def bytes_moved(tokens: int, width: int, dtype: torch.dtype) -> tuple[int, int]:
     return 2 * size, 3 * size
 
 
-def compile_cases() -> Iterator[Case]:
+def compile_cases() -> Iterator[CompileCase]:
     for model, shape, dtype in models():
         x, weight = meta(TOKENS, shape.width, dtype=dtype), meta(shape.width, dtype=dtype)
         inverse = meta(TOKENS, dtype=torch.float32)
-        yield Case("rms_norm", model, dtype, partial(launch_forward, x, None, weight, 1e-5))
-        yield Case("rms_norm backward", model, dtype, partial(launch_backward, x, weight, inverse, x, None))
+        yield CompileCase("rms_norm", model, dtype, partial(launch_forward, x, None, weight, 1e-5))
+        yield CompileCase("rms_norm backward", model, dtype, partial(launch_backward, x, weight, inverse, x, None))

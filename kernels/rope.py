@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megalite_kernels.backend import Backend, jit, on_device, power_of_2, tl, use_triton, wide_dtype, widen
-from megalite_kernels.compile_cases import TOKENS, Case, meta, models
+from megalite_kernels.compile_cases import TOKENS, CompileCase, meta, models
 
 Layout = Literal["half", "interleaved"]
 
@@ -250,13 +250,13 @@ def bytes_moved(tokens: int, heads: int, head_size: int, dtype: torch.dtype) -> 
     return 2 * size, 2 * size
 
 
-def compile_cases() -> Iterator[Case]:
+def compile_cases() -> Iterator[CompileCase]:
     for model, shape, dtype in models():
         cos = meta(TOKENS, 1, 1, shape.head_size // 2, dtype=torch.float32)
         positions = meta(TOKENS, 1, dtype=torch.int64)
         for name, heads in (("q", shape.heads), ("k", shape.kv_heads)):
             x = meta(TOKENS, 1, heads, shape.head_size, dtype=dtype)
-            yield Case(f"rope {name}", model, dtype, partial(launch, x, cos, cos, None, 0, False, False))
-        yield Case("rope interleaved", model, dtype, partial(launch, x, cos, cos, None, 0, True, False))
-        yield Case("rope backward", model, dtype, partial(launch, x, cos, cos, None, 0, False, True))
-        yield Case("rope of positions", model, dtype, partial(launch, x, cos, cos, positions, 0, False, False))
+            yield CompileCase(f"rope {name}", model, dtype, partial(launch, x, cos, cos, None, 0, False, False))
+        yield CompileCase("rope interleaved", model, dtype, partial(launch, x, cos, cos, None, 0, True, False))
+        yield CompileCase("rope backward", model, dtype, partial(launch, x, cos, cos, None, 0, False, True))
+        yield CompileCase("rope of positions", model, dtype, partial(launch, x, cos, cos, positions, 0, False, False))

@@ -26,7 +26,7 @@ from megalite_kernels.backend import (
     wide_dtype,
     widen,
 )
-from megalite_kernels.compile_cases import TOKENS, Case, meta, models
+from megalite_kernels.compile_cases import TOKENS, CompileCase, meta, models
 
 THREAD_BYTES = 32  # per thread, of every tensor: two loads
 WARPS = 4
@@ -37,7 +37,7 @@ def reference(gate: Tensor, up: Tensor) -> Tensor:
     return (F.silu(gate.to(wide)) * up.to(wide)).to(gate.dtype)
 
 
-class _Torch(torch.autograd.Function):
+class _TorchSwiGLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
         ctx.save_for_backward(gate, up)
@@ -155,7 +155,7 @@ def swiglu(gate: Tensor, up: Tensor, backend: Backend = "auto") -> Tensor:
         )
     if use_triton(backend, gate.device):
         return _op(gate, up)
-    return _Torch.apply(gate, up) if torch.is_grad_enabled() else times(F.silu(gate), up)
+    return _TorchSwiGLU.apply(gate, up) if torch.is_grad_enabled() else times(F.silu(gate), up)
 
 
 def bytes_moved(tokens: int, ffn: int, dtype: torch.dtype) -> tuple[int, int]:
@@ -164,11 +164,11 @@ def bytes_moved(tokens: int, ffn: int, dtype: torch.dtype) -> tuple[int, int]:
     return 3 * size, 5 * size
 
 
-def compile_cases() -> Iterator[Case]:
+def compile_cases() -> Iterator[CompileCase]:
     for model, shape, dtype in models():
         x = meta(TOKENS, shape.ffn, dtype=dtype)
-        yield Case("swiglu", model, dtype, partial(launch_forward, x, x))
-        yield Case("swiglu backward", model, dtype, partial(launch_backward, x, x, x))
+        yield CompileCase("swiglu", model, dtype, partial(launch_forward, x, x))
+        yield CompileCase("swiglu backward", model, dtype, partial(launch_backward, x, x, x))
         fused = meta(TOKENS, 2 * shape.ffn, dtype=dtype)
         gate, up = fused.chunk(2, dim=1)
-        yield Case("swiglu of halves", model, dtype, partial(launch_forward, gate, up))
+        yield CompileCase("swiglu of halves", model, dtype, partial(launch_forward, gate, up))

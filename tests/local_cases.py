@@ -15,7 +15,7 @@ from toy_jobs import Parts, advance, make, parts, progress_at
 
 from megalite.base.errors import Unhealthy
 from megalite.checkpoint.local import replicate
-from megalite.checkpoint.local.folder import Place
+from megalite.checkpoint.local.folder import LocalFolder
 from megalite.checkpoint.local.tier import Tier
 from megalite.checkpoint.publish import Publisher
 from megalite.checkpoint.run.load import Restorer
@@ -112,7 +112,7 @@ def refuse_to_load(config: Config, run: Path) -> str:
 def failing_disk(config: Config, run: Path, fails: int, where: str) -> tuple[Told, str]:
     """Save four times; the disk of rank `fails` is full at the second and the third, of which the third is shared."""
     job, broken = make(config), [False]
-    publish, keep = Place.publish, replicate.Exchange._keep
+    publish, keep = LocalFolder.publish, replicate.FileExchange._keep
 
     def full(original: Any) -> Any:
         def write(*args: Any) -> Any:
@@ -122,7 +122,10 @@ def failing_disk(config: Config, run: Path, fails: int, where: str) -> tuple[Tol
 
         return write
 
-    patches = {"replica": (replicate.Exchange, "_keep", full(keep)), "name": (Place, "publish", full(publish))}
+    patches = {
+        "replica": (replicate.FileExchange, "_keep", full(keep)),
+        "name": (LocalFolder, "publish", full(publish)),
+    }
     news: list[Outcome] = []
     with patch.object(*patches[where]), saving(job, run) as saver:
         for step in range(1, 5):
@@ -137,7 +140,7 @@ def without_room(config: Config, run: Path) -> tuple[Told, str]:
     """Save once to the nodes, and once to the shared folder, where one node has too little room."""
     job = make(config)
     few = dist.get_rank() == 4
-    with patch.object(Place, "room", lambda _: 1000 if few else 1 << 40), saving(job, run) as saver:
+    with patch.object(LocalFolder, "room", lambda _: 1000 if few else 1 << 40), saving(job, run) as saver:
         saver.save(progress_at(job, 1), shared=False)
         saver.save(progress_at(job, 2))
         saver.wait()

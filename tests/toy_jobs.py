@@ -18,7 +18,7 @@ from megalite.checkpoint.store.host_group import HostGroup
 from megalite.checkpoint.store.progress import Progress
 from megalite.checkpoint.store.save_events import Failed, Saved
 from megalite.checkpoint.store.state import State
-from megalite.commands.verify import Part, random_batch
+from megalite.commands.verify import RankPart, random_batch
 from megalite.config.layout import Layout
 from megalite.config.schema import Batch, Config, LearningRate, Model, Optim, Parallel, Pipeline, Train
 from megalite.parallel.parameter import cut, parameters
@@ -28,7 +28,7 @@ from megalite.train.step import train_step
 
 CPU = torch.device("cpu")
 MODEL = Model(layers=2, width=16, heads=4, kv_heads=2, ffn=24, vocab_size=32, sequence_length=8, qkv_bias=True)
-Parts = dict[str, Part]
+Parts = dict[str, RankPart]
 
 
 def config_of(layout: Layout, model: Model = MODEL, schedule: str = "1f1b") -> Config:
@@ -74,7 +74,7 @@ def parts(job: Job) -> Parts:
         states = job.optimizer.states_of(param).items()
         here = {name: param, **{f"{name} {state}": tensor for state, tensor in states if state != "step"}}
         for key, tensor in here.items():
-            part = Part.of(cut(tensor, shape))
+            part = RankPart.of(cut(tensor, shape))
             assert not tensor.to_local()[len(part.values) :].any(), f"{key}: padding is not 0"
             assert key not in found or found[key].values.equal(part.values), f"{key}: the copies differ"
             found[key] = part

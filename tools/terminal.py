@@ -1,17 +1,16 @@
-"""Output of the programs that inspect files: tables and lines on stdout, progress on stderr."""
+"""Output of the programs: tables and lines on stdout, progress on stderr."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
-from rich import box
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.table import Table
 from rich.text import Text
 
 from megalite.base.errors import printable
-from megalite.base.terminal import console, escaping
+from megalite.base.terminal import console, escaping, table
 
 
 class Terminal:
@@ -28,27 +27,23 @@ class Terminal:
         """Print lines as they are."""
         self._print(Text(text), soft_wrap=True)
 
-    def table(self, columns: Iterable[str], rows: Iterable[tuple[str, ...]], marked: Iterable[int] = ()) -> None:
+    def table(self, columns: Sequence[str], rows: Iterable[Sequence[str]], marked: Iterable[int] = ()) -> None:
         """Print a table. A column is text, aligned left and wrapped, if its name ends in a colon, which is not shown.
 
         marked: rows to show in red.
         """
-        table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-        for column in columns:
-            text = column.endswith(":")
-            table.add_column(
-                column.removesuffix(":"), justify="left" if text else "right", overflow="fold", no_wrap=not text
-            )
+        names = [column.removesuffix(":") for column in columns]
+        shown = table(*names, text=tuple(column[:-1] for column in columns if column.endswith(":")))
         red = set(marked)
         for number, row in enumerate(rows):
-            table.add_row(*map(printable, row), style="red" if number in red else None)
-        self._print(table)
+            shown.add_row(*map(printable, row), style="red" if number in red else None)
+        self._print(shown)
 
     def facts(self, facts: Iterable[tuple[str, str]]) -> None:
-        table = Table(box=None, show_header=False)
+        shown = Table(box=None, show_header=False)
         for name, value in facts:
-            table.add_row(name, printable(value))
-        self._print(table)
+            shown.add_row(name, printable(value))
+        self._print(shown)
 
     def _print(self, shown: RenderableType, soft_wrap: bool = False) -> None:
         self._console.print(shown, soft_wrap=soft_wrap)

@@ -29,6 +29,7 @@ from megalite_kernels.benchmarks.sweep import check as check_sweep
 from megalite_kernels.benchmarks.sweep import measure as measure_sweep
 from megalite_kernels.benchmarks.sweep_report import agreement_table, comparison_table, sweep_data, sweep_page
 from megalite_kernels.benchmarks.timing import MIN_ROUNDS, Gpu, copied_sizes, copies, copy_bandwidths
+from megalite_launch.base.files import SHARED_MODE, write_whole
 
 PROGRAM = "python -m megalite_kernels.benchmarks"
 OUT = "docs/benchmarks/kernels_gpu.json"
@@ -149,8 +150,8 @@ def _run(options: argparse.Namespace, command: str) -> list[Row]:
         gpu.free()
         # After every case: a machine may be lent for less time than all take.
         head["cases"] = f"{done} of {len(todo)}"
-        _write(options.out, json.dumps(as_data(head, rows, bandwidths), indent=1) + "\n")
-        _write(options.out.with_suffix(".md"), page(head, rows, bandwidths))
+        write_whole(options.out, json.dumps(as_data(head, rows, bandwidths), indent=1) + "\n", SHARED_MODE)
+        write_whole(options.out.with_suffix(".md"), page(head, rows, bandwidths), SHARED_MODE)
     print(summary_table(summaries(rows, max(bandwidths.values()))), end="")
     return rows
 
@@ -162,8 +163,8 @@ def _sweep(options: argparse.Namespace, command: str) -> list[Trial]:
     for case in swept_cases(options.ops, [MODELS[model] for model in options.models], gpu.free()):
         for of_pass in measure_sweep(case, gpu, options.rounds, log):
             trials += of_pass
-            _write(options.out, json.dumps(sweep_data(head, trials, bandwidths), indent=1) + "\n")
-            _write(options.out.with_suffix(".md"), sweep_page(head, trials, bandwidths))
+            write_whole(options.out, json.dumps(sweep_data(head, trials, bandwidths), indent=1) + "\n", SHARED_MODE)
+            write_whole(options.out.with_suffix(".md"), sweep_page(head, trials, bandwidths), SHARED_MODE)
         gpu.free()
     print(comparison_table(trials, max(bandwidths.values())), end="")
     return trials
@@ -186,20 +187,6 @@ def _bandwidths(gpu: Gpu, rounds: int, log: Log) -> dict[str, float]:
 def _log() -> Log:
     began = time.monotonic()
     return lambda text: print(f"{time.monotonic() - began:4.0f} s  {text}", file=sys.stderr, flush=True)
-
-
-def _write(path: Path, text: str) -> None:
-    """The whole file or none."""
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    try:
-        temporary.unlink(missing_ok=True)
-        with temporary.open("x", encoding="utf-8") as file:  # a link of that name leads nowhere
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 if __name__ == "__main__":

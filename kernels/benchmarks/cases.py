@@ -60,7 +60,7 @@ WHOLE_PASS = "whole"  # forward and backward together, or all there is of an op 
 
 
 @dataclass(frozen=True)
-class Case:
+class BenchmarkCase:
     """One op at the sizes of one model.
 
     moved: bytes, by part; empty where they are not what bounds an op. exact: results and gradients of leaves, in the
@@ -89,7 +89,7 @@ class _Op:
     rounded: tuple[torch.dtype, int] = (torch.bfloat16, 2)
 
 
-def cases(ops: Iterable[str], models: Iterable[Model]) -> list[Case]:
+def cases(ops: Iterable[str], models: Iterable[Model]) -> list[BenchmarkCase]:
     """All of `ops` for one model after the other."""
     return [_case(op, sized) for model in models for op in ops for sized in _sizes(op, model)]
 
@@ -100,10 +100,10 @@ def _sizes(op: str, model: Model) -> list[Model]:
     return [model, twice] if op == "linear_cross_entropy" else [model]
 
 
-def _case(name: str, model: Model) -> Case:
+def _case(name: str, model: Model) -> BenchmarkCase:
     op = OPS[name]
     moved = op.moved(model)
-    return Case(
+    return BenchmarkCase(
         op=name,
         model=model.name,
         sizes=op.sizes(model),

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megalite_kernels.compile_cases import LLAMAS, TOKENS, Shape
+from megalite_kernels.compile_cases import LLAMAS, TOKENS, ModelShape
 
 STEP = 10  # updates that the optimizer has made before
 
@@ -18,7 +18,7 @@ class Model:
     """A model, and what of it one rank holds."""
 
     name: str
-    shape: Shape
+    shape: ModelShape
     tokens: int  # tokens of a micro-batch
     columns: int  # classes whose logits are here
     layers: int  # whose parameters are here
@@ -46,7 +46,7 @@ MODELS = {
 }
 MAX_RANKS = 4096
 STATE_BYTES = 64  # bytes that comparing and timing AdamW takes for every element
-TINY_MODEL = Model("tiny", Shape(48, 3, 1, 16, 80, 72), 11, columns=70, layers=1, ranks=1)
+TINY_MODEL = Model("tiny", ModelShape(48, 3, 1, 16, 80, 72), 11, columns=70, layers=1, ranks=1)
 
 
 def fitting(model: Model, memory: int) -> Model:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megalite_kernels.benchmarks.agreement import excess
-from megalite_kernels.benchmarks.cases import WHOLE_PASS, Case
+from megalite_kernels.benchmarks.cases import WHOLE_PASS, BenchmarkCase
 from megalite_kernels.benchmarks.inputs import Inputs, flat
 from megalite_kernels.benchmarks.timing import Call, Gpu, Spread, Warm, spreads, warm_up
 from megalite_kernels.benchmarks.variants import LIGER, MEGALITE, VARIANTS, Run, Variant, has_liger
@@ -53,12 +53,12 @@ class _Candidate:
     run: Run | None  # none: not to be timed
 
 
-def check(case: Case, device: torch.device, log: Log) -> list[Row]:
+def check(case: BenchmarkCase, device: torch.device, log: Log) -> list[Row]:
     """Compare all implementations, and time none."""
     return [candidate.row for candidate in _compared(case, case.make(device), log)]
 
 
-def measure(case: Case, gpu: Gpu, rounds: int, log: Log) -> list[Row]:
+def measure(case: BenchmarkCase, gpu: Gpu, rounds: int, log: Log) -> list[Row]:
     """Compare all implementations, and time those that agree, in at most `rounds` rounds."""
     inputs = case.make(gpu.device)
     candidates = _compared(case, inputs, log)
@@ -70,7 +70,7 @@ def measure(case: Case, gpu: Gpu, rounds: int, log: Log) -> list[Row]:
     return rows
 
 
-def _compared(case: Case, inputs: Inputs, log: Log) -> list[_Candidate]:
+def _compared(case: BenchmarkCase, inputs: Inputs, log: Log) -> list[_Candidate]:
     torch.compiler.reset()  # code that was compiled for other sizes counts against a limit
     exact = attempt(lambda: case.exact(inputs))
     candidates = []
@@ -84,7 +84,7 @@ def _compared(case: Case, inputs: Inputs, log: Log) -> list[_Candidate]:
     return candidates
 
 
-def _compare(variant: Variant, case: Case, inputs: Inputs, exact: Sequence[Tensor]) -> tuple[str, Run | None]:
+def _compare(variant: Variant, case: BenchmarkCase, inputs: Inputs, exact: Sequence[Tensor]) -> tuple[str, Run | None]:
     """Return the status of the implementation, and the function that runs it; None if it may not be timed."""
     if variant.bind is None:
         return NO_SUCH_KERNEL, None
@@ -125,7 +125,9 @@ def _excesses(run: Run, inputs: Inputs, exact: Sequence[Tensor], rounded: tuple[
     return dict(zip(names, of_results + of_gradients, strict=True))
 
 
-def _timed(case: Case, part: str, inputs: Inputs, candidates: Sequence[_Candidate], gpu: Gpu, rounds: int) -> list[Row]:
+def _timed(
+    case: BenchmarkCase, part: str, inputs: Inputs, candidates: Sequence[_Candidate], gpu: Gpu, rounds: int
+) -> list[Row]:
     """Rows of one part of the work."""
     takers = [
         (one, one.run) for one in candidates if one.run is not None and (one.variant.compared or part == WHOLE_PASS)

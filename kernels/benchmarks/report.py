@@ -9,6 +9,7 @@ from megalite_kernels.benchmarks.cases import WHOLE_PASS
 from megalite_kernels.benchmarks.measure import NO_SUCH_KERNEL, Row
 from megalite_kernels.benchmarks.timing import Spread
 from megalite_kernels.benchmarks.variants import EAGER_TORCH, LIGER, MATMULS, MEGALITE, TORCH_COMPILE
+from megalite_launch.base.texts import markdown_table
 
 SHARES = {  # targets: least share of the bandwidth of a copy
     ("rms_norm", "forward"): 0.90,
@@ -106,11 +107,6 @@ def _at_most(ours: Row, ratio: float | None, most: float) -> str:
     return _verdict(ratio <= most)
 
 
-def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = [heads, ["---"] * len(heads), *rows]
-    return "".join(f"| {' | '.join(cell.replace('|', '/') for cell in line)} |\n" for line in lines)
-
-
 def summary_table(found: Sequence[Summary]) -> str:
     heads = [
         "op",
@@ -130,7 +126,7 @@ def summary_table(found: Sequence[Summary]) -> str:
         ratios = (number(one.ratios.get(kind), 1, "{:.2f}") for kind in OTHER_KINDS)
         cells = [row.op, f"{row.model}, {row.sizes}", row.part, *_measured(row, one.share)]
         rows.append([*cells, *ratios, number(row.peak_bytes, 2**-20), targets if row.seconds else row.status])
-    return table(heads, rows)
+    return markdown_table(heads, rows)
 
 
 def full_table(rows: Iterable[Row], copy: float) -> str:
@@ -143,12 +139,12 @@ def full_table(rows: Iterable[Row], copy: float) -> str:
         cells = [row.op, row.model, row.part, row.variant, *_measured(row, share_of_copy(row, copy)), spread]
         cells += [number(seconds.rounds if seconds else None, 1, "{:.0f}"), number(row.host_seconds, 1e6)]
         lines.append([*cells, number(row.peak_bytes, 2**-20), row.status])
-    return table([*heads, "peak MiB", "result"], lines)
+    return markdown_table([*heads, "peak MiB", "result"], lines)
 
 
 def result_table(rows: Iterable[Row]) -> str:
     """Table of the results of a run that compares and times nothing."""
-    return table(["op", "implementation", "result"], ([row.op, row.variant, row.status] for row in rows))
+    return markdown_table(["op", "implementation", "result"], ([row.op, row.variant, row.status] for row in rows))
 
 
 def _measured(row: Row, share: float | None) -> list[str]:

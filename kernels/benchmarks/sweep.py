@@ -17,7 +17,7 @@ from torch import Tensor
 from megalite_kernels.adamw import PROGRAM, launch_adamw
 from megalite_kernels.backend import Program, wide_dtype
 from megalite_kernels.benchmarks.agreement import excess
-from megalite_kernels.benchmarks.cases import ADAMW, EPS, WHOLE_PASS, Case, cases
+from megalite_kernels.benchmarks.cases import ADAMW, EPS, WHOLE_PASS, BenchmarkCase, cases
 from megalite_kernels.benchmarks.inputs import Inputs, Model, fitting, flat
 from megalite_kernels.benchmarks.measure import AGREEMENT, Log, attempt
 from megalite_kernels.benchmarks.timing import Call, Gpu, Spread, Warm, spread, spreads, take_turns, warm_up
@@ -143,7 +143,7 @@ def _adamw(inputs: Inputs) -> Iterator[Pass]:
 SWEEPS = {"add_rms_norm": _norm, "swiglu": _swiglu, "cross_entropy": _cross_entropy, "adamw": _adamw}
 
 
-def swept_cases(ops: Iterable[str], models: Iterable[Model], memory: int) -> list[Case]:
+def swept_cases(ops: Iterable[str], models: Iterable[Model], memory: int) -> list[BenchmarkCase]:
     """Cases of all `ops`, for one model after the other. memory: bytes of the device that are free."""
     return cases(ops, [fitting(model, min(memory, STATES_BYTES)) for model in models])
 
@@ -159,13 +159,13 @@ def programs(one: Pass) -> list[Program]:
     ]
 
 
-def check(case: Case, device: torch.device) -> Iterator[list[Trial]]:
+def check(case: BenchmarkCase, device: torch.device) -> Iterator[list[Trial]]:
     """The trials of each pass. All programs are compared, and none is timed."""
     for one in SWEEPS[case.op](case.make(device)):
         yield _compared(case, one)
 
 
-def measure(case: Case, gpu: Gpu, rounds: int, log: Log) -> Iterator[list[Trial]]:
+def measure(case: BenchmarkCase, gpu: Gpu, rounds: int, log: Log) -> Iterator[list[Trial]]:
     """The trials of each pass. Programs that agree are timed, the fastest of them in at most `rounds` rounds."""
     for one in SWEEPS[case.op](case.make(gpu.device)):
         _compile(one)
@@ -187,7 +187,7 @@ def _compile(one: Pass) -> None:
             pool.submit(one.run, program)
 
 
-def _compared(case: Case, one: Pass) -> list[Trial]:
+def _compared(case: BenchmarkCase, one: Pass) -> list[Trial]:
     expected = attempt(lambda: [result.clone() for result in _results(one, one.shipped)])
     trials = []
     for program in programs(one):

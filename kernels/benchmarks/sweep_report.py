@@ -5,8 +5,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from megalite_kernels.benchmarks.measure import AGREEMENT
-from megalite_kernels.benchmarks.report import facts, median, number, share_of_copy, table
+from megalite_kernels.benchmarks.report import facts, median, number, share_of_copy
 from megalite_kernels.benchmarks.sweep import Trial
+from megalite_launch.base.texts import markdown_table
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ def comparison_table(trials: Iterable[Trial], copy: float) -> str:
         shipped = one.shipped
         cells = [shipped.op, shipped.part, str(shipped.width), *_cells(shipped, copy), *_cells(one.best, copy)]
         rows.append([*cells, number(one.gain, 100, "{:.1f} %") if shipped.seconds else shipped.status])
-    return table([*heads, "gain"], rows)
+    return markdown_table([*heads, "gain"], rows)
 
 
 def _cells(trial: Trial | None, copy: float) -> list[str]:
@@ -67,7 +68,7 @@ def trial_table(trials: Iterable[Trial], copy: float) -> str:
         rounds = number(trial.seconds.rounds if trial.seconds else None, 1, "{:.0f}")
         result = trial.status + ", ships" * trial.is_shipped
         rows.append([trial.op, trial.part, str(trial.width), *_cells(trial, copy), rounds, result])
-    return table(heads, rows)
+    return markdown_table(heads, rows)
 
 
 def agreement_table(trials: Iterable[Trial]) -> str:
@@ -78,7 +79,7 @@ def agreement_table(trials: Iterable[Trial]) -> str:
         results = [("", f"{len(agreeing)} of {len(of_pass)} agree")]
         results += [(trial.name, trial.status) for trial in of_pass if trial.status != AGREEMENT]
         rows += [[of_pass[0].op, of_pass[0].part, str(of_pass[0].width), *result] for result in results]
-    return table(["op", "part", "width", "program", "result"], rows)
+    return markdown_table(["op", "part", "width", "program", "result"], rows)
 
 
 def sweep_data(head: dict[str, Any], trials: Sequence[Trial], copies: dict[str, float]) -> dict[str, Any]:

@@ -3,27 +3,54 @@
 from __future__ import annotations
 
 import argparse
+import re
 import shlex
 from collections.abc import Callable
 
 MAX_DIGITS = 12  # digits of a whole number, at most
+SIZE = re.compile(r"(\d+\.?\d*) ?([KMGTP]?)(I?)B?", re.IGNORECASE)
+POWERS = {unit: power for power, unit in enumerate(("", "K", "M", "G", "T", "P"))}
 
 
-def _whole(least: int, most: int) -> Callable[[str], int]:
+def whole(least: int, most: int) -> Callable[[str], int]:
     """A whole number from `least` to `most`."""
 
     def read(text: str) -> int:
         found = int(text) if text.isascii() and text.isdigit() and len(text) <= MAX_DIGITS else -1
         if not least <= found <= most:
-            raise argparse.ArgumentTypeError(f"{text:.60}: must be a whole number from {least} to {most}")
+            raise argparse.ArgumentTypeError(f"{text!r:.40} must be a whole number from {least:,} to {most:,}")
         return found
 
     return read
 
 
-natural = _whole(0, 10**9)
-count = _whole(1, 10**6)
-port = _whole(1, 65535)
+natural = whole(0, 10**9)
+count = whole(1, 10**6)
+port = whole(1, 65535)
+
+
+def above_zero(what: str = "a number above 0", most: float = 1e18) -> Callable[[str], float]:
+    """A number above 0 and at most `most`; `what` names it in the error."""
+
+    def read(text: str) -> float:
+        try:
+            found = float(text)
+        except ValueError:
+            found = 0.0
+        if not 0 < found <= most:
+            raise argparse.ArgumentTypeError(f"{text!r:.40} must be {what}")
+        return found
+
+    return read
+
+
+def byte_size(text: str) -> int:
+    """A number of bytes: `350GiB`, `20GB`, `4096`."""
+    found = SIZE.fullmatch(text)
+    size = float(found[1]) * (1024 if found[3] else 1000) ** POWERS[found[2].upper()] if found else 0.0
+    if not 1 <= size < 1e18:
+        raise argparse.ArgumentTypeError(f"{text!r:.40} must be a size above 0, as 350GiB, 20GB or a number of bytes")
+    return int(size)
 
 
 def seconds(text: str) -> float:

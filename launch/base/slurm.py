@@ -40,7 +40,7 @@ Call = Callable[[Sequence[str]], Answer]
 
 
 @dataclass(frozen=True)
-class Job:
+class SlurmJob:
     """A job, as Slurm sees it."""
 
     state: str  # such as RUNNING; GONE: Slurm does not know it any more
@@ -75,16 +75,16 @@ class Slurm:
             raise UserError(f"SLURM_JOB_ID = {job!r}: must be the number of a job")
         self.number, self._call = job, call
 
-    def job(self, number: str | None = None) -> Job | None:
+    def job(self, number: str | None = None) -> SlurmJob | None:
         """Ask Slurm for this job or another; None if Slurm gave no answer that can be understood."""
         answer = self._call(["scontrol", "show", "job", number or self.number])
         if answer.code:
-            return Job("GONE") if UNKNOWN_JOB_ERROR in answer.error else None
+            return SlurmJob("GONE") if UNKNOWN_JOB_ERROR in answer.error else None
         state, counts, nodes = (pattern.search(answer.out) for pattern in (STATE, COUNTS, NODES))
         if not state or not counts:
             return None
         listed = nodes[1] if nodes and nodes[1] != "(null)" else ""
-        return Job(state[1], state[2], counts[1] == "1", int(counts[2]), listed)
+        return SlurmJob(state[1], state[2], counts[1] == "1", int(counts[2]), listed)
 
     def names(self, nodes: str) -> list[str]:
         """The names in a list of nodes, in Slurm's order; none if there is no such answer."""

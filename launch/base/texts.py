@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 import time
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Optional
 
 DAY, HOUR, MINUTE = 86_400, 3600, 60
@@ -56,6 +56,11 @@ def scaled(value: float, unit: str, prefixes: Prefixes = DECIMAL_UNITS) -> str:
     return f"{number:#.3g}".rstrip(".") + f" {prefix}{unit}"
 
 
+def memory_text(size: float) -> str:
+    """Bytes of memory: `51.2 GiB`."""
+    return scaled(round(size), "B", BINARY_UNITS)
+
+
 def clock(moment: float) -> str:
     """The local time of a moment, which is seconds since 1970."""
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(moment))
@@ -66,9 +71,10 @@ def share(value: object) -> str:
     return f"{value:.1%}" if isinstance(value, float) else "not known"
 
 
-def counted(number: int, what: str) -> str:
-    """`1 node`, `2 nodes`."""
-    return f"{number:,} {what}{'s' * (number != 1)}"
+def counted(number: float, one: str, several: str = "") -> str:
+    """A number and what it counts, `1 rank` or `1,024 ranks`; `several` is the plural, if that does not end in s."""
+    shown = f"{number:,}" if isinstance(number, int) else f"{number:g}"
+    return f"{shown} {one if number == 1 else several or one + 's'}"
 
 
 def table(
@@ -95,3 +101,13 @@ def table(
         ]
 
     return "\n".join(part for line in lines for part in one(line))
+
+
+def markdown_table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """A table of Markdown. Cells are made printable and may not end a column: a bar becomes a slash."""
+
+    def cell(value: object) -> str:
+        return printable(" ".join(str(value).split())).replace("|", "/")
+
+    lines = [header, ["---"] * len(header), *rows]
+    return "".join(f"| {' | '.join(map(cell, line))} |\n" for line in lines)

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from math import ceil, floor, log10
+from math import ceil
 
 from .html import Key, escape, legend
+from .lines import Axis, Line, Point, line_chart
 
-WIDTH, HEIGHT = 520, 260
-RIGHT_MARGIN, TOP_MARGIN, BOTTOM_MARGIN = 20, 14, 50
-AXIS_GAP, LETTER_WIDTH = 14, 8.5  # left of an axis: a gap, and a character of its numbers
 MAX_POINTS = 400  # points of a curve: as many as a picture can show
 MAX_ROWS = 60  # attempts that are drawn
 ROW_HEIGHT, GAP, LENGTH = 14, 5, 1000
 MIN_VALUE, MAX_VALUE = 1e-100, 1e100  # smallest value that differs from 0, and largest that an axis can show
-Point = tuple[float, float]
 
 
 def thinned(points: Sequence[Point], most: int = MAX_POINTS) -> list[Point]:
@@ -37,65 +34,10 @@ def thinned(points: Sequence[Point], most: int = MAX_POINTS) -> list[Point]:
 
 def curve_chart(title: str, unit: Callable[[float], str], curves: Sequence[tuple[str, Sequence[Point], int]]) -> str:
     """Curves over steps. unit: the text of a value. curves: name, points and the number of a colour."""
-    drawn = [(name, thinned(points), colour) for name, points, colour in curves]
-    drawn = [(name, points, colour) for name, points, colour in drawn if points]
-    if not drawn:
-        return ""
-    values = sorted(value for _, points, _ in drawn for _, value in points)
-    low, high = _range(values)
-    marks = _marks(low, high, 4)
-    left = AXIS_GAP + LETTER_WIDTH * max(len(unit(mark)) for mark in marks)
-    steps = [step for _, points, _ in drawn for step, _ in points]
-    first, last = min(steps), max(max(steps), min(steps) + 1)
-
-    def across(step: float) -> float:
-        return left + (WIDTH - RIGHT_MARGIN - left) * (step - first) / (last - first)
-
-    def up(value: float) -> float:
-        held = min(max(value, low), high)
-        return (HEIGHT - BOTTOM_MARGIN) + (TOP_MARGIN - HEIGHT + BOTTOM_MARGIN) * (held - low) / (high - low)
-
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" class="chart" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" '
-        f'aria-label="{escape(title)}"><title>{escape(title)}</title>'
-    ]
-    for mark in marks:
-        y = up(mark)
-        parts.append(f'<line x1="{left:.1f}" x2="{WIDTH - RIGHT_MARGIN}" y1="{y:.1f}" y2="{y:.1f}" class="grid"/>')
-        parts.append(_text(left - 6, y + 4, unit(mark), "end"))
-    free = left  # where the next number may begin
-    for mark in _marks(first, last, 4, whole=True):
-        if across(mark) >= free:
-            free = across(mark) + 90
-            anchor = "end" if across(mark) > WIDTH - 70 else "middle" if across(mark) > left + 30 else "start"
-            parts.append(_text(across(mark), HEIGHT - BOTTOM_MARGIN + 20, f"{mark:,.0f}", anchor))
-    parts.append(_text((left + WIDTH - RIGHT_MARGIN) / 2, HEIGHT - 8, "step", "middle"))
-    for name, points, colour in drawn:
-        path = " ".join(f"{across(step):.1f},{up(value):.1f}" for step, value in points)
-        words = escape(f"{name}: {unit(points[-1][1])} at step {points[-1][0]:,.0f}")
-        if len(points) == 1:
-            parts.append(f'<circle cx="{path.split(",")[0]}" cy="{path.split(",")[1]}" r="4" class="c{colour}"/>')
-        parts.append(f'<polyline points="{path}" class="curve s{colour}"><title>{words}</title></polyline>')
-    return "\n".join([*parts, "</svg>", legend(Key(name, f"c{colour}") for name, _, colour in drawn)])
-
-
-def _range(values: Sequence[float]) -> Point:
-    """Lowest and highest value that is shown: without the few that would press all others flat."""
-    low, high = values[0], values[-1]
-    usual = values[floor(0.98 * (len(values) - 1))]
-    if len(values) >= 20 and high - low > 5 * (usual - low) > 0:
-        high = low + 2 * (usual - low)
-    room = 0.05 * (high - low) or abs(high) * 0.05 or 1.0
-    return (max(low - room, 0.0) if low >= 0 else low - room), high + room
-
-
-def _marks(low: float, high: float, about: int, whole: bool = False) -> list[float]:
-    """Round values from `low` to `high`."""
-    rough = (high - low) / about
-    power = 10.0 ** floor(log10(rough))
-    step = next(digit * power for digit in (1, 2, 5, 10) if digit * power >= rough * (1 - 1e-9))
-    step = max(step, 1.0) if whole else step
-    return [step * at for at in range(ceil(low / step - 1e-9), floor(high / step + 1e-9) + 1)]
+    lines = [Line(name, thinned(points), colour, dots=False) for name, points, colour in curves]
+    lines = [line for line in lines if line.points]
+    steps = Axis("step", lambda step: f"{step:,.0f}", near=True, mark_step=1.0)
+    return line_chart(title, steps, Axis("", unit, near=True), lines) if lines else ""
 
 
 def attempts_chart(
@@ -155,7 +97,3 @@ def account_bar(accounts: dict[str, float], colours: dict[str, int], names: dict
 
 def _when(moment: float) -> str:
     return time.strftime("%Y-%m-%d %H:%M", time.localtime(moment))
-
-
-def _text(x: float, y: float, text: str, anchor: str) -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>'

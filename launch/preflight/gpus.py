@@ -76,16 +76,14 @@ def _read(
     return values
 
 
-def _above(
-    sheet: Sheet, check: str, values: Optional[Values], limit: Optional[float], what: str, bad: str = FAIL
-) -> None:
+def _above(sheet: Sheet, check: str, values: Optional[Values], limit: Optional[float], what: str) -> None:
     """Judge values that must not be above a limit; without a limit, there is no check."""
     if values is None or limit is None:
         return
     over = {name: value for name, value in values.items() if value is not None and value > limit}
     most = max(value for value in values.values() if value is not None)
     text = ", ".join(f"{name}: {value:g} {what}" for name, value in over.items()) or f"at most {most:g} {what}"
-    sheet.add(check, bad if over else OK, over or most, f"<= {limit:g}", text)
+    sheet.add(check, FAIL if over else OK, over or most, f"<= {limit:g}", text)
 
 
 def _ecc(sheet: Sheet, found: Survey, limits: Limits, before: Mapping[str, float]) -> None:

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Optional
 
-from ..base.arguments import natural, port
+from ..base.arguments import byte_size, natural, port
 from ..base.errors import UserError
 from ..base.files import SHARED_MODE, write_whole
 from ..base.outcome import DONE, FAILED
@@ -31,8 +30,6 @@ from .thresholds import Thresholds, load_thresholds
 from .trainer import Trainer
 
 PORT = 12765  # below the ports that a system gives to programs by itself
-SIZE = re.compile(r"(\d+\.?\d*) ?([kMGTP]?)(i?)B?")
-POWERS = {unit: power for power, unit in enumerate(("", "k", "M", "G", "T", "P"))}
 CODES = """exit codes:
   0    all checks passed; there may be warnings
   1    a check failed
@@ -149,8 +146,6 @@ def _order(options: argparse.Namespace) -> Order:
         raise UserError(f"--checkpoints {folder}: is no folder")
     if not 0 <= options.probe_seconds <= 30:
         raise UserError(f"--probe-seconds {options.probe_seconds}: must be from 0 to 30")
-    size = _size("--checkpoint-size", options.checkpoint_size) if options.checkpoint_size else None
-    probe = _size("--probe-size", options.probe_size or ("16MiB" if options.gpus == 0 else "1GiB"))
     return Order(
         node=node,
         nodes=nodes,
@@ -158,11 +153,12 @@ def _order(options: argparse.Namespace) -> Order:
         level=options.level,
         gpus=options.gpus,
         folder=folder,
-        checkpoint=size or (checkpoint_bytes(folder) if folder else None),
+        checkpoint=_size("--checkpoint-size", options.checkpoint_size)
+        or (checkpoint_bytes(folder) if folder else None),
         attempts=options.run and RunFolder(options.run).attempts,
         trainer=_trainer(options),
-        write_size=_size("--write-size", options.write_size or ("256MiB" if options.level == "full" else "1MiB")),
-        probe_size=probe,
+        write_size=_size("--write-size", options.write_size) or (2**28 if options.level == "full" else 2**20),
+        probe_size=_size("--probe-size", options.probe_size) or (2**24 if options.gpus == 0 else 2**30),
         probe_seconds=options.probe_seconds,
     )
 
@@ -193,9 +189,8 @@ def _nodes(text: str) -> list[str]:
     return names
 
 
-def _size(option: str, text: str) -> int:
-    found = SIZE.fullmatch(text)
-    size = float(found[1]) * (1024 if found[3] else 1000) ** POWERS[found[2]] if found else 0.0
-    if not 1 <= size < 1e18:
-        raise UserError(f"{option} {text:.60}: must be a size above 0, such as 350GiB, 20GB or a number of bytes")
-    return int(size)
+def _size(option: str, text: Optional[str]) -> Optional[int]:
+    try:
+        return byte_size(text) if text else None
+    except argparse.ArgumentTypeError as error:
+        raise UserError(f"{option}: {error}") from None

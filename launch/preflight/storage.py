@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Optional
 
+from ..base.texts import memory_text
 from .findings import FAIL, OK, UNCHECKED, WARN, Sheet
 from .thresholds import Limits
 
@@ -19,7 +20,7 @@ GIB = 2**30
 
 
 @dataclass(frozen=True)
-class Written:
+class WrittenFile:
     """A file that was written to be read by another node."""
 
     path: Path
@@ -40,11 +41,11 @@ def check_room(sheet: Sheet, folder: Path, checkpoint: Optional[int], limits: Li
         return
     free = found.f_bavail * found.f_frsize
     if checkpoint is None:
-        text = f"{free / GIB:,.1f} GiB free; how large a checkpoint is, is not known (--checkpoint-size)"
+        text = f"{memory_text(free)} free; how large a checkpoint is, is not known (--checkpoint-size)"
         sheet.add("free space", UNCHECKED, free, "", text)
     else:
         times = free / max(checkpoint, 1)
-        text = f"{free / GIB:,.1f} GiB free, {times:,.1f} checkpoints of {checkpoint / GIB:,.2f} GiB"
+        text = f"{memory_text(free)} free, {times:,.1f} checkpoints of {memory_text(checkpoint)}"
         sheet.judge("free space", round(times, 2), "<", limits, "checkpoints", text)
     needed = limits.number("inodes")
     if found.f_files == 0:  # some file systems make inodes as they need them
@@ -68,7 +69,7 @@ def check_shm(sheet: Sheet, limits: Limits, shm: Path = SHM) -> None:
     sheet.add("/dev/shm", FAIL if gib < needed else OK, round(gib, 2), f"fail < {needed:g} GiB", f"{gib:,.1f} GiB free")
 
 
-def write(folder: Path, node: str, size: int) -> Written:
+def write(folder: Path, node: str, size: int) -> WrittenFile:
     """Write `size` bytes that no file system can make smaller, up to fsync of the file and of its folder.
 
     Raises OSError; leaves no file behind then.
@@ -97,7 +98,7 @@ def write(folder: Path, node: str, size: int) -> Written:
         with suppress(OSError):
             path.unlink()
         raise
-    return Written(path, size, digest.hexdigest(), seconds)
+    return WrittenFile(path, size, digest.hexdigest(), seconds)
 
 
 def _block(random: bytes, place: int) -> bytes:
@@ -105,7 +106,7 @@ def _block(random: bytes, place: int) -> bytes:
     return place.to_bytes(8, "little") + random[8:]
 
 
-def judge_write(sheet: Sheet, written: Written, checkpoint: Optional[int], nodes: int, limits: Limits) -> None:
+def judge_write(sheet: Sheet, written: WrittenFile, checkpoint: Optional[int], nodes: int, limits: Limits) -> None:
     """Add a finding: whether this node writes fast enough for its part of a checkpoint."""
     rate = written.size / max(written.seconds, 1e-9)
     sheet.measured["write"] = {"bytes": written.size, "seconds": written.seconds, "rate": rate}

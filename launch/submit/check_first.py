@@ -16,7 +16,7 @@ PATIENCE = 600.0  # seconds: a large data set is scanned once
 
 
 @dataclass(frozen=True)
-class Checked:
+class CheckedRun:
     """Run that would start, as a check has found it."""
 
     ranks: int
@@ -61,7 +61,7 @@ def find_megalite(given: str | None) -> str:
     return found
 
 
-def check(megalite: str, arguments: Sequence[str], ranks: int | None) -> Checked:
+def check(megalite: str, arguments: Sequence[str], ranks: int | None) -> CheckedRun:
     """Check the configuration `arguments`, as `megalite train` takes it. ranks: None for as many as the layout has.
 
     Raises CheckFailed when the check has told what is wrong, and UserError when it cannot be made.
@@ -80,7 +80,7 @@ def check(megalite: str, arguments: Sequence[str], ranks: int | None) -> Checked
         raise CheckFailed(done.returncode if done.returncode > 0 else BAD_INPUT)
     told = dict(line.split(maxsplit=1) for line in done.stdout.splitlines() if len(line.split(maxsplit=1)) == 2)
     try:
-        return Checked(int(told["ranks"]), told["layout"], Path(told["folder"]).absolute(), told["steps"])
+        return CheckedRun(int(told["ranks"]), told["layout"], Path(told["folder"]).absolute(), told["steps"])
     except (KeyError, ValueError):
         raise UserError(
             f"{megalite}: is not this version's megalite: {done.stdout[:200]!r}; give --megalite PATH"

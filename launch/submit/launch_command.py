@@ -24,11 +24,11 @@ from ..base.processes import HANDLED_SIGNALS
 from ..base.run_folder import RunFolder
 from ..preflight.thresholds import load_thresholds
 from ..supervise.other_supervisors import local_rival, submitting
-from .check_first import Checked, CheckFailed, check, find_megalite, resolved
+from .check_first import CheckedRun, CheckFailed, check, find_megalite, resolved
 from .kubernetes import Pods, manifest
 from .kubernetes_options import kubernetes_options, pods_of
 from .overlay import read_overlay
-from .slurm_script import Job, batch_script, frozen_options, limit_seconds
+from .slurm_script import SlurmRequest, batch_script, frozen_options, limit_seconds
 
 JOB = re.compile(r"\d{1,15}")
 WARNING = 300  # seconds before Slurm's time limit
@@ -91,7 +91,7 @@ def _slurm(args: argparse.Namespace) -> int:
         srun += [f"--container-mounts={args.mounts}"] if args.mounts is not None else []
     script = _next(run.path / "launch", "sbatch")
     megalite = args.megalite or ("megalite" if args.container or args.unchecked else find_megalite(None))
-    job = Job(
+    job = SlurmRequest(
         run=run.path,
         name=re.sub(r"[^A-Za-z0-9_.-]", "_", run.path.name),
         nodes=args.nodes,
@@ -161,11 +161,11 @@ def _kubernetes(args: argparse.Namespace) -> int:
     return DONE
 
 
-def _checked(args: argparse.Namespace) -> Checked:
+def _checked(args: argparse.Namespace) -> CheckedRun:
     """Return the run that would start on a cluster, after a check unless the check is left to the job."""
     ranks = args.nodes * args.gpus_per_node
     if args.unchecked is not None:
-        return Checked(ranks, f"{ranks} ranks, not checked here", Path(args.unchecked).absolute(), "as configured")
+        return CheckedRun(ranks, f"{ranks} ranks, not checked here", Path(args.unchecked).absolute(), "as configured")
     return check(find_megalite(args.megalite), args.arguments, ranks)
 
 
@@ -258,7 +258,7 @@ def _write(path: Path, text: str) -> Path:
     return path
 
 
-def _tell(checked: Checked, script: Path | None) -> None:
+def _tell(checked: CheckedRun, script: Path | None) -> None:
     folder = shlex.quote(str(checked.folder))
     print(f"run      {folder}: {checked.layout}, steps {checked.steps}")
     if script is not None:

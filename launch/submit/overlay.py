@@ -62,7 +62,7 @@ def _yaml(path: Path, text: str) -> list[Any]:
         ) from None
     try:
 
-        class Loader(yaml.SafeLoader):  # type: ignore[name-defined]
+        class ManifestLoader(yaml.SafeLoader):  # type: ignore[name-defined]
             """Takes no aliases: a few of them stand for a document without end."""
 
             def compose_node(self, parent: Any, index: Any) -> Any:
@@ -70,7 +70,7 @@ def _yaml(path: Path, text: str) -> list[Any]:
                     raise UserError(f"{path}: has aliases, which could make it endless; write out what they stand for")
                 return super().compose_node(parent, index)
 
-        return [document for document in yaml.load_all(text, Loader) if document is not None]
+        return [document for document in yaml.load_all(text, ManifestLoader) if document is not None]
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise UserError(f"{path}: is neither JSON nor YAML: {' '.join(str(error).split())[:200]}") from None
 

@@ -15,7 +15,6 @@ DEFAULT_ARRAY_SIZE = 1001  # tasks of an array that Slurm allows unless it says 
 SIZE = re.compile(r"^MaxArraySize\s*=\s*(\d{1,9})$", re.MULTILINE)
 ELEMENT = re.compile(r"(\d{1,10}_\d{1,7}) ([A-Z_]+)")
 SUBMISSION = re.compile(r"(\d{1,15})(;.*)?")
-SBATCH_SECONDS = 120.0  # seconds that sbatch has
 
 
 @dataclass(frozen=True)

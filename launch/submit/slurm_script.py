@@ -11,14 +11,14 @@ from pathlib import Path
 from ..base.errors import UserError
 from ..base.own_command import PACKAGE
 from ..base.processes import SIGNAL_NAMES
-from ..supervise.policy import Limits
+from ..supervise.policy import RestartLimits
 from .check_first import resolve
 
 VALUE = re.compile(r"[A-Za-z0-9_.,:;=@%+/*()\[\]&|!-]+")  # value of an sbatch option: no blanks, quotes or line ends
 NAME = re.compile(r"[A-Za-z0-9_-]+")
 LIMIT = re.compile(r"((?P<days>\d{1,5})-)?(?P<rest>\d{1,9}(:\d{1,9}){0,2})", re.ASCII)  # time limit for sbatch
 PLACEHOLDER = re.compile(r"\{[a-z]+\}")
-GRACE = round(Limits.grace)  # seconds that ranks have at least to save
+GRACE = round(RestartLimits.grace)  # seconds that ranks have at least to save
 CORES = "8"  # for a rank with a GPU; slurm.sbatch has as many
 # Whole nodes, unless the user asks otherwise: by the option itself or by one that Slurm takes in its place.
 DEFAULTS = {
@@ -30,7 +30,7 @@ RESERVE = 60  # seconds that are left before the time limit when ranks that have
 
 
 @dataclass(frozen=True)
-class Job:
+class SlurmRequest:
     """Request to Slurm, and the command to run there."""
 
     run: Path  # the folder of the run
@@ -72,7 +72,7 @@ def limit_seconds(text: str) -> int | None:
     return whole or None  # 0 is no limit
 
 
-def batch_script(job: Job) -> str:
+def batch_script(job: SlurmRequest) -> str:
     """The text of the script. Raises UserError for an option that Slurm would not take from a script."""
     asked = {
         "job-name": job.name,
@@ -130,7 +130,7 @@ def _joined(words: Sequence[str]) -> str:
     return " ".join(word if PLACEHOLDER.fullmatch(word) else shlex.quote(word) for word in words)
 
 
-def _preflight(job: Job) -> list[str]:
+def _preflight(job: SlurmRequest) -> list[str]:
     """Command that checks a node, in which the supervisor fills in the level and the attempt's folder."""
     words = [job.python, str(PACKAGE), "preflight", "--level", "{mode}", "--attempt", "{attempt}"]
     words += ["--nodes", "{nodes}", "--port", "{port}"]

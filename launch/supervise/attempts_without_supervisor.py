@@ -31,10 +31,10 @@ from ..base.run_folder import Attempt, RunFolder, node_name
 from ..base.texts import counted, escaped
 from ..base.verdict import INPUT_ERROR, KILL, RETRIED_CAUSES, First, Seen, judge
 from ..status import page
-from .policy import END, REQUEUE, STANDSTILL, Limits, Past, next_move
+from .policy import END, REQUEUE, STANDSTILL, Past, RestartLimits, next_move
 
 FINAL_CODES = (DONE, BAD_INPUT, UNHEALTHY, INTERRUPTED, STANDSTILL)  # exit codes after which the job is not tried again
-LIMITS = Limits()
+LIMITS = RestartLimits()
 
 
 @dataclass

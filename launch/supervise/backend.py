@@ -11,7 +11,7 @@ from typing import Protocol
 
 from ..base.events import Event
 from ..base.run_folder import ATTEMPT
-from ..base.slurm import Job
+from ..base.slurm import SlurmJob
 
 # Variables set by launchers around this one, which would give ranks a wrong place.
 PLACES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -55,10 +55,10 @@ class Backend(Protocol):
     def rival(self, events: Sequence[Event]) -> str:
         """The job that is at work in this run folder already; empty if there is none."""
 
-    def standing(self) -> Job | None:
+    def standing(self) -> SlurmJob | None:
         """The job as Slurm sees it; None if Slurm does not answer."""
 
-    def nodes(self, job: Job | None) -> list[str]:
+    def nodes(self, job: SlurmJob | None) -> list[str]:
         """The nodes that the job has now."""
 
     def examine(self, nodes: Sequence[str], folder: Path, full: bool, stopped: Callable[[], bool]) -> dict[str, str]:

@@ -21,7 +21,7 @@ from ..base.events import append_event
 from ..base.files import opened
 from ..base.run_folder import RunFolder
 from ..base.slurm import Slurm, patiently
-from .policy import Limits, why_not_requeue
+from .policy import RestartLimits, why_not_requeue
 
 BEAT = 2.0  # seconds between two signs of life, and between two looks
 END_MARK = b"over\n"  # in the file: the silence from now on is intended
@@ -85,7 +85,7 @@ class Guard:
 
 def guard(run: RunFolder, slurm: Slurm, restart: int, watch: Guard, pause: Callable[[float], object]) -> str:
     """Wait until the supervisor is over or silent; then requeue the job. Returns what was done; empty for nothing."""
-    limits = Limits()
+    limits = RestartLimits()
     while True:
         while not (found := watch.look()):
             pause(BEAT)

@@ -14,7 +14,7 @@ from pathlib import Path
 from ..base.events import Event
 from ..base.processes import prepared
 from ..base.run_folder import ATTEMPT, RunFolder, node_name
-from ..base.slurm import Job
+from ..base.slurm import SlurmJob
 from . import other_supervisors
 from .backend import Pause, Start, ask, environment
 
@@ -72,10 +72,10 @@ class LocalBackend:
                 return f"another supervisor{f' ({jobs[-1]})' if jobs else ''}"
         return other_supervisors.slurm_rival(self._run, events)
 
-    def standing(self) -> Job | None:
-        return Job("RUNNING")
+    def standing(self) -> SlurmJob | None:
+        return SlurmJob("RUNNING")
 
-    def nodes(self, job: Job | None) -> list[str]:
+    def nodes(self, job: SlurmJob | None) -> list[str]:
         return [node_name()]
 
     def examine(self, nodes: Sequence[str], folder: Path, full: bool, stopped: Callable[[], bool]) -> dict[str, str]:

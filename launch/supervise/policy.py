@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from ..base.events import Event
 from ..base.outcome import BAD_INPUT, DONE, STOPPED, UNHEALTHY
-from ..base.slurm import Job
+from ..base.slurm import SlurmJob
 from ..base.verdict import (
     CONTACT_LOSS,
     FINISH,
@@ -36,7 +36,7 @@ MAX_COUNTED_GAP = 10.0  # seconds between two looks that count as silence, at mo
 
 
 @dataclass(frozen=True)
-class Limits:
+class RestartLimits:
     """Limits after which to give up, and times to wait, in seconds."""
 
     attempts: int = 3  # in a row without a newer checkpoint
@@ -109,7 +109,7 @@ class Past:
         return Past(stuck, pauses, trained)
 
 
-def next_move(ended: Ended, past: Past, limits: Limits) -> Move:
+def next_move(ended: Ended, past: Past, limits: RestartLimits) -> Move:
     """Decide the next step after an attempt."""
     told = f": {ended.first}" if ended.first else ""
     if ended.cause == FINISH:
@@ -133,21 +133,21 @@ def next_move(ended: Ended, past: Past, limits: Limits) -> Move:
     return Move(RELAUNCH, ended.code, f"{ended.cause}{told}")
 
 
-def bad_input(told: str, past: Past, limits: Limits) -> Move:
+def bad_input(told: str, past: Past, limits: RestartLimits) -> Move:
     """Decide when a configuration or its files are refused: if the job has trained, they were good and may return."""
     if not past.trained:
         return Move(END, BAD_INPUT, f"{told}; it does not get better by trying again")
     return after_a_pause(BAD_INPUT, f"{told}; this job has trained with it before", past, limits)
 
 
-def after_a_pause(code: int, reason: str, past: Past, limits: Limits) -> Move:
+def after_a_pause(code: int, reason: str, past: Past, limits: RestartLimits) -> Move:
     """Decide on another attempt after a pause, longer each time; after enough of them on the end, with `code`."""
     if past.pauses >= limits.pauses:
         return Move(END, code, f"{reason}; {past.pauses} pauses in a row have not mended that")
     return Move(RELAUNCH, code, reason, min(PAUSES[0] * 2**past.pauses, PAUSES[1]))
 
 
-def no_nodes(count: int, least: int, stuck: int, limits: Limits) -> Move:
+def no_nodes(count: int, least: int, stuck: int, limits: RestartLimits) -> Move:
     """Decide when fewer nodes than `least` are fit. stuck: as in `Past`, with this start of the job."""
     told = f"{count} of at least {least} nodes are fit for use"
     if stuck >= limits.attempts:
@@ -155,7 +155,7 @@ def no_nodes(count: int, least: int, stuck: int, limits: Limits) -> Move:
     return Move(REQUEUE, NODE_SHORTAGE, told)
 
 
-def why_not_requeue(job: Job | None, restart: int, limits: Limits) -> str:
+def why_not_requeue(job: SlurmJob | None, restart: int, limits: RestartLimits) -> str:
     """Return why a job must not or cannot be requeued; empty if it may.
 
     job: as Slurm sees it now; None if Slurm does not answer. A job that was cancelled, has met its time limit or was
@@ -239,7 +239,7 @@ def choose(
 class Patience:
     """Judge of an attempt that is under way: `look`, called now and then, says why it has to be killed."""
 
-    def __init__(self, limits: Limits, now: float) -> None:
+    def __init__(self, limits: RestartLimits, now: float) -> None:
         self.limits, self.before, self.quiet = limits, now, 0.0
         self._since: dict[str, float] = {}
         self._trace: object = None

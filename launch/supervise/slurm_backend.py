@@ -19,7 +19,7 @@ from ..base.files import kept, read_bytes
 from ..base.own_command import own_command
 from ..base.processes import SIGNAL_NAMES
 from ..base.run_folder import RunFolder
-from ..base.slurm import Job, Slurm
+from ..base.slurm import Slurm, SlurmJob
 from ..base.verdict import srun_failed
 from ..preflight.compare import compare_folder
 from ..preflight.findings import sheet_path
@@ -56,7 +56,7 @@ class Options:
 
 
 @dataclass
-class Ranks:
+class SrunRanks:
     """The srun of the ranks, and the step behind it."""
 
     process: subprocess.Popen[bytes]
@@ -108,7 +108,7 @@ class SlurmBackend:
         self._names: list[str] = []
         self._guard: subprocess.Popen[bytes] | None = None
         self._guard_on = ""
-        self._ranks: Ranks | None = None
+        self._ranks: SrunRanks | None = None
         self._held: list[str] | None = None
         self._board = ""  # the port at which nodes that are checked find each other
 
@@ -122,10 +122,10 @@ class SlurmBackend:
         job = self.slurm.job(other)
         return f"Slurm job {other}" if job and job.state in RUNNING_STATES else ""
 
-    def standing(self) -> Job | None:
+    def standing(self) -> SlurmJob | None:
         return self.slurm.job()
 
-    def nodes(self, job: Job | None) -> list[str]:
+    def nodes(self, job: SlurmJob | None) -> list[str]:
         """Nodes of the job; if Slurm does not answer, those it had before. With --no-kill, they get fewer."""
         listed = job.nodes if job else ("" if self._names else os.environ.get("SLURM_JOB_NODELIST", ""))
         self._names = self.slurm.names(listed) or self._names
@@ -161,7 +161,7 @@ class SlurmBackend:
             return {}
         return dict(compare_folder(folder, load_thresholds(self.options.thresholds), nodes).bad)
 
-    def start(self, start: Start, command: Sequence[str]) -> Ranks:
+    def start(self, start: Start, command: Sequence[str]) -> SrunRanks:
         log = start.logs / "srun.log"
         count = len(start.nodes)
         here = str(start.logs).replace("%", "%%")
@@ -179,7 +179,7 @@ class SlurmBackend:
             process = self._srun(
                 [*how, *place, *size, *logs, *self.options.srun, *ranks], said, environment(start, more)
             )
-        self._ranks = Ranks(process, self.slurm, log)
+        self._ranks = SrunRanks(process, self.slurm, log)
         return self._ranks
 
     def requeue(self) -> str:

@@ -29,11 +29,11 @@ from ..preflight.thresholds import load_thresholds
 from .backend import Backend
 from .frozen_configuration import Frozen
 from .local_backend import LocalBackend
-from .policy import Limits, Wants
+from .policy import RestartLimits, Wants
 from .slurm_backend import Options, SlurmBackend
 from .supervisor import Check, Supervisor
 
-LIMITS = Limits()
+LIMITS = RestartLimits()
 CHECK_SECONDS = 600.0  # seconds that a check of the configuration may take
 
 
@@ -115,7 +115,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Supervise. Returns the exit code: docs/exit_codes.md."""
     options = parser().parse_args(arguments)
     run = RunFolder(options.run.absolute())
-    limits = Limits(
+    limits = RestartLimits(
         attempts=options.max_attempts,
         requeues=options.max_requeues,
         strikes=options.max_strikes,

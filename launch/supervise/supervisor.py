@@ -21,20 +21,20 @@ from ..base.files import opened
 from ..base.free_space import no_room
 from ..base.outcome import BAD_INPUT, FAILED, STOPPED, UNHEALTHY, have_met, read_failures, read_outcome
 from ..base.run_folder import Attempt, RunFolder
-from ..base.slurm import Job, patiently
+from ..base.slurm import SlurmJob, patiently
 from ..base.texts import counted, escaped
 from ..base.verdict import CONTACT_LOSS, HANG, RETRIED_CAUSES, Ended, First, Seen, judge
 from ..status import page
 from . import policy
 from .backend import Backend, Running, Start
 from .frozen_configuration import Frozen
-from .policy import END, NODE_SHORTAGE, REQUEUE, WRITE_FAILURE, Limits, Move, Past, Patience, Wants
+from .policy import END, NODE_SHORTAGE, REQUEUE, WRITE_FAILURE, Move, Past, Patience, RestartLimits, Wants
 
 POLL_SECONDS = 0.1  # seconds between two looks whether the ranks have ended
 POLLS_PER_READ = 5  # polls between two looks at the files
 
 
-class Clock:
+class SystemClock:
     """The time, which tests replace."""
 
     def now(self) -> float:
@@ -66,13 +66,13 @@ class Supervisor:
         command: Sequence[str],
         backend: Backend,
         wants: Wants,
-        limits: Limits,
+        limits: RestartLimits,
         check: Callable[[int], Check] = lambda ranks: Check(0),
-        clock: Clock | None = None,
+        clock: SystemClock | None = None,
         frozen: Frozen | None = None,
     ) -> None:
         self.run_folder, self.command, self.backend, self.limits = run, list(command), backend, limits
-        self.wants, self.clock, self._check = wants, clock or Clock(), check
+        self.wants, self.clock, self._check = wants, clock or SystemClock(), check
         self.asked: list[int] = []  # signals that were heard
         self.frozen = frozen
         self.events: list[Event] = []
@@ -168,7 +168,7 @@ class Supervisor:
                 return move.code
             nodes = self.backend.nodes(job)
 
-    def _standing(self) -> Job | None:
+    def _standing(self) -> SlurmJob | None:
         return patiently(self.backend.standing, self.clock.pause, self.limits.patience)
 
     def _one(self, nodes: list[str]) -> Move:

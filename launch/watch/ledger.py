@@ -26,7 +26,7 @@ def nothing() -> Spent:
 
 
 @dataclass
-class Part:
+class AttemptSpan:
     """An attempt, or a start of a run without a supervisor. Times are microseconds since 1970."""
 
     name: str
@@ -50,7 +50,7 @@ class Ledger:
         self.cursor = 0
         self.sign = 0  # the latest time at which the run was heard of
         self.spent = nothing()
-        self.parts: list[Part] = []
+        self.parts: list[AttemptSpan] = []
         self.phase = "queue"  # then "starting", "training", and "ended" until the next start
         self.job_on = False  # whether a job is known to hold the nodes
         self.step = 0
@@ -59,7 +59,7 @@ class Ledger:
         # Steps that count, in order: up to which, the time they took, whose attempt, their loss and seconds.
         self.steps, self.took, self.owner = array("q"), array("q"), array("l")
         self.losses, self.seconds = array("d"), array("d")
-        self._part: Optional[Part] = None
+        self._part: Optional[AttemptSpan] = None
         self._unbound = False  # the latest start has come before the attempt that it belongs to
         self._ended_at, self._well = 0, False
         self._tail = (0, LOST_TIME)  # microseconds after the last record, and the account that they were given to
@@ -185,7 +185,7 @@ class Ledger:
 
     # How time is spent
 
-    def _spend(self, until: int, account: str, part: Optional[Part]) -> int:
+    def _spend(self, until: int, account: str, part: Optional[AttemptSpan]) -> int:
         amount = until - self.cursor
         if amount <= 0:
             return 0
@@ -195,7 +195,7 @@ class Ledger:
         self.cursor = until
         return amount
 
-    def _move(self, amount: int, source: str, target: str, part: Optional[Part]) -> None:
+    def _move(self, amount: int, source: str, target: str, part: Optional[AttemptSpan]) -> None:
         self.spent[source] -= amount
         self.spent[target] += amount
         if part is not None:
@@ -204,7 +204,7 @@ class Ledger:
 
     def _open(self, name: str, began: Optional[int], now: int) -> None:
         """Begin a new attempt; without `began`, nothing was under way until now."""
-        self._part = Part(name, now if began is None else began)
+        self._part = AttemptSpan(name, now if began is None else began)
         self.parts.append(self._part)
         self._spend(now, WAITING if began is None else RESTARTING, None if began is None else self._part)
         self._resumed = False

@@ -8,7 +8,7 @@ from statistics import median
 from typing import Any, Optional
 
 from ..base.texts import lasting
-from .ledger import ACCOUNTS, RESTARTING, SECOND, TRAINING, WAITING, Part
+from .ledger import ACCOUNTS, RESTARTING, SECOND, TRAINING, WAITING, AttemptSpan
 from .run import Watched
 
 RECENT_REPORTS = 200  # latest reports of which the usual step time is the median
@@ -120,7 +120,7 @@ def _checkpoint(run: Watched, newest: Optional[int]) -> Summary:
     }
 
 
-def _attempt(part: Part, end: int) -> Summary:
+def _attempt(part: AttemptSpan, end: int) -> Summary:
     return {
         "name": part.name,
         "began": part.began / SECOND,

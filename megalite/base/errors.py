@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
+from megalite_launch.base.texts import counted as counted
 from megalite_launch.base.texts import escaped
 
 MAX_VALUE_LENGTH, MAX_PROBLEMS, MAX_MESSAGE_LENGTH = (
@@ -100,9 +101,3 @@ def number_ranges(numbers: Iterable[int], each: int = 1) -> str:
             ranges.append([number])
     spans = [(ends[0] * each, (ends[-1] + 1) * each - 1) for ends in ranges]
     return ", ".join(f"{first}-{last}" if first < last else f"{first}" for first, last in spans)
-
-
-def counted(number: float, one: str, several: str = "") -> str:
-    """A number and what it counts, `1 rank` or `1,024 ranks`; `several` is the plural, if that does not end in s."""
-    shown = f"{number:,}" if isinstance(number, int) else f"{number:g}"
-    return f"{shown} {one if number == 1 else several or one + 's'}"

@@ -143,9 +143,9 @@ def check_writable(path: Path) -> None:
         raise InputError(f"{path}: cannot be written: this user may not write into {folder}")
 
 
-def write_object(path: Path, value: Any, mode: int = SHARED_MODE) -> None:
+def write_object(path: Path, value: Any) -> None:
     """Write an object as a JSON file, as `write_whole` does."""
-    write_whole(path, as_json(value), mode)
+    write_whole(path, as_json(value))
 
 
 def as_json(value: Any) -> str:

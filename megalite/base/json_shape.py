@@ -8,7 +8,7 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class Kind:
+class ValueKind:
     """Kind that a value must be of."""
 
     text: str
@@ -29,33 +29,35 @@ class OrNull:
     shape: Any
 
 
-def whole(least: int, power: int) -> Kind:
+def whole(least: int, power: int) -> ValueKind:
     """A whole number from `least` to below 2**power."""
     text = f"a whole number from {least} to 2**{power} - 1"
-    return Kind(text, lambda value: type(value) is int and least <= value < 1 << power)  # a bool is no number
+    return ValueKind(text, lambda value: type(value) is int and least <= value < 1 << power)  # a bool is no number
 
 
-def digits(count: int) -> Kind:
+def digits(count: int) -> ValueKind:
     """A hash, as text."""
     pattern = re.compile(f"[0-9a-f]{{{count}}}")
-    return Kind(f"{count} digits from 0 to f", lambda value: isinstance(value, str) and bool(pattern.fullmatch(value)))
+    return ValueKind(
+        f"{count} digits from 0 to f", lambda value: isinstance(value, str) and bool(pattern.fullmatch(value))
+    )
 
 
-WHOLE_NUMBER = Kind("a whole number", lambda value: type(value) is int)
-TEXT = Kind("text", lambda value: isinstance(value, str))
-SECTION = Kind("a section", lambda value: isinstance(value, dict))
+WHOLE_NUMBER = ValueKind("a whole number", lambda value: type(value) is int)
+TEXT = ValueKind("text", lambda value: isinstance(value, str))
+SECTION = ValueKind("a section", lambda value: isinstance(value, dict))
 
 
 def misfits(value: Any, shape: Any, where: str) -> Iterator[str]:
     """Everything in `value`, found at `where`, that is not of `shape`.
 
-    A shape is a Kind, an OrNull, an Each, a dictionary of shapes by name, or a list of the one shape that all items
-    have.
+    A shape is a ValueKind, an OrNull, an Each, a dictionary of shapes by name, or a list of the one shape that all
+    items have.
     """
     if isinstance(shape, OrNull):
         if value is not None:
             yield from misfits(value, shape.shape, where)
-    elif isinstance(shape, Kind):
+    elif isinstance(shape, ValueKind):
         if not shape.holds(value):
             yield f"{where} = {shortened(value)}: must be {shape.text}"
     elif isinstance(shape, list):

@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from megalite.base.output import UNBOUNDED_WIDTH
-from megalite_launch.base.texts import BINARY_UNITS, escaped, scaled
+from megalite_launch.base.texts import escaped
 
 UNITS = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))  # units of memory in tables, and their bytes
 
@@ -42,10 +42,11 @@ def console() -> Console:
 
 
 def table(*columns: str, text: tuple[str, ...] = ()) -> Table:
-    """An empty table; the columns named in `text` are aligned left, the others are numbers."""
+    """An empty table; the columns named in `text` are aligned left and wrapped, the others are numbers."""
     made = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
     for column in columns:
-        made.add_column(column, justify="left" if column in text else "right")
+        words = column in text
+        made.add_column(column, justify="left" if words else "right", overflow="fold", no_wrap=not words)
     return made
 
 
@@ -56,11 +57,6 @@ def sections(on: Console, parts: list[tuple[str, RenderableType]]) -> None:
             on.print()
         on.print(Text(heading, style="bold"))
         on.print(body)
-
-
-def memory(size: float) -> str:
-    """Bytes of memory: `51.2 GiB`."""
-    return scaled(round(size), "B", BINARY_UNITS)
 
 
 def gib_above(size: float) -> str:

@@ -10,9 +10,10 @@ from megalite import __version__
 from megalite.base.entry import exit_code
 from megalite.base.exit_codes import ExitCode, table
 from megalite.base.late_import import import_for_good
-from megalite.commands.plan.amounts import DEFAULT_CLUSTER, amount, gibibytes, gpu_counts, positive
+from megalite.commands.plan.amounts import DEFAULT_CLUSTER, amount, gpu_counts
 from megalite.config.load import files_and_overrides
 from megalite.config.rules.ranges import MAX_RANKS
+from megalite_launch.base.arguments import above_zero, whole
 
 COMMANDS = {  # module and summary
     "train": ("megalite.commands.train", "train a model, or continue its training"),
@@ -29,7 +30,8 @@ INPUTS = {  # arguments of commands that take no CONFIG: how their usage calls t
     "list": ("NAME", "print this file in place of the list, to read, copy or change it"),
     "quickstart": ("KEY=VALUE", "a key that is changed in both trainings"),
 }
-MAX_VERIFY_STEPS = 1000  # steps that verify compares: later, rounding has grown to differences of its own
+COUNT, GIBIBYTES = whole(1, MAX_RANKS), above_zero("a number of GiB above 0, as in 70")
+VERIFY_STEPS = whole(1, 1000)  # later, rounding has grown to differences of its own
 CODES = {
     ExitCode.DONE: "done",
     ExitCode.FAILED: "verify, plan --dry-run: a difference above the tolerance",
@@ -77,7 +79,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     train, verify, plan, show = (commands.choices[name] for name in ("train", "verify", "plan", "show"))
     quickstart = commands.choices["quickstart"]
     quickstart.epilog = "data/quickstart and runs/quickstart are made anew."
-    quickstart.add_argument("--steps", type=_count, default=900, metavar="N", help="training steps (default: 900)")
+    quickstart.add_argument("--steps", type=COUNT, default=900, metavar="N", help="training steps (default: 900)")
     quickstart.add_argument(
         "--data", action="store_true", help="only make the data of the experiments: data/quickstart and data/ladder"
     )
@@ -88,18 +90,24 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         action="store_true",
         help="check configuration, data and checkpoint, print what would start, and end",
     )
-    train.add_argument("--world-size", type=_count, metavar="N", help="with --check: number of ranks of the job")
+    train.add_argument("--world-size", type=COUNT, metavar="N", help="with --check: number of ranks of the job")
     train.add_argument(
         "--resolved", action="store_true", help="print the configuration as one YAML file, unchecked, and end"
     )
-    verify.add_argument("--steps", type=_steps, default=3, metavar="N", help="optimizer steps to compare (default: 3)")
+    verify.add_argument(
+        "--steps",
+        type=VERIFY_STEPS,
+        default=3,
+        metavar="N",
+        help="optimizer steps to compare (default: 3)",
+    )
     verify.add_argument(
         "--tolerance", type=_tolerance, default=1e-10, metavar="X", help="largest difference allowed (default: 1e-10)"
     )
     show.add_argument(
         "--write", metavar="FILE", help="save the model, of a folder of weights for example, as a configuration FILE"
     )
-    show.add_argument("--world-size", type=_count, metavar="N", help="number of ranks that the job will have")
+    show.add_argument("--world-size", type=COUNT, metavar="N", help="number of ranks that the job will have")
     show.add_argument(
         "--schedule",
         nargs="?",
@@ -150,12 +158,22 @@ def _plan_options(plan: argparse.ArgumentParser) -> None:
     compared = "number of GPUs; several, or those from A to B by halves of doublings, are compared"
     add("--gpus", type=gpu_counts, metavar="N|N,N|A-B", help=compared)
     add("--cluster", metavar="NAME|FILE", help=f"the GPUs and their network (default: {DEFAULT_CLUSTER})")
-    add("--max-memory", type=gibibytes, metavar="GIB", help="what tensors may take of a GPU (default: nine tenths)")
+    add(
+        "--max-memory",
+        type=GIBIBYTES,
+        metavar="GIB",
+        help="what tensors may take of a GPU (default: nine tenths)",
+    )
     add("--tokens", type=amount, metavar="T", help="of the whole run, as in 300B or 15T: adds days, cost and energy")
-    add("--days", type=positive, metavar="D", help="with --tokens and a range of GPUs: the longest run")
+    add("--days", type=above_zero(), metavar="D", help="with --tokens and a range of GPUs: the longest run")
     add("--budget", type=amount, metavar="USD", help="with --tokens and a range of GPUs: the most expensive run")
-    add("--top", type=_count, metavar="N", help="layouts to show (default: 5)")
-    add("--pick", type=_count, metavar="ROW", help="take this row in place of the first: to explain, write and draw it")
+    add("--top", type=COUNT, metavar="N", help="layouts to show (default: 5)")
+    add(
+        "--pick",
+        type=COUNT,
+        metavar="ROW",
+        help="take this row in place of the first: to explain, write and draw it",
+    )
     add("--offload", action="store_true", help="also try tensors in host memory")
     add("--exhaustive", action="store_true", help="look at every layout closely, which takes minutes")
     add("--as-is", action="store_true", help="plan the layout that CONFIG has; no search")
@@ -174,16 +192,6 @@ def _near(word: str, known: Iterable[str]) -> str:
     listed = list(known)
     found = get_close_matches(word, listed, 1)
     return f"; did you mean {found[0]}?" if found else f" (choose from {', '.join(listed)})"
-
-
-def _count(text: str, most: int = MAX_RANKS) -> int:
-    if not text.isascii() or not text.isdigit() or len(text) > len(str(most)) or not 1 <= int(text) <= most:
-        raise argparse.ArgumentTypeError(f"{text!r:.40} must be a whole number from 1 to {most:,}")
-    return int(text)
-
-
-def _steps(text: str) -> int:
-    return _count(text, MAX_VERIFY_STEPS)
 
 
 def _tolerance(text: str) -> float:

@@ -6,7 +6,7 @@ from megalite.base.errors import InputError, counted, printable
 from megalite.base.files import check_output, write_whole
 from megalite.config.yaml import read_text
 from megalite.report import curves, ladder, sweep, systems
-from megalite.report.found import Found
+from megalite.report.found import FoundLaws
 from megalite.report.page import page
 from megalite.report.picture import Picture, drawn
 from megalite.report.pictures import need_matplotlib
@@ -31,7 +31,7 @@ def report(folder: Path) -> None:
         raise InputError(f"{folder / 'results.csv'}: has no runs; megalite-sweep collect fills it")
     out = folder / FOLDER
     check_output(out / PAGE)
-    found = Found(folder, settings, read_fit(folder, settings), results)
+    found = FoundLaws(folder, settings, read_fit(folder, settings), results)
     configuration = read_text(folder / "experiment.yaml", MAX_BYTES)
     try:
         sections, notes = pictures(found)
@@ -54,7 +54,7 @@ def report(folder: Path) -> None:
     print(printable(f"{out / PAGE}: {counted(len(results.runs), 'run')}, {counted(count, 'picture')}"))
 
 
-def pictures(found: Found) -> tuple[list[tuple[str, list[Picture]]], list[str]]:
+def pictures(found: FoundLaws) -> tuple[list[tuple[str, list[Picture]]], list[str]]:
     """Draw all pictures that there are numbers for, under headings, and what could not be read."""
     lines, notes = curves.pictures(found)
     kind = found.settings.kind

@@ -35,7 +35,7 @@ LISTED_TRANSFERS = 8  # the most transfers that differ which are listed
 
 
 @dataclass(frozen=True)
-class Checked:
+class RankCheck:
     """One rank's prediction and what was counted."""
 
     rank: int
@@ -91,15 +91,15 @@ def _chosen(config: Config, ranks: Sequence[int] | None) -> list[Memory]:
     return [memories[pp] for pp in sorted(wanted)]
 
 
-def _check(args: argparse.Namespace, config: Config, memory: Memory) -> Checked:
+def _check(args: argparse.Namespace, config: Config, memory: Memory) -> RankCheck:
     found = dry_run(args, config, memory, "--dry-run", "leave --dry-run out")
     rank, m = busiest_rank(config, memory.pp), found["micro_batches"]
     traffic = step_traffic(resolve(as_counted(config), costing=costing_of(config)), rank, m)
     transfers = Counter({Transfer(*key): times for *key, times in found["transfers"]})
-    return Checked(rank, memory, found["bytes"], found["doing"], traffic, transfers, m)
+    return RankCheck(rank, memory, found["bytes"], found["doing"], traffic, transfers, m)
 
 
-def _parts(checked: Checked) -> list[tuple[str, RenderableType]]:
+def _parts(checked: RankCheck) -> list[tuple[str, RenderableType]]:
     pp, m, full = checked.memory.pp, checked.micro_batches, checked.memory.micro_batches
     part = f", in a step of {m} micro-batches of {full}, which reach the peak" if m < full else ""
     moments = f"Peak predicted: {checked.memory.instant}.\nPeak counted: while the rank did {checked.doing}."
@@ -114,7 +114,7 @@ def _parts(checked: Checked) -> list[tuple[str, RenderableType]]:
     return found
 
 
-def _memory_table(checked: Checked) -> Table:
+def _memory_table(checked: RankCheck) -> Table:
     shown = table("", "predicted", "counted", "difference", text=("",))
     for kind in (*KINDS, HOST_MEMORY):
         predicted, counted = sum(checked.memory.of(kind).values()), checked.bytes.get(kind, 0)
@@ -132,7 +132,7 @@ def _both(predicted: int, counted: int) -> tuple[str, str, str]:
     return scaled(predicted, "B", BINARY_UNITS), scaled(counted, "B", BINARY_UNITS), difference
 
 
-def _traffic_table(checked: Checked) -> Table:
+def _traffic_table(checked: RankCheck) -> Table:
     """A row for each kind and axis, followed by the predicted purposes; what is counted has no purpose."""
     shown = table("", "ranks", "transfers", "counted", "bytes", "counted", text=("",))
     sizes = {traffic.axis: traffic.ranks for traffic in checked.traffic}
@@ -158,7 +158,7 @@ def _sum(found: Counter[Transfer], kind: str, axis: str) -> tuple[int, int]:
     return sum(of.values()), sum(transfer.bytes * times for transfer, times in of.items())
 
 
-def _differences(checked: Checked) -> Table:
+def _differences(checked: RankCheck) -> Table:
     shown = table("transfer", "bytes", "type", "predicted", "counted", text=("transfer", "type"))
     predicted, counted = checked.predicted, checked.transfers
     differing = [each for each in predicted | counted if predicted[each] != counted[each]]
@@ -170,7 +170,7 @@ def _differences(checked: Checked) -> Table:
     return shown
 
 
-def _verdict(checked: Sequence[Checked]) -> Text:
+def _verdict(checked: Sequence[RankCheck]) -> Text:
     memory = [each.memory.pp for each in checked if not each.memory_agrees]
     traffic = [each.memory.pp for each in checked if not each.traffic_agrees]
     if not memory and not traffic:

@@ -55,21 +55,21 @@ LISTED_WEIGHTS = 8  # weights without a gradient
 
 
 @dataclass(frozen=True)
-class Part:
+class RankPart:
     """One rank's part of a tensor: its box in the global tensor, and the values there."""
 
     box: tuple[slice, ...]
     values: Tensor
 
     @staticmethod
-    def of(tensor: Tensor | None) -> "Part":
+    def of(tensor: Tensor | None) -> "RankPart":
         """Copy this rank's part of a DTensor."""
         assert isinstance(tensor, DTensor)
         place = tuple(slice(start, start + size) for size, start in zip(*box(tensor), strict=True))
-        return Part(place, tensor.to_local().detach().clone())
+        return RankPart(place, tensor.to_local().detach().clone())
 
 
-Parts = list[tuple[str, Part]]  # by global name; a rank may have two copies of a tied embedding
+Parts = list[tuple[str, RankPart]]  # by global name; a rank may have two copies of a tied embedding
 
 
 @dataclass(frozen=True)
@@ -194,13 +194,13 @@ def micros_of(job: Job, samples: Tensor, pieces: int = 1) -> Micros:
 def _parts(job: Job, of: Callable[[DTensor], DTensor] = lambda param: param) -> Parts:
     """Parameters, or what each of them has, without padding."""
     every = (found for stage in job.stages.values() for found in parameters(stage))
-    return [(found.name, Part.of(cut(of(found.value), found.shape))) for found in every]
+    return [(found.name, RankPart.of(cut(of(found.value), found.shape))) for found in every]
 
 
 def _state(job: Job) -> Parts:
     """Parameters and extra state, without padding."""
     every = (found for stage in job.stages.values() for found in extra_state(stage))
-    return _parts(job) + [(found.name, Part.of(cut(found.value, found.shape))) for found in every]
+    return _parts(job) + [(found.name, RankPart.of(cut(found.value, found.shape))) for found in every]
 
 
 def _differences(reference: Trace, found: Trace, steps: int, tolerance: float, mesh: Mesh) -> list[Difference]:
@@ -237,7 +237,7 @@ def _differences(reference: Trace, found: Trace, steps: int, tolerance: float, m
     ]
 
 
-def _distance(expected: Tensor, part: Part, noise: float) -> float:
+def _distance(expected: Tensor, part: RankPart, noise: float) -> float:
     """The largest difference, relative to the largest expected value, or to `noise` if that value is smaller."""
     if part.values.numel() == 0:
         return 0.0

@@ -15,7 +15,6 @@ from megalite.config.schema import Config
 
 UNRESOLVED_VALUE = object()  # in place of a value whose references cannot be filled in
 MAX_HINTS = 50  # unknown keys that near names are looked for
-NODE_KEYS = re.compile(r"data\.((train|valid)\[\d+\]\.path|tokenizer)")  # where it may keep its own copy
 KINDS = {
     int: "a whole number",
     float: "a finite number",
@@ -61,11 +60,6 @@ def inside(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
         yield from ((f"{key}.{name}" if key else name, inner) for name, inner in value.items())
     if isinstance(value, list):
         yield from ((f"{key}[{index}]", inner) for index, inner in enumerate(value))
-
-
-def same_everywhere(config: Config) -> dict[str, Any]:
-    """The keys that all ranks must have in common: all but paths of which each node may have a copy of its own."""
-    return {key: value for key, value in leaves(to_plain(config)) if not NODE_KEYS.fullmatch(key)}
 
 
 def yaml_name(field_name: str) -> str:

@@ -60,7 +60,7 @@ def read_text(path: Path, most_bytes: int = MAX_BYTES) -> str:
 def parse(text: str) -> Any:
     """The content of the YAML `text`. Raises ValueError, which says what is wrong and where."""
     try:
-        return yaml.load(text, Loader)
+        return yaml.load(text, LimitedLoader)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
@@ -70,7 +70,7 @@ def parse(text: str) -> Any:
         raise ValueError(str(error).partition("\n")[0]) from None
 
 
-class Loader(yaml.SafeLoader):
+class LimitedLoader(yaml.SafeLoader):
     """PyYAML's loader, with limits, and without features that nobody means to use."""
 
     yaml_implicit_resolvers: ClassVar[dict[str, list[tuple[str, re.Pattern[str]]]]] = {}
@@ -145,17 +145,17 @@ class Loader(yaml.SafeLoader):
 
 
 for first, entries in yaml.SafeLoader.yaml_implicit_resolvers.items():
-    Loader.yaml_implicit_resolvers[first] = [entry for entry in entries if entry[0] in (NULL, BOOL, MERGE)]
-Loader.add_implicit_resolver(INT, re.compile(f"(?:{NUMBER.pattern})$"), list("-+0123456789"))
-Loader.add_implicit_resolver(FLOAT, re.compile(f"(?:{DECIMAL.pattern})$"), list("-+0123456789."))
+    LimitedLoader.yaml_implicit_resolvers[first] = [entry for entry in entries if entry[0] in (NULL, BOOL, MERGE)]
+LimitedLoader.add_implicit_resolver(INT, re.compile(f"(?:{NUMBER.pattern})$"), list("-+0123456789"))
+LimitedLoader.add_implicit_resolver(FLOAT, re.compile(f"(?:{DECIMAL.pattern})$"), list("-+0123456789."))
 for tag, make in (
     (NULL, yaml.SafeLoader.construct_yaml_null),
-    (BOOL, Loader.truth),
-    (INT, Loader.whole),
-    (FLOAT, Loader.decimal),
-    (STR, Loader.text),
+    (BOOL, LimitedLoader.truth),
+    (INT, LimitedLoader.whole),
+    (FLOAT, LimitedLoader.decimal),
+    (STR, LimitedLoader.text),
     ("tag:yaml.org,2002:seq", yaml.SafeLoader.construct_yaml_seq),
     ("tag:yaml.org,2002:map", yaml.SafeLoader.construct_yaml_map),
-    (None, Loader.refuse),
+    (None, LimitedLoader.refuse),
 ):
-    Loader.add_constructor(tag, make)
+    LimitedLoader.add_constructor(tag, make)

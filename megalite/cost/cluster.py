@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megalite.base.errors import InputError, listing
-from megalite.base.json_shape import TEXT, Each, Kind, OrNull, misfits
+from megalite.base.json_shape import TEXT, Each, OrNull, ValueKind, misfits
 from megalite.config.presets import preset_or_file, presets
 from megalite.config.yaml import read_mapping
 from megalite.cost.slowest_gpu import MAX_SPREAD
@@ -93,19 +93,19 @@ class Cluster:
         return self.levels[-1].gpus
 
 
-def _at_most(most: float, unit: str) -> Kind:
+def _at_most(most: float, unit: str) -> ValueKind:
     """A number above 0 in a unit in which no more than `most` is likely: others are in another unit."""
-    return Kind(
+    return ValueKind(
         f"a number of {unit}, above 0 and at most {most:,}",
         lambda value: type(value) in (int, float) and 0 < value <= most,
     )
 
 
 SPEED, BANDWIDTH, MEMORY = _at_most(1_000_000, "TFLOP/s"), _at_most(1_000_000, "GB/s"), _at_most(10_000, "GiB")
-SPREAD = Kind(
+SPREAD = ValueKind(
     f"a number from 0 to {MAX_SPREAD}", lambda value: type(value) in (int, float) and 0 <= value <= MAX_SPREAD
 )
-COUNT = Kind("a whole number of at least 1", lambda value: type(value) is int and 1 <= value < 1 << 20)
+COUNT = ValueKind("a whole number of at least 1", lambda value: type(value) is int and 1 <= value < 1 << 20)
 LINK = {"bandwidth": BANDWIDTH, "latency": _at_most(1_000_000, "microseconds")}
 FILE = {
     "gpu": {

@@ -5,7 +5,7 @@ from math import prod
 
 from megalite.cost.network import Group
 from megalite.cost.stages import Timer
-from megalite.plan.model.roles import Kind
+from megalite.plan.model.roles import RoleKind
 from megalite.plan.model.weights import layer_weights
 from megalite.plan.muon import Matrix, matrices_of, owners, working_bytes
 from megalite.plan.resolved import Plan
@@ -53,6 +53,6 @@ def _matrices(plan: Plan, rank: int) -> list[Matrix]:
         for stage in plan.stages_of(rank)
         for layer in plan.layers[stage]
         for _, weight in layer_weights(plan.config.model, plan.kinds[layer])
-        if weight.role.kind is Kind.MATRIX
+        if weight.role.kind is RoleKind.MATRIX
         for matrix in matrices_of(weight.shape, (), plan.config.optim.muon.steps)
     ]

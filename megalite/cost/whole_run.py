@@ -13,7 +13,7 @@ SAVED_BYTES = 12  # bytes of a parameter and its AdamW states in a checkpoint
 
 
 @dataclass(frozen=True)
-class Run:
+class WholeRun:
     """A run of `tokens` tokens.
 
     goodput: share of time in which steps are made that count. interval: seconds between checkpoints. seconds: of the
@@ -56,10 +56,10 @@ def goodput(prediction: Prediction) -> tuple[float, float]:
     return share(costs, interval), interval
 
 
-def run_of(prediction: Prediction, tokens: float) -> Run:
+def run_of(prediction: Prediction, tokens: float) -> WholeRun:
     """Time, GPU-hours, money and energy that training on `tokens` tokens takes."""
     share, interval = goodput(prediction)
     seconds = tokens / prediction.step_tokens * prediction.seconds / share
     hours = seconds / HOUR * prediction.gpus
     cluster = prediction.cluster
-    return Run(tokens, share, interval, seconds, hours, hours * cluster.price, hours * cluster.gpu.power)
+    return WholeRun(tokens, share, interval, seconds, hours, hours * cluster.price, hours * cluster.gpu.power)

@@ -10,7 +10,7 @@ from typing import Any
 
 from megalite.base.errors import InputError
 from megalite.base.files import exists, read_object
-from megalite.base.json_shape import Kind, OrNull, digits, misfits, whole
+from megalite.base.json_shape import OrNull, ValueKind, digits, misfits, whole
 
 FORMAT = "megalite token store"
 VERSION = 1
@@ -18,7 +18,7 @@ MAX_DESCRIPTION_BYTES = 4 << 20  # bytes of such a file
 MAX_SOURCES = 100  # sources that are listed one by one
 MAX_TEXT_LENGTH = 4096  # characters of a name or path
 COUNT, SHA256 = whole(0, 62), digits(64)
-NAME = Kind(
+NAME = ValueKind(
     f"a text of 1 to {MAX_TEXT_LENGTH:,} characters",
     lambda value: isinstance(value, str) and 0 < len(value) <= MAX_TEXT_LENGTH,
 )

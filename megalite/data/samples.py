@@ -15,7 +15,7 @@ from megalite.data.store import TokenStore
 
 
 @dataclass(frozen=True)
-class Part:
+class SourceSamples:
     """One source, cut into samples of `sequence_length` tokens, each with the target of its last token."""
 
     path: str
@@ -88,14 +88,14 @@ class Samples:
         """The fingerprint of each source: equal for equal tokens."""
         return [store.fingerprint() for store in self._stores]
 
-    def _cut(self, store: TokenStore) -> Part:
+    def _cut(self, store: TokenStore) -> SourceSamples:
         samples = (store.tokens - 1) // self.sequence_length
         if samples < 1:
             raise InputError(
                 f"{store.prefix}.bin: {store.tokens} tokens are too few for one sample, which needs"
                 f" model.sequence_length + 1 = {self.sequence_length + 1}; prepare more text, or use shorter sequences"
             )
-        return Part(store.prefix, store.tokens, samples, store.tokens - samples * self.sequence_length - 1)
+        return SourceSamples(store.prefix, store.tokens, samples, store.tokens - samples * self.sequence_length - 1)
 
 
 def _checked_weights(sources: Sequence[Source]) -> list[float]:

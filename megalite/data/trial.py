@@ -16,6 +16,7 @@ from megalite.base.errors import InputError
 from megalite.base.exit_codes import ExitCode
 from megalite.data.odd_texts import ODD_TEXTS
 from megalite.data.tokenizer import Tokenizer, load_tokenizer, tokenizer_hash
+from megalite_launch.base.texts import memory_text
 
 MEMORY, MEMORY_PER_BYTE = 1 << 30, 20  # bytes, and so many more for each byte of the file
 SECONDS, BYTES_PER_SECOND = 10, 1 << 19  # processor time, and one second more for so many bytes of the file
@@ -63,7 +64,7 @@ def _try(path: Path) -> None:
         raise InputError(said.decode(errors="surrogatepass"))
     ended = f"ends with {signal.Signals(-code).name if code < 0 else f'exit code {code}'}"
     what = "takes longer" if code == -signal.SIGXCPU else f"{ended}, as one that needs more memory does"
-    limits = f"{memory / (1 << 30):.1f} GiB of memory and {seconds} s of a processor"
+    limits = f"{memory_text(memory)} of memory and {seconds} s of a processor"
     raise InputError(f"{path}: this tokenizer, opened and tried on short texts with {limits}, {what}; use another one")
 
 

@@ -23,21 +23,21 @@ END_STATES = ("COMPLETED", "CANCELLED", "PREEMPTED", "NODE_FAIL", "BOOT_FAIL", "
 
 
 @dataclass(frozen=True)
-class Shape:
+class ArrayResources:
     """The resources of a run."""
 
     nodes: int
     ranks: int  # on each node
 
     @staticmethod
-    def of(gpus: int, launch: Launch, name: str) -> "Shape":
+    def of(gpus: int, launch: Launch, name: str) -> "ArrayResources":
         per_node = launch.gpus_per_node
         if gpus > per_node and gpus % per_node:
             raise InputError(
                 f"launch.gpus_per_node = {per_node}: {name} has {gpus} ranks, which do not fill whole nodes; "
                 "change one of them"
             )
-        return Shape(max(1, gpus // per_node), min(gpus, per_node))
+        return ArrayResources(max(1, gpus // per_node), min(gpus, per_node))
 
 
 def submit(
@@ -51,9 +51,9 @@ def submit(
         raise InputError(
             "sbatch: is not on the PATH; run this on a login node of a Slurm cluster, or use launch.kind: local"
         )
-    shapes: dict[Shape, list[Task]] = {}
+    shapes: dict[ArrayResources, list[Task]] = {}
     for task in tasks:
-        shapes.setdefault(Shape.of(task.gpus, launch, task.names[0]), []).append(task)
+        shapes.setdefault(ArrayResources.of(task.gpus, launch, task.names[0]), []).append(task)
     size = min(largest_array(ask), MAX_TASKS)
     found = []
     for shape, alike in shapes.items():
@@ -68,7 +68,7 @@ def submit(
 def _submit_one(
     folder: ExperimentFolder,
     chunk: Sequence[Task],
-    shape: Shape,
+    shape: ArrayResources,
     launch: Launch,
     megalite: str,
     after: str,

@@ -8,10 +8,11 @@ from typing import Any
 
 from megalite.base.errors import InputError, Problem
 from megalite.config.convert import from_plain, keys, options, to_plain
+from megalite.config.identity import run_id
 from megalite.config.load import typed, with_values
 from megalite.config.schema import Config, Model
 from megalite.config.validate import check, validate
-from megalite.experiment.cell import Cell, Counts, identity, slug_of
+from megalite.experiment.cell import Cell, Counts, slug_of
 from megalite.experiment.expression import ExpressionError
 from megalite.experiment.read import ExperimentError, Setup
 from megalite.experiment.settings import Settings
@@ -78,7 +79,7 @@ class Builder:
         plain, systems = to_plain(config), self.setup.kind == "systems"
         axes = {key: names(key) if value == "auto" else value for key, value in point.axes.items()}
         return Cell(
-            identity(plain, keeps_layout=systems),
+            run_id(plain, keeps_layout=systems),
             slug_of(point.words),
             self.setup.kind,
             config,

@@ -1,21 +1,15 @@
 """A cell: one run of an experiment, and what makes two of them the same."""
 
-import hashlib
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Any
 
-from megalite.config.convert import to_plain
 from megalite.config.schema import Config, Model
 from megalite.experiment.schema import Size
 from megalite.plan.model.size import flops_per_token, model_parameters
 
-HASH_DIGITS = 10  # in a run's name
 MAX_SLUG_LENGTH = 60  # characters
-UNHASHED_KEYS = {"run": ("name", "dir", "cluster"), "checkpoint": (), "log": ()}  # say nothing of what is trained
 
 
 @dataclass(frozen=True)
@@ -86,52 +80,6 @@ class Cell:
         """FLOPs of the whole training, with attention counted in full, and as the causal half."""
         model = self.config.model
         return self.tokens * flops_per_token(model, "full"), self.tokens * flops_per_token(model, "causal")
-
-
-def identity(plain: Mapping[str, Any], keeps_layout: bool) -> str:
-    """The id of a run: digits of the SHA-256 of its resolved configuration, as canonical JSON.
-
-    Keys that do not affect the result are left out: where it is written and shown, checkpoints but for the weights that
-    a run begins with, and, unless layouts are compared, the layout, as all layouts train alike. Values at their
-    defaults are left out as well, so that a key which a later version adds does not change the id of a finished run.
-    """
-    kept = {section: value for section, value in plain.items() if section not in UNHASHED_KEYS}
-    kept["run"] = {key: value for key, value in plain["run"].items() if key not in UNHASHED_KEYS["run"]}
-    kept["checkpoint"] = {"weights": plain["checkpoint"]["weights"]}
-    if not keeps_layout:
-        del kept["parallel"]
-        kept["batch"] = {key: value for key, value in plain["batch"].items() if key not in ("micro", "memory")}
-    set_ = _besides(_canonical(kept), _defaults())
-    text = json.dumps(set_, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
-    return hashlib.sha256(text.encode()).hexdigest()[:HASH_DIGITS]
-
-
-@cache
-def _defaults() -> dict[str, Any]:
-    return to_plain(Config())
-
-
-def _besides(plain: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """The values that are not those of `defaults`."""
-    found: dict[str, Any] = {}
-    for key, value in plain.items():
-        default = defaults.get(key)
-        if isinstance(value, dict) and isinstance(default, dict):
-            value = _besides(value, default)
-            if value:
-                found[key] = value
-        elif value != default or key not in defaults:
-            found[key] = value
-    return found
-
-
-def _canonical(value: Any) -> Any:
-    """The value with one spelling of each number: 0.0 for -0.0."""
-    if isinstance(value, dict):
-        return {key: _canonical(inner) for key, inner in value.items()}
-    if isinstance(value, list):
-        return [_canonical(inner) for inner in value]
-    return value + 0.0 if isinstance(value, float) else value
 
 
 def slug_of(parts: Mapping[str, Any]) -> str:

@@ -23,7 +23,7 @@ HOUR = 3600.0
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredStep:
     """The measured time of a run: seconds of a step with `tokens` tokens on each of its ranks.
 
     startup: seconds that were neither steps nor evaluations nor saves; None if that is not known.
@@ -41,7 +41,7 @@ class Measured:
         return self.flops_per_token * self.tokens
 
     @staticmethod
-    def of(cell: Cell, rate: float, seconds: float | None, begun: int = 0) -> "Measured":
+    def of(cell: Cell, rate: float, seconds: float | None, begun: int = 0) -> "MeasuredStep":
         """Return the measured time of a run that has reached `rate` tokens/s on each rank.
 
         seconds: of the whole run, if it is done and was started once. begun: the step that it began from.
@@ -49,11 +49,11 @@ class Measured:
         tokens = cell.step_tokens / cell.gpus
         step = tokens / rate
         startup = None if seconds is None else max(seconds - _besides_startup(cell, cell.steps - begun, step), 0.0)
-        return Measured(flops_per_token(cell.config.model), cell.gpus, tokens, step, startup)
+        return MeasuredStep(flops_per_token(cell.config.model), cell.gpus, tokens, step, startup)
 
 
 @dataclass(frozen=True)
-class Cost:
+class RunCost:
     """The estimated cost of one run.
 
     source: where the time of a step comes from. steps: those that the run makes itself. fits: False where the planner
@@ -75,7 +75,7 @@ class Cost:
 class Costs:
     """The costs of an experiment. unknown: runs without an estimate. later: GPU-hours of rounds not known yet."""
 
-    costs: tuple[Cost, ...]
+    costs: tuple[RunCost, ...]
     unknown: tuple[Cell, ...] = ()
     later: float = 0.0
 
@@ -98,7 +98,7 @@ class Estimator:
     """
 
     def __init__(
-        self, expanded: Expanded, measured: Iterable[Measured] = (), saved: Mapping[str, int] | None = None
+        self, expanded: Expanded, measured: Iterable[MeasuredStep] = (), saved: Mapping[str, int] | None = None
     ) -> None:
         launch = expanded.setup.experiment.launch
         self.launch, self.measured, self.saved = launch, list(measured), saved or {}
@@ -110,14 +110,14 @@ class Estimator:
         self._known: dict[str, tuple[float, str] | None] = {}
         self._fitting: dict[str, bool] = {}
 
-    def cost(self, cell: Cell) -> Cost | None:
+    def cost(self, cell: Cell) -> RunCost | None:
         """Estimate the cost of a run; None where the time of a step is not known."""
         found = self.step(cell)
         if found is None:
             return None
         step, source = found
         steps = cell.steps - max(cell.start, min(self.saved.get(cell.id, 0), cell.steps))
-        return Cost(cell, steps, self.startup + _besides_startup(cell, steps, step), source, self._fits(cell))
+        return RunCost(cell, steps, self.startup + _besides_startup(cell, steps, step), source, self._fits(cell))
 
     def _fits(self, cell: Cell) -> bool:
         if self.cluster is None or self.timer is None:
@@ -155,7 +155,7 @@ class Estimator:
         return None
 
 
-def _between(measured: Sequence[Measured], flops: float) -> float:
+def _between(measured: Sequence[MeasuredStep], flops: float) -> float:
     """Seconds of a step of `flops` FLOPs, on the line through the two nearest measurements.
 
     Neither the line's time at 0 FLOPs nor its time per FLOP is below 0. With a single measurement, or several of the
@@ -180,7 +180,7 @@ def _timed_by(cell: Cell) -> str:
 def estimate(
     expanded: Expanded,
     cells: Sequence[Cell],
-    measured: Iterable[Measured] = (),
+    measured: Iterable[MeasuredStep] = (),
     saved: Mapping[str, int] | None = None,
 ) -> Costs:
     """The cost of `cells`, which may be some of an experiment's. Raises InputError for a cluster that is not known.
@@ -194,7 +194,7 @@ def estimate(
     return Costs(costs, tuple(cell for cell, cost in found if cost is None), later)
 
 
-def _later(expanded: Expanded, costs: Sequence[Cost]) -> float:
+def _later(expanded: Expanded, costs: Sequence[RunCost]) -> float:
     """GPU-hours of the rounds of successive halving that are not known yet: of mean runs, by their steps."""
     halving = expanded.setup.experiment.halving
     if halving is None or not costs:

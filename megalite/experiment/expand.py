@@ -5,7 +5,6 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
-from megalite.base.terminal import scaled
 from megalite.experiment.build import Builder, Point
 from megalite.experiment.cell import Cell
 from megalite.experiment.folder import ExperimentFolder
@@ -14,6 +13,7 @@ from megalite.experiment.read import Setup
 from megalite.experiment.settings import MAX_RUNS, Settings
 from megalite.experiment.systems import system_points
 from megalite.experiment.trunk import share_trunks
+from megalite_launch.base.texts import scaled
 
 Losses = Callable[[Cell], float | None]  # loss of a run that is done; None: it is not
 

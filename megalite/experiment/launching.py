@@ -25,7 +25,7 @@ from megalite.experiment.folder import (
     write_index,
     write_status,
 )
-from megalite.experiment.pool import Machine, Pool, Task
+from megalite.experiment.pool import LocalMachine, Pool, Task
 from megalite.experiment.read import BASE, FILE, Setup
 from megalite.experiment.results import Row, row_of
 from megalite.experiment.states import standing
@@ -218,7 +218,7 @@ def start(expanded: Expanded, cells: Sequence[Cell], megalite: str) -> int | lis
     if launch.kind == "slurm":
         return submit(folder, tasks, launch, megalite)
     on_gpus = not on_cpus(cells[0].config.run.device)
-    machine = Machine.this(launch.cores, launch.devices, on_gpus)
+    machine = LocalMachine.this(launch.cores, launch.devices, on_gpus)
     command = ["--megalite", megalite, "--attempts", str(launch.attempts)]
     command += ["--seconds", str(60 * launch.minutes)] if launch.minutes is not None else []
     command += ["--discard"] if launch.discard else []

@@ -38,14 +38,14 @@ class Task:
 
 
 @dataclass(frozen=True)
-class Machine:
+class LocalMachine:
     """Cores and GPUs that the pool may use. devices: as in CUDA_VISIBLE_DEVICES; none for runs on CPUs."""
 
     cores: tuple[int, ...]
     devices: tuple[str, ...] = ()
 
     @staticmethod
-    def this(cores: int | None, devices: Sequence[int] | None, on_gpus: bool) -> "Machine":
+    def this(cores: int | None, devices: Sequence[int] | None, on_gpus: bool) -> "LocalMachine":
         """Return this machine, or the part that was asked for. Raises InputError for cores or GPUs it does not have."""
         own = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
         if cores is not None and cores > len(own):
@@ -59,7 +59,7 @@ class Machine:
                     f"launch.devices: there is no GPU {unknown[0]}; there are {', '.join(found) or 'none'}"
                 )
             found = [str(each) for each in devices]
-        return Machine(tuple(own[:cores]), tuple(found))
+        return LocalMachine(tuple(own[:cores]), tuple(found))
 
 
 def _visible() -> list[str]:
@@ -81,7 +81,7 @@ class Pool:
     """Runs tasks. command: the arguments of `runner` for a task, without its runs."""
 
     folder: ExperimentFolder
-    machine: Machine
+    machine: LocalMachine
     parallel: int
     command: Sequence[str]
     environment: Mapping[str, str] = field(default_factory=lambda: os.environ)

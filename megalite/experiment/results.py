@@ -10,7 +10,7 @@ from typing import Any
 from megalite.base.errors import InputError
 from megalite.base.files import exists, is_file, read_object, write_whole
 from megalite.experiment.cell import Cell, Counts
-from megalite.experiment.cost import Measured
+from megalite.experiment.cost import MeasuredStep
 from megalite.experiment.expand import Expanded
 from megalite.experiment.folder import (
     EVAL_PREFIX,
@@ -150,7 +150,7 @@ def _commit(run: Path) -> str | None:
     return None
 
 
-def measured(rows: Sequence[Row], expanded: Expanded, known: Mapping[str, tuple[Status, int]]) -> list[Measured]:
+def measured(rows: Sequence[Row], expanded: Expanded, known: Mapping[str, tuple[Status, int]]) -> list[MeasuredStep]:
     """Measured times of runs that have begun, from which the times of others are estimated."""
     cells = {cell.id: cell for cell in expanded.cells}
     found = []
@@ -159,5 +159,5 @@ def measured(rows: Sequence[Row], expanded: Expanded, known: Mapping[str, tuple[
         if rate and cell is not None:
             status = known[cell.id][0]
             whole = status.state == "done" and status.attempts == 1 and status.seconds > 0
-            found.append(Measured.of(cell, rate, status.seconds if whole else None, cell.start))
+            found.append(MeasuredStep.of(cell, rate, status.seconds if whole else None, cell.start))
     return found

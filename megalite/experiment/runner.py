@@ -54,7 +54,7 @@ class Options:
 
 
 @dataclass
-class Runner:
+class TaskRunner:
     """Does the runs of a task, one after another."""
 
     folder: ExperimentFolder
@@ -258,7 +258,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         tuple(args.srun_option),
         job,
     )
-    runner = Runner(folder, options)
+    runner = TaskRunner(folder, options)
     if args.cores:
         with suppress(OSError, ValueError, AttributeError):  # fewer than the pool took for granted: all that there are
             os.sched_setaffinity(0, {int(core) for core in args.cores.split(",")})
@@ -273,7 +273,7 @@ def read_tasks(folder: ExperimentFolder, launch: str) -> list[list[str]]:
 
 
 @contextmanager
-def _heard(runner: Runner) -> Iterator[None]:
+def _heard(runner: TaskRunner) -> Iterator[None]:
     before = listen(runner.hear)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # who starts this holds them up until there are handlers
     try:

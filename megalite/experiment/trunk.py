@@ -9,8 +9,9 @@ from dataclasses import replace
 
 from megalite.base.errors import listing
 from megalite.config.convert import to_plain
+from megalite.config.identity import run_id
 from megalite.experiment.build import Builder
-from megalite.experiment.cell import Cell, identity
+from megalite.experiment.cell import Cell
 from megalite.experiment.settings import differing
 
 
@@ -37,7 +38,7 @@ def _stem(cell: Cell) -> str:
     plain = dict(cell.plain)
     plain["train"] = {**plain["train"], "steps": 0}
     plain["schedule"] = {**plain["schedule"], "decay": 0}
-    return identity(plain, keeps_layout=True)
+    return run_id(plain, keeps_layout=True)
 
 
 def _sibling(cells: list[Cell]) -> Cell | None:

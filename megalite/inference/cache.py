@@ -21,8 +21,7 @@ from megalite.base.errors import InputError, counted
 from megalite.config.layers import Scores
 from megalite.model.positions import TokenPositions
 from megalite.parallel.context import Attention
-
-GIB = 1 << 30
+from megalite_launch.base.texts import memory_text
 
 
 class Cache:
@@ -47,11 +46,11 @@ class Cache:
                 for layer in layers
             }
         except RuntimeError:  # CUDA's lack of memory is one too
-            size = 2 * len(layers) * slots * heads * capacity * width * dtype.itemsize / GIB
+            size = 2 * len(layers) * slots * heads * capacity * width * dtype.itemsize
             text = f"{counted(slots, 'sequence')} of {counted(capacity, 'token')}"
             raise InputError(
-                f"the cache of {text} takes {size:,.1f} GiB, more than there is; use a smaller --batch or --tokens, "
-                "or more ranks"
+                f"the cache of {text} takes {memory_text(size)}, more than there is; use a smaller --batch or "
+                "--tokens, or more ranks"
             ) from None
 
     def copy(self, source: int, target: int) -> None:

@@ -22,7 +22,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 
 
 @dataclass(frozen=True)
-class Place:
+class ComputeSetup:
     """The mesh, host group and data type with which this process computes."""
 
     mesh: Mesh
@@ -46,7 +46,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(
-    module: str, arguments: Sequence[str], options: argparse.Namespace, dp: int, work: Callable[[Place], int]
+    module: str, arguments: Sequence[str], options: argparse.Namespace, dp: int, work: Callable[[ComputeSetup], int]
 ) -> int:
     """Do `work`, collectively, on as many ranks as the options say. Returns the exit code.
 
@@ -75,8 +75,8 @@ def alone(options: argparse.Namespace) -> bool:
     return find_rank_info() is None and options.tp * options.pp * getattr(options, "dp", 1) == 1
 
 
-def _place(layout: Layout, device: torch.device, options: argparse.Namespace) -> Place:
+def _place(layout: Layout, device: torch.device, options: argparse.Namespace) -> ComputeSetup:
     mesh = Mesh.build(layout, device, sharded=False)
     assert mesh is not None
     dtype = DTYPES[options.dtype or ("bf16" if device.type == "cuda" else "fp32")]
-    return Place(mesh, HostGroup(), dtype)
+    return ComputeSetup(mesh, HostGroup(), dtype)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from megalite.config.schema import Model
 from megalite.parallel.parameter import box, cut, extra_state, parameters
 from megalite.plan.model.parametrization import standard_deviation
-from megalite.plan.model.roles import Kind
+from megalite.plan.model.roles import RoleKind
 
 BLOCK = 1 << 22  # elements made at a time, to bound the temporaries
 
@@ -31,9 +31,9 @@ def initialize(stage: nn.Module, model: Model, seed: int) -> None:
     for name, param, role, shape in parameters(stage):
         local = param.to_local()
         match role.kind:
-            case Kind.NORM:
+            case RoleKind.NORM:
                 local.fill_(1)
-            case Kind.BIAS:
+            case RoleKind.BIAS:
                 local.zero_()
             case _:
                 local.zero_()

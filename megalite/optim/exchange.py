@@ -12,7 +12,7 @@ from megalite.plan.muon import Box, Piece, moves
 Views = dict[int, list[tuple[Box, Tensor]]]  # by matrix: its boxes, each with its view of a buffer
 
 
-class Exchange:
+class PieceExchange:
     """The pieces that one rank sends to and receives from each of `ranks` ranks.
 
     A buffer is ordered by peer, and for each peer in the order of `pieces`, which is the same for sender and receiver.
@@ -38,7 +38,7 @@ class Exchange:
 class Outgoing:
     """A send buffer."""
 
-    exchange: Exchange
+    exchange: PieceExchange
     buffer: Tensor
     views: Views
 
@@ -63,7 +63,7 @@ class Outgoing:
 class Arriving:
     """A started exchange."""
 
-    exchange: Exchange
+    exchange: PieceExchange
     buffer: Tensor
     sent: Tensor | None  # must live until it is sent
     work: dist.Work | None

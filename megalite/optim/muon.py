@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from megalite.optim.exchange import Arriving, Exchange, Views
+from megalite.optim.exchange import Arriving, PieceExchange, Views
 from megalite.optim.newton_schulz import COEFFICIENTS, SCALES, newton_schulz, scale, working_dtype
 from megalite.optim.states import DeviceStates, States, local
 from megalite.plan.muon import BUCKET_BYTES, Box, MuonPlan, boxes, matrices_of
@@ -55,8 +55,8 @@ class _Bucket:
     matrices: list[int]
     owned: list[int]
     held: dict[int, Box]  # this rank's parts
-    gather: Exchange
-    scatter: Exchange
+    gather: PieceExchange
+    scatter: PieceExchange
 
 
 Params = Sequence[tuple[Tensor, dict[str, Any]]]  # each with its parameter group
@@ -208,8 +208,8 @@ class Muon(torch.optim.Optimizer):
                 [index for index in indices if targets[index].here is not None],
                 [index for index in indices if plan.owners[index] == rank],
                 {index: matrices[index].boxes[rank] for index in indices},
-                Exchange(plan.gathered(indices), rank, ranks),
-                Exchange(plan.returned(indices), rank, ranks),
+                PieceExchange(plan.gathered(indices), rank, ranks),
+                PieceExchange(plan.returned(indices), rank, ranks),
             )
             for indices in plan.buckets
         ]

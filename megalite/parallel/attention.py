@@ -26,7 +26,7 @@ ops = torch.ops.aten
 FULL_SCORES = Scores()
 
 
-class Kernels(NamedTuple):
+class BlockKernels(NamedTuple):
     """The functions that compute the attention of a block.
 
     forward: from q, k, v and the block, computes the output `[n, b, h, e]` and the log-sum-exp `[b, h, n]`.
@@ -87,15 +87,15 @@ def _add(totals: Iterable[Tensor], found: Iterable[Tensor]) -> None:
         total += part
 
 
-def _kernels(q: Tensor, kind: Scores) -> Kernels:
+def _kernels(q: Tensor, kind: Scores) -> BlockKernels:
     """FlashAttention's kernels if they can be used: they cap no scores, and on CUDA take 16-bit data types only."""
     softcap, scale = kind.softcap, kind.scale
     if softcap is not None or (q.is_cuda and q.element_size() > 2):
         forward = partial(explicit.forward, softcap=softcap, scale=scale)
-        return Kernels(forward, partial(explicit.backward, softcap=softcap, scale=scale), _as_it_is)
+        return BlockKernels(forward, partial(explicit.backward, softcap=softcap, scale=scale), _as_it_is)
     if q.is_cuda:
-        return Kernels(partial(_forward_cuda, scale=scale), partial(_backward_cuda, scale=scale), reachable)
-    return Kernels(partial(_forward_cpu, scale=scale), partial(_backward_cpu, scale=scale), triangles)
+        return BlockKernels(partial(_forward_cuda, scale=scale), partial(_backward_cuda, scale=scale), reachable)
+    return BlockKernels(partial(_forward_cpu, scale=scale), partial(_backward_cpu, scale=scale), triangles)
 
 
 def _as_it_is(block: Block) -> list[Block]:

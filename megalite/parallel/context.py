@@ -29,7 +29,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from megalite.config.layers import Scores
 from megalite.parallel.attention import attend, attend_backward, empty_result
 from megalite.parallel.blocks import Block
-from megalite.parallel.exchange import AllGather, Exchange, Halo
+from megalite.parallel.exchange import AllGather, Halo, KeyValueExchange
 from megalite.parallel.flex import Flex
 from megalite.parallel.sequence import Documents, Method, Sequences, gaps, missing, own_blocks, place, ring_steps, rows
 
@@ -115,7 +115,7 @@ class Fetching:
 
     own: Sequence[Block]
     far: Gaps
-    exchange: Exchange
+    exchange: KeyValueExchange
     kind: Scores = FULL_SCORES
 
     @torch.compiler.disable
@@ -210,7 +210,7 @@ class _Fetching(torch.autograd.Function):
         kv: Tensor,
         own: Sequence[Block],
         far: Gaps,
-        exchange: Exchange,
+        exchange: KeyValueExchange,
         kind: Scores,
     ) -> Tensor:
         out, lse = empty_result(q)

@@ -14,7 +14,7 @@ from megalite.parallel.sequence import missing, overlaps, place, rows, split, un
 Parts = Mapping[int, Sequence[slice]]  # by rank of the group: rows sent to that rank, or received from it
 
 
-class Exchange(Protocol):
+class KeyValueExchange(Protocol):
     """A way to fetch keys and values. Collective: all ranks of the group call the same methods in the same order."""
 
     def fetch(self, kv: Tensor) -> Callable[[], Tensor]:

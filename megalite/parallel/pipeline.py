@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megalite.distributed.health.activity import Activity, Awaiting
-from megalite.distributed.health.clock import Clock
+from megalite.distributed.health.clock import SectionClock
 from megalite.distributed.health.rank_ranges import ranks_text
 from megalite.parallel import fsdp
 from megalite.parallel.linear import WeightGradients
@@ -45,7 +45,7 @@ class Activation:
 
 
 @dataclass
-class Flight:
+class TensorsInFlight:
     """Tensors of one step that are between two actions.
 
     inputs: by action F, received activations, whose gradients are sent back.
@@ -109,7 +109,7 @@ class Delivering(Awaiting):
 
 
 @dataclass(frozen=True)
-class Step:
+class StepInputs:
     """The inputs of a step: one entry per micro-batch."""
 
     tokens: Sequence[Tensor]
@@ -136,22 +136,22 @@ class Pipeline:
         activation: Activation,
         mode: str,
         activity: Activity,
-        clock: Clock | None = None,
+        clock: SectionClock | None = None,
     ) -> None:
         program = table.programs[rank]
         self.program = [Entry(item, number, len(program)) for number, item in enumerate(program, start=1)]
         self.table, self.stages, self.gradients, self.rank = table, stages, gradients, rank
         self.group, self.activation, self.mode, self.activity = group, activation, mode, activity
-        self.clock = clock or Clock(activation.device)
+        self.clock = clock or SectionClock(activation.device)
         self.ranks = dist.get_process_group_ranks(group)
         self.reductions = reductions(table, rank)
 
-    def run(self, step: Step) -> Tensor:
+    def run(self, step: StepInputs) -> Tensor:
         """Run one step. Returns the sum of the losses of this rank's stages, 0 if they have none.
 
         Gradients are accumulated in the parameters, unless the table is forward only.
         """
-        flight = Flight()
+        flight = TensorsInFlight()
         total = torch.zeros((), dtype=torch.float64, device=self.activation.device)
         for entry in self.program:
             self.activity(entry)
@@ -184,7 +184,7 @@ class Pipeline:
             work.wait()
         return total
 
-    def _forward(self, action: Action, step: Step, flight: Flight) -> Tensor | float:
+    def _forward(self, action: Action, step: StepInputs, flight: TensorsInFlight) -> Tensor | float:
         stage = self.stages[action.stage]
         if action.stage == 0:
             x = step.tokens[action.micro]
@@ -204,7 +204,7 @@ class Pipeline:
             flight.outputs[action] = [get_gradient_edge(x) for x in (*made, *(loss * step.scale for loss in losses))]
         return sum((loss.detach() for loss in losses), start=0.0)
 
-    def _backward(self, action: Action, flight: Flight) -> None:
+    def _backward(self, action: Action, flight: TensorsInFlight) -> None:
         """Action B: compute all gradients. Action I: compute gradients of inputs; those of weights are put off."""
         stage, reduction = self.stages[action.stage], self.reductions[action]
         at_end = reduction.now and not reduction.by_layer
@@ -222,26 +222,26 @@ class Pipeline:
             assert x.grad is not None
             self._hand_over(action.send, x.grad, flight)
 
-    def _input_gradients(self, action: Action, flight: Flight) -> None:
+    def _input_gradients(self, action: Action, flight: TensorsInFlight) -> None:
         with self.gradients[action.stage].put_off() as put_off:
             self._backward(action, flight)
         flight.put_off[Action(Kind.W, action.stage, action.micro)] = put_off
 
     @torch.no_grad()
-    def _weight_gradients(self, action: Action, flight: Flight) -> None:
+    def _weight_gradients(self, action: Action, flight: TensorsInFlight) -> None:
         put_off = flight.put_off.pop(action)
         while put_off:  # from the last layer to the first; each call frees the tensors that it held
             put_off.pop(0)()
         fsdp.after_weight_gradients(self.stages[action.stage], self.reductions[action])
 
-    def _hand_over(self, send: Action, tensor: Tensor, flight: Flight) -> None:
+    def _hand_over(self, send: Action, tensor: Tensor, flight: TensorsInFlight) -> None:
         """Put a result into the inbox, if its stage is on this rank, else into the outbox until its exchange."""
         if self.table.peer(send) == self.rank:
             flight.inbox[send.matching] = tensor, None
         else:
             flight.outbox[send] = tensor
 
-    def _exchange(self, exchange: Exchange, flight: Flight) -> None:
+    def _exchange(self, exchange: Exchange, flight: TensorsInFlight) -> None:
         """Post every transfer of `exchange` as one batch."""
         operations, received = [], []
         for action in exchange.actions:
@@ -261,7 +261,7 @@ class Pipeline:
             else:
                 flight.inbox[action_in] = operation.tensor, work
 
-    def _received(self, transfer: Action, flight: Flight) -> Tensor:
+    def _received(self, transfer: Action, flight: TensorsInFlight) -> Tensor:
         """The tensor that `transfer` brings. Waits for it."""
         tensor, work = flight.inbox.pop(transfer)
         if work is not None:

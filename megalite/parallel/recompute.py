@@ -21,7 +21,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 from megalite.parallel.offload import AsIs, Keep, Keeping, elsewhere, keep, storage_of
-from megalite.plan.recompute_modes import MODES, Cost, Mode
+from megalite.plan.recompute_modes import MODES, Mode, ModeCost
 
 REPEATS = 5  # timed passes through a layer, per mode
 
@@ -145,7 +145,7 @@ class Counted:
         return packed
 
 
-def measure(run: Callable[[], Tensor], layer: nn.Module) -> dict[Mode, Cost]:
+def measure(run: Callable[[], Tensor], layer: nn.Module) -> dict[Mode, ModeCost]:
     """Measure for every mode the time of `run`, a forward pass through `layer`, with its backward, and the bytes saved.
 
     The modes take turns, so that other load on the machine slows all of them, and the shortest time of each counts.
@@ -159,7 +159,7 @@ def measure(run: Callable[[], Tensor], layer: nn.Module) -> dict[Mode, Cost]:
             seconds[mode].append(_seconds(run, layer))
             bytes_kept[mode] = counted.bytes
             del layer.forward  # removes the wrapper, so that the method of the class is called again
-    return {mode: Cost(min(seconds[mode][1:]), bytes_kept[mode]) for mode in MODES}  # the first pass warms up
+    return {mode: ModeCost(min(seconds[mode][1:]), bytes_kept[mode]) for mode in MODES}  # the first pass warms up
 
 
 def _seconds(run: Callable[[], Tensor], layer: nn.Module) -> float:

@@ -20,7 +20,6 @@ from typing import Protocol
 
 from megalite.base.errors import InputError, Problem
 from megalite.base.terminal import gib_above
-from megalite.base.terminal import memory as memory_size
 from megalite.config.layers import LayerKind, layer_kinds
 from megalite.config.schema import Config, Model
 from megalite.plan.memory.activations import Activations
@@ -32,8 +31,9 @@ from megalite.schedule.actions import Table
 from megalite.schedule.communication import communicate
 from megalite.schedule.generate import AUTO_SCHEDULE, placement_of
 from megalite.schedule.problem import Beside, StageCosts
-from megalite.schedule.search import Found, least_memory, search
+from megalite.schedule.search import FoundOrder, least_memory, search
 from megalite.schedule.simulate import COLUMN
+from megalite_launch.base.texts import memory_text
 
 Flops = tuple[float, float, float]  # per token, of F, I and W
 GRAIN = 1024  # times are whole multiples of 1/1024, so floats add them up exactly and equal moments are found equal
@@ -99,7 +99,7 @@ def wanted(config: Config, m: int, costing: Costing | None = None) -> Wanted:
 
 
 @lru_cache(maxsize=512)  # a search takes up to seconds, and commands ask for the same one several times
-def found(wanted: Wanted) -> Found:
+def found(wanted: Wanted) -> FoundOrder:
     """The result of the search."""
     of, costs = wanted, wanted.costs
     return search(of.placement, of.m, costs.stages, of.limits, costs.transfer, of.splits, costs.beside)
@@ -127,7 +127,7 @@ def check_limit(config: Config) -> None:
     least = least_of(config)
     if max(least) > memory * GIB:
         rule = (
-            f"is less than the {memory_size(max(least))} of activations of one micro-batch on pipeline rank "
+            f"is less than the {memory_text(max(least))} of activations of one micro-batch on pipeline rank "
             f"{least.index(max(least))}"
         )
         fix = f"use at least {gib_above(max(least))}, null, a smaller batch.micro, or train.recompute=selective or full"

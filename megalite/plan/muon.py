@@ -15,7 +15,7 @@ from itertools import chain, product
 
 from megalite.config.layers import layer_kinds
 from megalite.config.schema import Config, Model, Place
-from megalite.plan.model.roles import Kind
+from megalite.plan.model.roles import RoleKind
 from megalite.plan.model.weights import layer_weights
 from megalite.plan.resolved import Plan
 
@@ -121,7 +121,7 @@ def stage_matrices(
     kinds, found = layer_kinds(model), []
     for layer in layers:
         for _, weight in layer_weights(model, kinds[layer]):
-            if weight.role.kind is Kind.MATRIX:
+            if weight.role.kind is RoleKind.MATRIX:
                 held = boxes(weight.shape, (replicas, shards, tp), ((2, weight.split), (1, 0)))
                 found += matrices_of(weight.shape, held, steps)
     return found

@@ -15,11 +15,11 @@ from typing import Literal, TypeVar
 
 from megalite.base.errors import InputError, Problem
 from megalite.base.terminal import gib_above
-from megalite.base.terminal import memory as memory_size
 from megalite.config.schema import Train
 from megalite.plan.model.size import by_stage
 from megalite.schedule.actions import Action, Table
 from megalite.schedule.simulate import LIVE_CHANGES
+from megalite_launch.base.texts import memory_text
 
 Mode = Literal["none", "selective", "full"]
 MODES: tuple[Mode, ...] = ("none", "selective", "full")
@@ -29,14 +29,14 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Cost:
+class ModeCost:
     """Time and memory of one layer for one micro-batch, in one mode."""
 
     seconds: float  # time of forward and backward
     bytes: int  # kept from forward to backward
 
 
-Costs = Mapping[Mode, Cost]  # costs of one layer
+Costs = Mapping[Mode, ModeCost]  # costs of one layer
 
 
 def every_nth(mode: Mode, n: int, layers: int) -> list[Mode]:
@@ -164,7 +164,7 @@ def choose_for_all(
     found = [modes for modes in chosen if modes is not None]
     if len(found) < len(chosen):
         kept = max(map(_least, costs, held, outside))
-        rule = f"the activations of a rank take {memory_size(kept)} even when every layer keeps as little as it can"
+        rule = f"the activations of a rank take {memory_text(kept)} even when every layer keeps as little as it can"
         fix = f"use at least {gib_above(kept)}, a smaller batch.micro, or more tensor or context parallelism"
         raise InputError([Problem("train.recompute_budget", rule, fix, budget)])
     return found

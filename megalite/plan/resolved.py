@@ -10,7 +10,7 @@ from megalite.plan.automatic import Costing
 from megalite.plan.memory.activations import Activations
 from megalite.plan.model.size import layer_forward_flops
 from megalite.plan.pipeline import placement, table_of, tables_of, uses_fsdp
-from megalite.plan.recompute_modes import FORWARD_PASSES, Cost, Costs, Mode, modes_by_stage
+from megalite.plan.recompute_modes import FORWARD_PASSES, Costs, Mode, ModeCost, modes_by_stage
 from megalite.plan.split import layers_of, split_of
 from megalite.schedule.actions import Table
 
@@ -90,6 +90,6 @@ def estimated_costs(config: Config) -> list[Costs]:
     @cache
     def cost(kind: LayerKind) -> Costs:
         share = layer_forward_flops(config.model, kind) / first
-        return {mode: Cost(share * times, sizes.layer_bytes(kind, mode)) for mode, times in FORWARD_PASSES.items()}
+        return {mode: ModeCost(share * times, sizes.layer_bytes(kind, mode)) for mode, times in FORWARD_PASSES.items()}
 
     return [cost(kind) for kind in kinds]

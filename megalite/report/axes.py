@@ -43,10 +43,6 @@ def linear(low: float, high: float) -> list[float]:
     return [step * at for at in range(ceil(low / step - 1e-9), floor(high / step + 1e-9) + 1)]
 
 
-def loss_text(value: float) -> str:
-    return f"{value:.4g}"
-
-
 def flops_text(value: float) -> str:
     """`3e18`."""
     return f"{value:.2g}".replace("e+", "e")

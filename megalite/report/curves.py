@@ -7,11 +7,11 @@ import numpy as np
 
 from megalite.base.errors import InputError, counted
 from megalite.base.files import is_file
-from megalite.report.axes import logarithmic, loss_text
-from megalite.report.found import Found
+from megalite.report.axes import logarithmic
+from megalite.report.found import FoundLaws
 from megalite.report.picture import Picture, beside, colours, in_legend
-from megalite.scaling.show import number
-from megalite.scaling.table import Run
+from megalite.scaling.show import number, significant
+from megalite.scaling.table import RunResult
 from megalite.train.folder.records import read_records
 from megalite_launch.page.charts import thinned
 
@@ -20,9 +20,9 @@ MAX_RUNS = 300
 Curve = list[tuple[float, float]]
 
 
-def pictures(found: Found) -> tuple[list[Picture], list[str]]:
+def pictures(found: FoundLaws) -> tuple[list[Picture], list[str]]:
     """The picture, where runs have metrics, and sentences about files that cannot be read."""
-    curves, wrong = dict[str, tuple[Run, Curve]](), list[str]()
+    curves, wrong = dict[str, tuple[RunResult, Curve]](), list[str]()
     for run in found.results.runs[:MAX_RUNS]:
         path = found.folder / "runs" / run.name / "metrics.jsonl"
         if not is_file(path):
@@ -51,7 +51,7 @@ def _points(records: list[dict[str, Any]]) -> Iterator[tuple[float, float]]:
             yield float(record["step"]), float(loss)
 
 
-def _picture(found: Found, curves: dict[str, tuple[Run, Curve]], by_tokens: bool) -> Picture:
+def _picture(found: FoundLaws, curves: dict[str, tuple[RunResult, Curve]], by_tokens: bool) -> Picture:
     sizes = {name: found.size(run) for name, (run, _) in curves.items()}
     known = sorted({round(float(np.log(size)), 2) for size in sizes.values() if size > 0})
     shades = dict(zip(known, colours(len(known)), strict=True))
@@ -71,7 +71,7 @@ def _picture(found: Found, curves: dict[str, tuple[Run, Curve]], by_tokens: bool
         if max(losses) > 2 * max(late):  # the first steps would press all that follows flat
             axes.set_ylim(min(losses) * 0.97, max(late) * 1.25)
         logarithmic(axes, "x", "tokens" if by_tokens else "steps")
-        logarithmic(axes, "y", "training loss, nats per token", loss_text)
+        logarithmic(axes, "y", "training loss, nats per token", significant)
         beside(axes)
 
     rows = [[name, *point] for name, (_, curve) in curves.items() for point in curve]

@@ -7,11 +7,11 @@ import numpy as np
 
 from megalite.scaling.forms import Array
 from megalite.scaling.stored import Stored
-from megalite.scaling.table import Results, Run
+from megalite.scaling.table import Results, RunResult
 
 
 @dataclass(frozen=True)
-class Found(Stored):
+class FoundLaws(Stored):
     """The laws of an experiment, and its runs."""
 
     results: Results
@@ -25,7 +25,7 @@ class Found(Stored):
         return "loss_valid" if named else "loss_train"
 
     @cached_property
-    def used(self) -> list[Run]:
+    def used(self) -> list[RunResult]:
         """The runs that were fitted; without a fit, all that have a loss."""
         runs = [run for run in self.results.done() if run.number(self.which) > 0 and self.size(run) > 0]
         runs = [run for run in runs if run.number("tokens") > 0]
@@ -35,14 +35,14 @@ class Found(Stored):
         return [run for run in runs if run.id in some]
 
     @cached_property
-    def held_out(self) -> list[Run]:
+    def held_out(self) -> list[RunResult]:
         some = set(self.fit["data"]["held_out"]) if self.fit else set()
         return [run for run in self.results.done() if run.id in some and run.number(self.which) > 0]
 
-    def size(self, run: Run) -> float:
+    def size(self, run: RunResult) -> float:
         return run.number(f"n_{self.settings.parameters}")
 
-    def column(self, runs: list[Run], name: str) -> Array:
+    def column(self, runs: list[RunResult], name: str) -> Array:
         if name == "N":
             return np.array([self.size(run) for run in runs])
         return np.array([run.number({"D": "tokens", "loss": self.which}.get(name, name)) for run in runs])

@@ -6,22 +6,22 @@ from typing import Any
 import numpy as np
 
 from megalite.base.errors import counted
-from megalite.report.axes import flops_text, logarithmic, loss_text
-from megalite.report.found import Found
+from megalite.report.axes import flops_text, logarithmic
+from megalite.report.found import FoundLaws
 from megalite.report.picture import GREY, INK, MARK, Picture, beside, colours, in_legend
 from megalite.report.pictures import ticker
 from megalite.scaling.bootstrap import interval
 from megalite.scaling.forms import Array
 from megalite.scaling.law import FLOPS
-from megalite.scaling.show import number
-from megalite.scaling.table import Run
+from megalite.scaling.show import number, significant
+from megalite.scaling.table import RunResult
 
 SERIES_TOLERANCE = 0.03  # relative: sizes, tokens, ratios or budgets that differ by less are one series
 LAW_POINTS = 60
 REACH = 100.0  # times the largest budget, up to which laws are drawn
 
 
-def pictures(found: Found) -> list[Picture]:
+def pictures(found: FoundLaws) -> list[Picture]:
     """Pictures of a ladder for which there are numbers."""
     runs = found.used
     if len(runs) < 2:
@@ -48,7 +48,7 @@ def series(values: Array) -> list[Array]:
 
 
 def _levels(
-    found: Found, runs: list[Run]
+    found: FoundLaws, runs: list[RunResult]
 ) -> tuple[str, Array, Callable[[float], str], Callable[[float, Array], Array]]:
     """Choose the quantity with the fewest levels among runs: tokens, tokens per parameter or FLOPs.
 
@@ -63,7 +63,7 @@ def _levels(
     return min(choices, key=lambda choice: len(series(choice[1])))
 
 
-def _by_size(found: Found) -> Picture:
+def _by_size(found: FoundLaws) -> Picture:
     runs = found.used
     name, levels, text, tokens_of = _levels(found, runs)
     n, loss = found.column(runs, "N"), found.column(runs, "loss")
@@ -81,7 +81,7 @@ def _by_size(found: Found) -> Picture:
     return Picture("loss_by_size", "Loss by size", told, ["run", "N", name, "loss"], rows, paint)
 
 
-def _by_tokens(found: Found) -> Picture:
+def _by_tokens(found: FoundLaws) -> Picture:
     runs = found.used
     n, d, loss = (found.column(runs, name) for name in ("N", "D", "loss"))
     groups = series(n)
@@ -100,7 +100,7 @@ def _by_tokens(found: Found) -> Picture:
 
 def _with_law(
     figure: Any,
-    found: Found,
+    found: FoundLaws,
     groups: Sequence[Array],
     x: Array,
     loss: Array,
@@ -118,15 +118,15 @@ def _with_law(
             order = places[np.argsort(x[places])]
             axes.plot(x[order], loss[order], color=colour, lw=1.1)
     logarithmic(axes, "x", title)
-    logarithmic(axes, "y", "loss, nats per token", loss_text)
+    logarithmic(axes, "y", "loss, nats per token", significant)
     beside(axes)
 
 
-def _line(found: Found) -> str:
+def _line(found: FoundLaws) -> str:
     return "the fitted law" if found.losses is not None else "no law: megalite-sweep fit makes one"
 
 
-def _envelope(found: Found) -> Picture:
+def _envelope(found: FoundLaws) -> Picture:
     runs = found.used
     n, d, loss = (found.column(runs, name) for name in ("N", "D", "loss"))
     flops, groups = FLOPS * n * d, series(n)
@@ -149,7 +149,7 @@ def _envelope(found: Found) -> Picture:
                 bands = [interval(0, np.asarray(several.best_loss(at)), len(runs)) for at in line]
                 axes.fill_between(line, [b.low for b in bands], [b.high for b in bands], color=GREY, alpha=0.3, lw=0)
         logarithmic(axes, "x", "FLOPs, 6·N·D", flops_text)
-        logarithmic(axes, "y", "loss, nats per token", loss_text)
+        logarithmic(axes, "y", "loss, nats per token", significant)
         beside(axes)
 
     rows = [[run.slug, *values] for run, values in zip(runs, np.stack([n, flops, loss], 1).tolist(), strict=True)]
@@ -164,7 +164,7 @@ def _envelope(found: Found) -> Picture:
     return Picture("envelope", "Loss by FLOPs", told + ".", ["run", "N", "flops", "loss"], rows, paint)
 
 
-def _residuals(found: Found) -> Picture:
+def _residuals(found: FoundLaws) -> Picture:
     assert found.losses is not None
     runs, law = found.used, found.losses[0]
     n, d, loss = (found.column(runs, name) for name in ("N", "D", "loss"))
@@ -190,7 +190,7 @@ def _residuals(found: Found) -> Picture:
     return Picture("residuals", "Residuals", told, ["run", "N", "D", "measured_by_law_minus_1"], rows, paint)
 
 
-def _held_out(found: Found) -> Picture:
+def _held_out(found: FoundLaws) -> Picture:
     rows = found.fit["holdout"]
 
     def paint(figure: Any) -> None:
@@ -225,7 +225,7 @@ def _held_out(found: Found) -> Picture:
     return Picture("holdout", "Predicted and held out", told, header, table, paint, (7.2, 3.4))
 
 
-def _optimum(found: Found) -> Picture:
+def _optimum(found: FoundLaws) -> Picture:
     assert found.best is not None
     law, several = found.best
     runs = found.used
@@ -266,7 +266,7 @@ def _optimum(found: Found) -> Picture:
     return Picture("optimum", "Best size and tokens by budget", told, header, rows, paint, (7.2, 3.4))
 
 
-def isoflop(found: Found) -> list[Picture]:
+def isoflop(found: FoundLaws) -> list[Picture]:
     """The parabolas of approach 2."""
     budgets = [each for each in found.main("approach2").get("budgets", []) if len(each["runs"]) > 1]
     by_id = {run.id: run for run in found.used}
@@ -300,7 +300,7 @@ def isoflop(found: Found) -> list[Picture]:
     return [Picture("isoflop", "IsoFLOP parabolas", told, ["flops", "run", "N", "loss"], rows, paint)]
 
 
-def pairs(found: Found) -> list[Picture]:
+def pairs(found: FoundLaws) -> list[Picture]:
     """The draws of the law's parameters, against each other."""
     if found.losses is None or found.losses[1] is None:
         return []

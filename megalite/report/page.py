@@ -10,10 +10,10 @@ from megalite.base.html_tables import as_html
 from megalite.base.terminal import table
 from megalite.cost.texts import seconds_text
 from megalite.experiment.folder import STATES
-from megalite.plan.memory.fit import GIB
-from megalite.report.found import Found
+from megalite.report.found import FoundLaws
 from megalite.report.picture import Drawn
 from megalite.scaling.show import number, parts
+from megalite_launch.base.texts import memory_text, share
 from megalite_launch.page.html import escape, paragraph, section
 from megalite_launch.page.style import document
 
@@ -41,7 +41,9 @@ BROAD_CSS, BREADTH = ' class="broad"', 7.5  # inches from which a picture takes 
 MAX_ROWS = 1000  # runs in the table of the page; results.csv has all
 
 
-def page(found: Found, drawn: Sequence[tuple[str, Sequence[Drawn]]], notes: Sequence[str], configuration: str) -> str:
+def page(
+    found: FoundLaws, drawn: Sequence[tuple[str, Sequence[Drawn]]], notes: Sequence[str], configuration: str
+) -> str:
     """HTML. drawn: pictures under headings. notes: about files that could not be read."""
     name = printable(found.settings.name or found.folder.resolve().name)
     shown = [_head(found, name), _mind(found, notes)]
@@ -53,7 +55,7 @@ def page(found: Found, drawn: Sequence[tuple[str, Sequence[Drawn]]], notes: Sequ
     return document(f"Experiment {name}", "\n".join([STYLE, *shown, f"<footer>{foot}</footer>"]))
 
 
-def _head(found: Found, name: str) -> str:
+def _head(found: FoundLaws, name: str) -> str:
     states = [sum(run.status == state for run in found.results.runs) for state in STATES]
     told = ", ".join(f"{count} {state}" for count, state in zip(states, STATES, strict=True) if count)
     lines = [f"Kind: {found.settings.kind}. {counted(len(found.results.runs), 'run')}: {told or 'none'}."]
@@ -66,7 +68,7 @@ def _head(found: Found, name: str) -> str:
     return "\n".join([f"<header><h1>{escape(name)}</h1>", *map(paragraph, lines), "</header>"])
 
 
-def _mind(found: Found, notes: Sequence[str]) -> str:
+def _mind(found: FoundLaws, notes: Sequence[str]) -> str:
     told = [*([found.stale] if found.stale else []), *found.fit.get("caveats", []), *notes]
     if not found.fit and found.settings.kind != "systems":
         told.insert(0, "There is no fit.json: megalite-sweep fit makes one, with laws and intervals.")
@@ -85,7 +87,7 @@ def _pictures(heading: str, some: Sequence[Drawn]) -> str:
     return section(heading, '<div class="plots">', *figures, "</div>")
 
 
-def _tables(found: Found) -> list[str]:
+def _tables(found: FoundLaws) -> list[str]:
     shown = []
     for heading, body in parts(found.fit) if found.fit else []:
         if heading == "Mind":
@@ -94,7 +96,7 @@ def _tables(found: Found) -> list[str]:
     return shown
 
 
-def _runs(found: Found) -> str:
+def _runs(found: FoundLaws) -> str:
     """A row for every run; columns that are empty throughout are left out."""
     results = found.results
     runs = results.runs[:MAX_ROWS]
@@ -124,14 +126,6 @@ def _count(value: float) -> str:
     return f"{value:,.0f}"
 
 
-def _percent(value: float) -> str:
-    return f"{value:.1%}"
-
-
-def _gib(value: float) -> str:
-    return f"{value / GIB:.1f} GiB"
-
-
 COLUMNS: Sequence[tuple[str, str, Callable[[float], str]]] = (  # "": the loss that is fitted
     ("seed", "seed", _count),
     ("N", "N", number),
@@ -141,8 +135,8 @@ COLUMNS: Sequence[tuple[str, str, Callable[[float], str]]] = (  # "": the loss t
     ("GPUs", "gpus", _count),
     ("loss", "", "{:.4f}".format),
     ("tokens/s/GPU", "tokens_per_second_per_gpu", _count),
-    ("MFU, causal", "mfu_causal", _percent),
-    ("MFU, full", "mfu_full", _percent),
-    ("memory", "peak_memory_bytes", _gib),
+    ("MFU, causal", "mfu_causal", share),
+    ("MFU, full", "mfu_full", share),
+    ("memory", "peak_memory_bytes", memory_text),
     ("time", "seconds", seconds_text),
 )

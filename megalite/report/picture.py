@@ -1,12 +1,12 @@
 """One picture of a report: drawn once, and written as SVG inside of a page, as PNG and as CSV."""
 
-import csv
 import io
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from megalite.experiment.folder import csv_text
 from megalite.report.pictures import plain, pyplot
 from megalite_launch.page.html import escape
 from megalite_launch.page.style import COLOURS
@@ -83,7 +83,9 @@ def drawn(picture: Picture) -> Drawn:
             figure.savefig(raster, format="png", dpi=DPI)
         finally:
             pyplot.close(figure)
-    return Drawn(picture, inline(vector.getvalue(), picture), raster.getvalue(), as_csv(picture))
+    return Drawn(
+        picture, inline(vector.getvalue(), picture), raster.getvalue(), csv_text([picture.header, *picture.rows])
+    )
 
 
 def inline(svg: str, picture: Picture) -> str:
@@ -107,14 +109,6 @@ def inline(svg: str, picture: Picture) -> str:
         f'<svg class="plot" viewBox="{box[1]}" style="max-width: {float(width) * 1.45:.0f}px" role="img" '
         f'aria-label="{escape(picture.title)}">{body}'
     )
-
-
-def as_csv(picture: Picture) -> str:
-    out = io.StringIO(newline="")
-    writer = csv.writer(out)
-    writer.writerow(picture.header)
-    writer.writerows([["" if cell is None else cell for cell in row] for row in picture.rows])
-    return out.getvalue()
 
 
 def colours(count: int) -> list[str]:

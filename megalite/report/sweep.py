@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from megalite.report.axes import logarithmic
-from megalite.report.found import Found
+from megalite.report.found import FoundLaws
 from megalite.report.picture import INK, Picture, beside, colours, in_legend, label
 from megalite.scaling.downstream import Task
 from megalite.scaling.show import number
@@ -17,7 +17,7 @@ PANELS = 6
 KEY_NAMES = {"optim.lr": "rate", "batch.global": "batch"}
 
 
-def pictures(found: Found) -> list[Picture]:
+def pictures(found: FoundLaws) -> list[Picture]:
     """Pictures of a sweep for which there are numbers."""
     made = []
     for scan in found.fit.get("rates", []):
@@ -114,7 +114,7 @@ def _others(law: Mapping[str, Any] | None, axis: str) -> list[str]:
     return [name for name in ("batch", "D", "N") if law and name in law["regressors"] and name != axis]
 
 
-def downstream(found: Found) -> list[Picture]:
+def downstream(found: FoundLaws) -> list[Picture]:
     """Accuracy of tasks by loss."""
     rows = found.fit.get("downstream", [])
     tasks = [row for row in rows if "sigmoid" in row][:PANELS]

@@ -10,7 +10,8 @@ from megalite.base.errors import counted
 from megalite.plan.memory.fit import GIB
 from megalite.report.picture import GREY, INK, MARK, Picture, beside, colours, in_legend, kinds, label
 from megalite.report.pictures import ticker
-from megalite.scaling.table import Results, Run
+from megalite.scaling.rates import axis_value
+from megalite.scaling.table import Results, RunResult
 
 SPEED, SPEED_LOW, SPEED_HIGH = (f"tokens_per_second_per_gpu{end}" for end in ("", "_low", "_high"))
 MAX_BARS = 60  # bars in the picture of memory
@@ -35,21 +36,17 @@ def pictures(results: Results) -> list[Picture]:
     return found
 
 
-def by_layout(results: Results) -> dict[str, list[Run]]:
+def by_layout(results: Results) -> dict[str, list[RunResult]]:
     """Runs with equal axes, by those axes in words, each in the order of GPUs."""
     shown = [name for name in results.axes if len({run.axes[name] for run in results.runs}) > 1 and "gpu" not in name]
-    found: dict[str, list[Run]] = {}
+    found: dict[str, list[RunResult]] = {}
     for run in sorted(results.runs, key=lambda run: run.number("gpus")):
-        words = ", ".join(f"{name.rpartition('.')[2]} {_word(run.axes[name])}" for name in shown)
+        words = ", ".join(f"{name.rpartition('.')[2]} {axis_value(run.axes[name])}" for name in shown)
         found.setdefault(words or "all runs", []).append(run)
     return found
 
 
-def _word(value: float | str) -> str:
-    return f"{value:g}" if isinstance(value, float) else value
-
-
-def _with(runs: Sequence[Run], *columns: str) -> list[Run]:
+def _with(runs: Sequence[RunResult], *columns: str) -> list[RunResult]:
     return [run for run in runs if any(run.number(column) > 0 for column in columns) and run.number("gpus") > 0]
 
 
@@ -61,7 +58,7 @@ def _medians(gpus: Sequence[float], values: Sequence[float]) -> tuple[list[float
     ]
 
 
-def _speed(layouts: dict[str, list[Run]]) -> Picture:
+def _speed(layouts: dict[str, list[RunResult]]) -> Picture:
     rows: list[list[Any]] = [
         [name, run.slug, run.number("gpus"), run.number(SPEED), run.number(SPEED_LOW), run.number(SPEED_HIGH)]
         for name, runs in layouts.items()
@@ -100,7 +97,7 @@ def _speed(layouts: dict[str, list[Run]]) -> Picture:
     return Picture("throughput", "Throughput of a GPU", told, header, rows, paint)
 
 
-def _efficiency(layouts: dict[str, list[Run]]) -> Picture:
+def _efficiency(layouts: dict[str, list[RunResult]]) -> Picture:
     rows: list[list[Any]] = []
     for name, runs in layouts.items():
         some = _with(runs, SPEED)
@@ -129,7 +126,7 @@ def _efficiency(layouts: dict[str, list[Run]]) -> Picture:
     return Picture("efficiency", "Efficiency of scaling", told, ["layout", "gpus", "efficiency"], rows, paint)
 
 
-def _mfu(layouts: dict[str, list[Run]]) -> Picture:
+def _mfu(layouts: dict[str, list[RunResult]]) -> Picture:
     columns = {"mfu_causal": "-", "mfu_full": ":"}
     rows: list[list[Any]] = [
         [name, run.number("gpus"), run.number("mfu_causal"), run.number("mfu_full")]
@@ -161,7 +158,7 @@ def _mfu(layouts: dict[str, list[Run]]) -> Picture:
     return Picture("mfu", "Model FLOPs utilization", told, header, rows, paint)
 
 
-def _memory(runs: Sequence[Run], results: Results) -> Picture:
+def _memory(runs: Sequence[RunResult], results: Results) -> Picture:
     words = {run.id: name for name, some in by_layout(results).items() for run in some}
     shown = sorted(runs, key=lambda run: (words[run.id], run.number("gpus")))[:MAX_BARS]
     rows: list[list[Any]] = [

@@ -8,13 +8,12 @@ import numpy as np
 
 from megalite.base.errors import InputError, counted
 from megalite.base.files import is_file
-from megalite.base.terminal import memory
 from megalite.config.convert import to_plain
 from megalite.config.load import load
 from megalite.config.schema import Config
 from megalite.cost.cluster import Cluster
 from megalite.cost.stages import Timer
-from megalite.cost.whole_run import HOUR, Run, run_of
+from megalite.cost.whole_run import HOUR, WholeRun, run_of
 from megalite.experiment.folder import cell_text
 from megalite.layout_search.search import Result, search
 from megalite.plan.memory.fit import TENSOR_SHARE
@@ -27,6 +26,7 @@ from megalite.scaling.shapes import Rule, size_of
 from megalite.scaling.show import number
 from megalite.scaling.stored import Stored
 from megalite.scaling.table import Results, cell_value
+from megalite_launch.base.texts import memory_text
 
 FIRST_MFU, ROUNDS, BUDGET_TOLERANCE = 0.4, 12, 0.005  # settings of the search for the budget that GPU-hours are
 RANGE_TOLERANCE = 1.05  # times a bound of the fitted runs that still count as within them
@@ -47,12 +47,12 @@ class Bought:
     best: tuple[Interval, Interval]
     times: Mapping[str, float]
     layout: Result | None
-    run: Run | None
+    run: WholeRun | None
     told: tuple[str, ...]
 
 
 @dataclass(frozen=True)
-class Machine:
+class ClusterGpus:
     """A cluster and how many of its GPUs."""
 
     cluster: Cluster
@@ -82,7 +82,7 @@ def buy(
     *,
     flops: float | None = None,
     gpu_hours: float | None = None,
-    machine: Machine | None = None,
+    machine: ClusterGpus | None = None,
 ) -> Bought:
     """Plan a run for `flops` = 6·N·D, or for GPU-hours on a machine. rates: an experiment with laws of rate and batch.
 
@@ -110,7 +110,7 @@ def buy(
 
 
 def _for_flops(
-    stored: Stored, rule: Rule, base: Config, rates: Stored | None, flops: float, machine: Machine | None
+    stored: Stored, rule: Rule, base: Config, rates: Stored | None, flops: float, machine: ClusterGpus | None
 ) -> Bought:
     assert stored.best is not None
     law, drawn = stored.best
@@ -185,7 +185,7 @@ def _configured(
     config: Config,
     size: float,
     tokens: float,
-    machine: Machine | None,
+    machine: ClusterGpus | None,
     told: list[str],
 ) -> Config:
     """Return the configuration with batch, rate and steps, as far as laws give them; the rest is the largest rung's."""
@@ -262,7 +262,7 @@ def _rounded(batch: float, gpus: int) -> int:
     return int(odd * 2 ** max(round(np.log2(max(batch / odd, 1))), 0))
 
 
-def _planned(config: Config, tokens: float, machine: Machine) -> tuple[Result, Run]:
+def _planned(config: Config, tokens: float, machine: ClusterGpus) -> tuple[Result, WholeRun]:
     cluster = machine.cluster
     asked = replace(config, run=replace(config.run, device="cuda"))
     found = search(asked, machine.gpus, Timer(cluster), cluster.gpu.memory * TENSOR_SHARE, wanted=1)
@@ -270,7 +270,7 @@ def _planned(config: Config, tokens: float, machine: Machine) -> tuple[Result, R
         shape = config.model
         why = "none divides the batch and the model"
         if found.tightest is not None:
-            why = f"the nearest needs {memory(found.tightest[0])}"
+            why = f"the nearest needs {memory_text(found.tightest[0])}"
         raise InputError(
             f"--gpus {machine.gpus}: no layout of {counted(shape.layers, 'layer')} of width {shape.width:,} with "
             f"{config.batch.global_:,} sequences a step fits {cluster.gpu.name}: {why}; use more GPUs, or a number "

@@ -10,7 +10,7 @@ from megalite.base.errors import counted
 from megalite.experiment.folder import EVAL_PREFIX
 from megalite.scaling.forms import Array, error_law, sigmoid
 from megalite.scaling.solver import minimize
-from megalite.scaling.table import Run
+from megalite.scaling.table import RunResult
 
 MIN_RUNS = 5  # runs with a task's metric: a sigmoid has four parameters
 MIN_CHANGE = 0.02  # range of an accuracy over all runs: less tells no curve
@@ -43,7 +43,7 @@ class Task:
         return told
 
 
-def tasks(runs: Sequence[Run], which: str) -> list[Task]:
+def tasks(runs: Sequence[RunResult], which: str) -> list[Task]:
     """Fit a task for every metric `eval/…` between 0 and 1 that runs have."""
     names = sorted({name for run in runs for name in run.measured if name.startswith(EVAL_PREFIX)})
     found = []

@@ -10,7 +10,7 @@ from megalite.base.errors import InputError, counted, listing
 from megalite.scaling.forms import Array
 from megalite.scaling.law import FLOPS
 from megalite.scaling.settings import DEFINITIONS, Settings
-from megalite.scaling.table import Results, Run
+from megalite.scaling.table import Results, RunResult
 
 SIZE_TOLERANCE = 1e-6  # relative: parameters or tokens that differ by less are the same
 
@@ -19,7 +19,7 @@ SIZE_TOLERANCE = 1e-6  # relative: parameters or tokens that differ by less are 
 class Points:
     """n runs. size: parameters by definition, `[n]` each. tokens, losses: `[n]`. which: the name of the loss."""
 
-    runs: tuple[Run, ...]
+    runs: tuple[RunResult, ...]
     size: dict[str, Array]
     tokens: Array
     losses: Array
@@ -50,14 +50,14 @@ class Chosen:
     fitted: Points
     undropped: Points
     held_out: Points
-    dropped: tuple[tuple[Run, str], ...]
+    dropped: tuple[tuple[RunResult, str], ...]
     caveats: tuple[str, ...]
     noise: float | None
 
 
 def choose(results: Results, settings: Settings) -> Chosen:
     """Sort the runs of a ladder. Raises InputError where none is left, or where a name to be dropped is none."""
-    done, dropped, caveats = results.done(), list[tuple[Run, str]](), list[str]()
+    done, dropped, caveats = results.done(), list[tuple[RunResult, str]](), list[str]()
     which = _loss_column(done, caveats)
     kept = []
     for run in done:
@@ -90,7 +90,7 @@ def choose(results: Results, settings: Settings) -> Chosen:
     return Chosen(fitted, undropped, points_of(held, which), tuple(dropped), tuple(caveats), noise)
 
 
-def points_of(runs: Sequence[Run], which: str) -> Points:
+def points_of(runs: Sequence[RunResult], which: str) -> Points:
     size = {name: np.array([run.number(f"n_{name}") for run in runs]) for name in DEFINITIONS}
     tokens = np.array([run.number("tokens") for run in runs])
     return Points(tuple(runs), size, tokens, np.array([run.number(which) for run in runs]), which)
@@ -105,7 +105,7 @@ def _states(results: Results) -> list[str]:
     return sorted({run.status for run in results.runs})
 
 
-def _loss_column(done: Sequence[Run], caveats: list[str]) -> str:
+def _loss_column(done: Sequence[RunResult], caveats: list[str]) -> str:
     """The validation loss, where every finished run has one; the training loss otherwise."""
     without = [run for run in done if np.isnan(run.number("loss_valid"))]
     if not without:
@@ -122,7 +122,7 @@ def _loss_column(done: Sequence[Run], caveats: list[str]) -> str:
     return "loss_valid"
 
 
-def _unusable(run: Run, which: str, settings: Settings) -> str:
+def _unusable(run: RunResult, which: str, settings: Settings) -> str:
     """The reason why a finished run cannot be fitted; empty where it can."""
     loss, steps = run.number(which), run.number("steps")
     for name in ("tokens", *(f"n_{each}" for each in DEFINITIONS if each == settings.parameters)):
@@ -139,7 +139,7 @@ def _shown(value: float) -> str:
     return "unknown" if np.isnan(value) else f"{value:,.6g}"
 
 
-def _named_out(kept: list[Run], settings: Settings, dropped: list[tuple[Run, str]]) -> list[Run]:
+def _named_out(kept: list[RunResult], settings: Settings, dropped: list[tuple[RunResult, str]]) -> list[RunResult]:
     if not isinstance(settings.drop, tuple):
         return kept
     known = {name for run in kept for name in (run.id, run.slug, run.name)}
@@ -152,13 +152,13 @@ def _named_out(kept: list[Run], settings: Settings, dropped: list[tuple[Run, str
     return [run for run in kept if run not in out]
 
 
-def _cell(run: Run) -> tuple[int, int]:
+def _cell(run: RunResult) -> tuple[int, int]:
     """N and D, as whole numbers that are equal where they differ by rounding alone."""
     size = next(value for value in (run.number(f"n_{name}") for name in DEFINITIONS) if value > 0)
     return round(np.log(size) / SIZE_TOLERANCE), round(np.log(run.number("tokens")) / SIZE_TOLERANCE)
 
 
-def _noise(kept: Sequence[Run], which: str) -> float | None:
+def _noise(kept: Sequence[RunResult], which: str) -> float | None:
     """The standard deviation of ln(loss) among runs that differ in nothing but the seed; None if there are none."""
     alike: dict[object, list[float]] = {}
     for run in kept:
@@ -170,10 +170,10 @@ def _noise(kept: Sequence[Run], which: str) -> float | None:
 
 
 def _best_of_settings(
-    kept: Sequence[Run], results: Results, which: str, dropped: list[tuple[Run, str]], caveats: list[str]
-) -> list[Run]:
+    kept: Sequence[RunResult], results: Results, which: str, dropped: list[tuple[RunResult, str]], caveats: list[str]
+) -> list[RunResult]:
     """Keep the runs of the best setting, where runs of one size and number of tokens differ in other settings too."""
-    cells: dict[tuple[int, int], dict[object, list[Run]]] = {}
+    cells: dict[tuple[int, int], dict[object, list[RunResult]]] = {}
     for run in kept:
         setting = tuple(run.axes.get(name, "") for name in results.axes)
         cells.setdefault(_cell(run), {}).setdefault(setting, []).append(run)

@@ -19,7 +19,7 @@ from megalite.scaling.approach2 import budgets_of
 from megalite.scaling.bootstrap import draws
 from megalite.scaling.forms import Array
 from megalite.scaling.parabola import MIN_PLACES, Parabola, parabola
-from megalite.scaling.table import Results, Run
+from megalite.scaling.table import Results, RunResult
 
 Setting = Mapping[str, float | str]
 RATE, BATCH = "optim.lr", "batch.global"
@@ -28,7 +28,7 @@ ESTIMATOR = "vertex of ln(loss) as a parabola of the logarithm, through the lowe
 
 
 @dataclass(frozen=True)
-class Seen:
+class ScannedValues:
     """n values of a key, each with the ln(loss) that it led to.
 
     settings: the other axes. size, tokens, batch: of the model and its training. weights: `[g, n]`, how often each
@@ -106,7 +106,7 @@ class Scan:
     """A key that was scanned: what was seen, its cells, and the families that these are of."""
 
     key: str
-    seen: Seen
+    seen: ScannedValues
     cells: tuple[Cell, ...]
     families: tuple[Family, ...]
 
@@ -126,7 +126,7 @@ def scans(results: Results, which: str, definition: str, samples: int) -> list[S
     return [*found, batch] if batch is not None else found
 
 
-def _seen(results: Results, key: str, which: str, definition: str, samples: int) -> Seen | None:
+def _seen(results: Results, key: str, which: str, definition: str, samples: int) -> ScannedValues | None:
     """The finished runs of a sweep that varies `key`."""
     if key not in results.axes:
         return None
@@ -140,7 +140,7 @@ def _seen(results: Results, key: str, which: str, definition: str, samples: int)
     tokens = column("tokens")
     for places in budgets_of(tokens):  # rounds of a sweep may differ in length alone
         tokens[places] = tokens[places[0]]
-    return Seen(
+    return ScannedValues(
         tuple(run.name for run in runs),
         tuple(
             {**{name: run.axes[name] for name in results.axes if name != key}, "tokens": float(tokens[at])}
@@ -155,19 +155,19 @@ def _seen(results: Results, key: str, which: str, definition: str, samples: int)
     )
 
 
-def _usable(run: Run, key: str, which: str, definition: str) -> bool:
+def _usable(run: RunResult, key: str, which: str, definition: str) -> bool:
     value = run.axes[key]
     known = run.number(which) > 0 and run.number("tokens") > 0 and run.number(f"n_{definition}") > 0
     return known and isinstance(value, float) and value > 0
 
 
-def _at_best_rate(rate: Scan, best: Sequence[Cell]) -> Seen | None:
+def _at_best_rate(rate: Scan, best: Sequence[Cell]) -> ScannedValues | None:
     """Each batch with the loss at its best rate."""
     if any(not isinstance(cell.setting.get(BATCH), float) for cell in best):
         return None
     again = [_redrawn(rate.seen, cell) for cell in best]
     inside = np.stack([curve.inside for curve in again], axis=1)
-    return Seen(
+    return ScannedValues(
         tuple(cell.label for cell in best),
         tuple({name: value for name, value in cell.setting.items() if name != BATCH} for cell in best),
         np.array([cell.setting[BATCH] for cell in best], float),
@@ -180,12 +180,12 @@ def _at_best_rate(rate: Scan, best: Sequence[Cell]) -> Seen | None:
     )
 
 
-def _redrawn(seen: Seen, cell: Cell) -> Parabola:
+def _redrawn(seen: ScannedValues, cell: Cell) -> Parabola:
     losses = seen.losses[cell.near] if seen.drawn is None else seen.drawn[:, cell.near]
     return parabola(np.log(seen.values[cell.near]), losses, seen.weights[:, cell.near])
 
 
-def _scan(key: str, seen: Seen | None) -> Scan | None:
+def _scan(key: str, seen: ScannedValues | None) -> Scan | None:
     """Find the optima of a scanned key; None where no cell has two values of the key."""
     if seen is None:
         return None
@@ -222,7 +222,7 @@ def _telling(settings: Sequence[Setting]) -> list[str]:
     return found
 
 
-def _facts(seen: Seen, places: Array) -> tuple[float, float, float]:
+def _facts(seen: ScannedValues, places: Array) -> tuple[float, float, float]:
     """The size, tokens and batch of a cell: geometric means."""
     size, tokens, batch = (
         float(np.exp(np.mean(np.log(each[places])))) for each in (seen.size, seen.tokens, seen.batch)
@@ -242,10 +242,11 @@ def _apart(settings: Sequence[Setting], names: Sequence[str], facts: Sequence[Se
 
 def in_words(setting: Setting) -> str:
     """Such as `model.parametrization mup, model.width 64`."""
-    return ", ".join(f"{name} {_word(value)}" for name, value in setting.items())
+    return ", ".join(f"{name} {axis_value(value)}" for name, value in setting.items())
 
 
-def _word(value: float | str) -> str:
+def axis_value(value: float | str) -> str:
+    """The text of a value that an experiment varies."""
     return f"{value:g}" if isinstance(value, float) else value
 
 
@@ -254,7 +255,7 @@ def _cell(
     shown: Sequence[str],
     apart: Sequence[str],
     facts: tuple[float, float, float],
-    seen: Seen,
+    seen: ScannedValues,
     places: Array,
 ) -> Cell:
     values, losses = seen.values[places], seen.losses[places]
@@ -282,7 +283,7 @@ def _cell(
     return made(near, curve)
 
 
-def _law(key: str, cells: Sequence[Cell], seen: Seen) -> tuple[PowerLaw | None, str]:
+def _law(key: str, cells: Sequence[Cell], seen: ScannedValues) -> tuple[PowerLaw | None, str]:
     used = [cell for cell in cells if cell.curve is not None]
     known = {"N": [cell.size for cell in used], "D": [cell.tokens for cell in used]}
     if key != BATCH:
@@ -305,7 +306,7 @@ def _law(key: str, cells: Sequence[Cell], seen: Seen) -> tuple[PowerLaw | None, 
     return PowerLaw(key, tuple(names), coefficients, _drawn(used, design, seen), len(used), rms, spans), ""
 
 
-def _drawn(used: Sequence[Cell], design: Array, seen: Seen) -> Array:
+def _drawn(used: Sequence[Cell], design: Array, seen: ScannedValues) -> Array:
     """The coefficients of every draw; nan where too few cells keep an optimum."""
     again = [_redrawn(seen, cell) for cell in used]
     inside = np.stack([curve.inside for curve in again], axis=1)

@@ -18,7 +18,7 @@ REQUIRED_COLUMNS = ("id", "slug", "status")
 
 
 @dataclass(frozen=True)
-class Run:
+class RunResult:
     """One row. numbers: by column, nan where the cell is empty. axes: what the experiment varied, by dotted key."""
 
     id: str
@@ -43,10 +43,10 @@ class Run:
 class Results:
     """All rows. axes: the columns that the experiment varied, in the order of the file."""
 
-    runs: tuple[Run, ...]
+    runs: tuple[RunResult, ...]
     axes: tuple[str, ...]
 
-    def done(self) -> list[Run]:
+    def done(self) -> list[RunResult]:
         return [run for run in self.runs if run.status == "done"]
 
 
@@ -115,7 +115,7 @@ def number_in(path: Path, line: int, column: str, text: str) -> float:
     return value if abs(value) < MAX_NUMBER else math.nan
 
 
-def _run(path: Path, line: int, cells: Mapping[str, str], axes: Sequence[str]) -> Run:
+def _run(path: Path, line: int, cells: Mapping[str, str], axes: Sequence[str]) -> RunResult:
     status = cells["status"].strip()
     if status not in STATES:
         raise InputError(f"{path}: line {line}: status = {status!r:.80}: must be {listing(STATES)}")
@@ -124,7 +124,7 @@ def _run(path: Path, line: int, cells: Mapping[str, str], axes: Sequence[str]) -
     numbers = {name: number_in(path, line, name, cells[name]) for name in NUMBERS if name in cells}
     measured = {name: number_in(path, line, name, text) for name, text in cells.items() if name.startswith(EVAL_PREFIX)}
     texts = {name: cells.get(name, "").strip() for name in TEXTS}
-    return Run(
+    return RunResult(
         texts["id"],
         texts["slug"],
         texts["kind"],

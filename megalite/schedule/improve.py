@@ -6,7 +6,7 @@ None of them changes the order of a stage's micro-batches, and all obey the limi
 from collections.abc import Iterator, Sequence
 from random import Random
 
-from megalite.schedule.problem import SLACK, B, F, I, Order, Problem, Run, W
+from megalite.schedule.problem import SLACK, B, F, I, Order, Problem, TimedStep, W
 
 MEMORY = 20  # a swap may lengthen the order, but not beyond what it was so many swaps ago (Burke and Bykov 2017)
 
@@ -113,7 +113,7 @@ def swapped(problem: Problem, orders: Sequence[Order], tries: int) -> list[Order
     return best
 
 
-def _critical(problem: Problem, orders: Sequence[Order], run: Run) -> list[tuple[int, int]]:
+def _critical(problem: Problem, orders: Sequence[Order], run: TimedStep) -> list[tuple[int, int]]:
     """Places (rank, at) on a longest path where the action at `at + 1` starts because the one at `at` has ended."""
     where = {
         code - I + B if code & 3 == I else code: (rank, at)

@@ -59,7 +59,7 @@ class Beside:
     after_split: tuple[Pair, ...]
 
 
-class Run(NamedTuple):
+class TimedStep(NamedTuple):
     """A step on the clock: when every action runs, and by rank the end of its last action or collective."""
 
     spans: Spans
@@ -151,7 +151,7 @@ class Problem:
             held += changes[(code >> 2) // m][code & 3]
             yield held
 
-    def run(self, orders: Sequence[Order]) -> Run | None:
+    def run(self, orders: Sequence[Order]) -> TimedStep | None:
         """Run each action as soon as its rank can start it. Returns the times; None if ranks wait for each other."""
         m, last, placement, times, beside = self.m, len(self.stages) - 1, self.placement, self.times, self.beside
         delay_forward, delay_backward = self.delay_forward, self.delay_backward
@@ -208,7 +208,7 @@ class Problem:
             clock[rank] = now
         if any(len(own) < len(order) for own, order in zip(spans, orders, strict=True)):
             return None
-        return Run(spans, [max(*both) for both in zip(clock, network, strict=True)])
+        return TimedStep(spans, [max(*both) for both in zip(clock, network, strict=True)])
 
     def _collectives(self, orders: Sequence[Order]) -> tuple[dict[tuple[int, int], list[int]], set[int]]:
         """By rank and place in its order: stages whose weights are gathered from there; and the codes of the actions

@@ -28,7 +28,7 @@ FACTORS = (1.0, 1.5, 2.0)
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundOrder:
     """The order that a search has found, and what it is compared with. Times are in the unit of the costs."""
 
     orders: Orders
@@ -51,7 +51,7 @@ def search(
     transfer: float = 0.0,
     splits: bool = True,
     beside: Beside | None = None,
-) -> Found:
+) -> FoundOrder:
     """The fastest order found for m micro-batches on stages that are placed like those of a named schedule.
 
     placement: stage -> the rank that owns it, as `placement_of` has it. stages: their times and memory for one
@@ -75,7 +75,7 @@ def search(
         _try_policies(best)
         _improve(best)
         _fuse(best)
-    return Found(problem.decoded(best.orders), best.makespan, best.name, named, problem.bound)
+    return FoundOrder(problem.decoded(best.orders), best.makespan, best.name, named, problem.bound)
 
 
 def least_memory(placement: Sequence[int], stages: Sequence[StageCosts]) -> list[float]:

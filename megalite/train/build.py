@@ -14,7 +14,7 @@ from megalite.base.errors import InputError, Problem
 from megalite.config.schema import Config
 from megalite.data.loader import Micros
 from megalite.distributed.health.activity import Activity
-from megalite.distributed.health.clock import Clock
+from megalite.distributed.health.clock import SectionClock
 from megalite.distributed.mesh import Mesh
 from megalite.model.decoder import Decoder
 from megalite.model.init import initialize
@@ -47,7 +47,7 @@ class Job:
     optimizer: Optimizer
     memory: HostMemory  # where offloaded activations wait
     activity: Activity  # where this rank notes what it is doing
-    clock: Clock  # how long it works without waiting for others
+    clock: SectionClock  # how long it works without waiting for others
     pipelines: dict[str, tuple[torch.Size, Pipeline]] = field(default_factory=dict)  # the latest, by shape of batch
 
     @property
@@ -106,7 +106,7 @@ def build(plan: Plan, mesh: Mesh, activity: Activity | None = None) -> Job:
     gradients = {number: split_backward(stage) for number, stage in stages.items()} if splits else {}
     kernel = config.kernels_by_operation.adamw
     optimizer = build_optimizer(stages.values(), config.model, config.optim, kernel, mesh.stage)
-    return Job(plan, mesh, stages, gradients, optimizer, memory, activity or Activity(), Clock(mesh.device))
+    return Job(plan, mesh, stages, gradients, optimizer, memory, activity or Activity(), SectionClock(mesh.device))
 
 
 def check_kernels(config: Config, device: torch.device) -> None:
@@ -165,7 +165,7 @@ def build_stage(plan: Plan, mesh: Mesh, number: int, memory: HostMemory | None =
     return stage
 
 
-def build_pipeline(table: Table, job: Job, shape: torch.Size, clock: Clock | None = None) -> Pipeline:
+def build_pipeline(table: Table, job: Job, shape: torch.Size, clock: SectionClock | None = None) -> Pipeline:
     """The runner of `table` for batches of `shape`, `[m, b, s + 1]`. clock: times its actions."""
     config, mesh = job.config, job.mesh
     _, micro, tokens = shape

@@ -26,10 +26,10 @@ from megalite.base.output import Outlet
 from megalite.checkpoint.run.save import Saver
 from megalite.train.build import Job
 from megalite.train.folder.records import WARM_UP_STEPS
-from megalite.train.report import Report, Silent, duration
+from megalite.train.report import Report, Silent
 from megalite_launch.base.events import read_events
 from megalite_launch.base.files import read_bytes
-from megalite_launch.base.texts import scaled
+from megalite_launch.base.texts import lasting, scaled
 from megalite_launch.goodput.learned import Rate, failure_rate, learned_interval
 from megalite_launch.watch.failures import interruptions
 
@@ -70,8 +70,8 @@ class Decision:
     def __str__(self) -> str:
         seconds = self.steps * self.step_seconds
         return (
-            f"a checkpoint every {counted(self.steps, 'step')} ({duration(seconds)}): a save stops training for "
-            f"{duration(self.save)} and is written in {duration(self.write)}; "
+            f"a checkpoint every {counted(self.steps, 'step')} ({lasting(seconds)}): a save stops training for "
+            f"{lasting(self.save)} and is written in {lasting(self.write)}; "
             f"{scaled(self.rate.hours, 'hours')} between failures of a rank, as {self.failures} were seen"
         )
 
@@ -130,7 +130,7 @@ class Cadence:
         began = time.perf_counter()
         yield
         blocked = time.perf_counter() - began
-        text = f"training stood still for {duration(blocked)} to save step {step}"
+        text = f"training stood still for {lasting(blocked)} to save step {step}"
         self._report.note(step, "saving" if shared else "saving_local", text, checkpoint=step, blocked=blocked)
         if shared:
             self._saved(step, blocked, saver.wrote)

@@ -11,12 +11,12 @@ from megalite.data.loader import Micros
 from megalite.model.positions import TokenPositions, tables
 from megalite.parallel.context import attention
 from megalite.parallel.fsdp import compute_dtype
-from megalite.parallel.pipeline import Step
+from megalite.parallel.pipeline import StepInputs
 from megalite.parallel.sequence import Documents, Rows, rows, split
 from megalite.train.build import Job
 
 
-def inputs(job: Job, batch: Micros, scale: float = 1.0) -> Step:
+def inputs(job: Job, batch: Micros, scale: float = 1.0) -> StepInputs:
     """Return this rank's part of a step on `batch`.
 
     scale: see Step. Nothing waits for the device.
@@ -27,7 +27,7 @@ def inputs(job: Job, batch: Micros, scale: float = 1.0) -> Step:
     tokens, targets = (
         split(part, mine).transpose(0, 1).contiguous().unbind() for part in (sequences[:-1], sequences[1:])
     )
-    return Step(tokens, targets, _token_positions(job, batch.documents, sequences[:-1], mine), scale)
+    return StepInputs(tokens, targets, _token_positions(job, batch.documents, sequences[:-1], mine), scale)
 
 
 def _token_positions(job: Job, documents: list[list[Documents]], tokens: Tensor, mine: Rows) -> list[TokenPositions]:

@@ -37,7 +37,7 @@ SUSPECTS = {  # parts of a prediction, and what makes each slower than predicted
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredPace:
     """Steps of one start, in seconds each. waits: for batches. retries: of the allocator, per step. on: the device."""
 
     seconds: tuple[float, ...]
@@ -87,7 +87,7 @@ class Pace:
                 _tell(
                     step,
                     self.prediction,
-                    Measured(tuple(self._seconds), tuple(self._waits), retries, self._device.type),
+                    MeasuredPace(tuple(self._seconds), tuple(self._waits), retries, self._device.type),
                     report,
                 )
 
@@ -116,7 +116,7 @@ def _retries(device: torch.device) -> int:
     return int(torch.cuda.memory_stats(device).get("num_alloc_retries", 0)) if device.type == "cuda" else 0
 
 
-def _tell(step: int, prediction: Prediction, measured: Measured, report: Silent) -> None:
+def _tell(step: int, prediction: Prediction, measured: MeasuredPace, report: Silent) -> None:
     verdict, cause = judged(prediction, measured)
     text = (
         f"step time {seconds_text(measured.median)} (median of {len(measured.seconds)} steps up to step {step}), "
@@ -138,7 +138,7 @@ def _tell(step: int, prediction: Prediction, measured: Measured, report: Silent)
     )
 
 
-def judged(prediction: Prediction, measured: Measured) -> tuple[str, str]:
+def judged(prediction: Prediction, measured: MeasuredPace) -> tuple[str, str]:
     """The verdict, `as expected`, `faster` or `slower`; and for the last two a possible explanation, else ""."""
     if measured.median < prediction.low:
         return "faster", "megalite-calibrate-cluster fits the cluster's file to runs"
@@ -147,7 +147,7 @@ def judged(prediction: Prediction, measured: Measured) -> tuple[str, str]:
     return "slower", f"probably {_cause(prediction, measured)}"
 
 
-def _cause(prediction: Prediction, measured: Measured) -> str:
+def _cause(prediction: Prediction, measured: MeasuredPace) -> str:
     """The probable cause of slow steps, with advice: a measured cause first, then a known one, then a suspected one."""
     if measured.on != "cuda":
         return f"the {measured.on.upper()}, as the prediction is for {prediction.cluster.gpu.name}"

@@ -17,7 +17,7 @@ from megalite.parallel.context import attention
 from megalite.parallel.fsdp import compute_dtype
 from megalite.parallel.recompute import measure
 from megalite.plan.automatic import Costing
-from megalite.plan.recompute_modes import MODES, Cost, Costs
+from megalite.plan.recompute_modes import MODES, Costs, ModeCost
 from megalite.plan.resolved import Plan, resolve
 
 log = logging.getLogger("megalite")
@@ -63,4 +63,4 @@ def _measured(config: Config, mesh: Mesh, layer: int) -> Costs:
     dist.broadcast(numbers, src=0, group=mesh.world)
     for mode, (seconds, kept) in zip(MODES, numbers.tolist(), strict=True):
         log.info("recompute %s: %.3f ms, %.2f MiB for layer %d", mode, 1e3 * seconds, kept / (1 << 20), layer)
-    return {mode: Cost(seconds, round(kept)) for mode, (seconds, kept) in zip(MODES, numbers.tolist(), strict=True)}
+    return {mode: ModeCost(seconds, round(kept)) for mode, (seconds, kept) in zip(MODES, numbers.tolist(), strict=True)}

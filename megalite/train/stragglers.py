@@ -10,7 +10,7 @@ from statistics import median
 
 import torch
 
-from megalite.distributed.health.clock import Clock
+from megalite.distributed.health.clock import SectionClock
 from megalite.distributed.mesh import Mesh
 from megalite_kernels.collectives import all_gather_single
 
@@ -80,7 +80,7 @@ class Rule:
 class Stragglers:
     """Watches the ranks of a job. `stepped` is called after every step, on all of them. nodes: of every rank."""
 
-    def __init__(self, mesh: Mesh, clock: Clock, nodes: Sequence[str]) -> None:
+    def __init__(self, mesh: Mesh, clock: SectionClock, nodes: Sequence[str]) -> None:
         self._mesh, self._clock, self._nodes, self._rule = mesh, clock, nodes, Rule()
         self._steps: list[dict[str, float]] = []
 

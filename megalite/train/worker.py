@@ -24,7 +24,7 @@ from megalite.checkpoint.run.save import Saver
 from megalite.checkpoint.store.host_group import HostGroup
 from megalite.checkpoint.store.progress import Progress
 from megalite.checkpoint.store.state import State
-from megalite.config.convert import same_everywhere
+from megalite.config.identity import same_everywhere
 from megalite.config.schema import Config, Source
 from megalite.cost.stages import Timer
 from megalite.data.check import Checked, Scans, check_data

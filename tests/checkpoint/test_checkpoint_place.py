@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megalite.base.errors import InputError
-from megalite.checkpoint.local.folder import IDENTITY, Life, Place
+from megalite.checkpoint.local.folder import IDENTITY, Life, LocalFolder
 from megalite.checkpoint.local.nodes import Nodes
 
 RUN = "0123456789abcdef" * 2
@@ -40,12 +40,12 @@ def test_lives_follow_each_other(tmp_path: Path) -> None:
 def test_only_what_is_the_runs_own_is_deleted(tmp_path: Path) -> None:
     elsewhere, root = tmp_path / "elsewhere", tmp_path / "root"
     (elsewhere / "data").mkdir(parents=True)
-    old = Place(root, Life(RUN, 1))
+    old = LocalFolder(root, Life(RUN, 1))
     old.prepare("node-0")
     (old.folder / "step-00000001").mkdir()
     (old.run / "link").symlink_to(elsewhere)
     (root / "another run").mkdir()
-    new = Place(root, Life(RUN, 2))
+    new = LocalFolder(root, Life(RUN, 2))
     new.prepare("node-0")
     assert os.listdir(new.run) == ["life-000002"]
     assert sorted(os.listdir(root)) == sorted(["another run", RUN])
@@ -56,7 +56,7 @@ def test_only_what_is_the_runs_own_is_deleted(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("plant", ["link", "open", "file"])
 def test_what_others_may_have_put_there_is_refused(plant: str, tmp_path: Path) -> None:
-    place = Place(tmp_path, Life(RUN, 1))
+    place = LocalFolder(tmp_path, Life(RUN, 1))
     if plant == "link":
         (tmp_path / "theirs").mkdir(mode=0o700)
         place.run.symlink_to(tmp_path / "theirs")
@@ -73,13 +73,13 @@ def test_what_others_may_have_put_there_is_refused(plant: str, tmp_path: Path) -
 def test_a_folder_in_which_anybody_may_rename_is_refused(tmp_path: Path) -> None:
     tmp_path.chmod(0o777)
     with pytest.raises(InputError, match=r"anybody may rename what is in it; chmod o-w or \+t it"):
-        Place(tmp_path, Life(RUN, 1)).prepare("node-0")
+        LocalFolder(tmp_path, Life(RUN, 1)).prepare("node-0")
     tmp_path.chmod(0o1777)
-    Place(tmp_path, Life(RUN, 1)).prepare("node-0")
+    LocalFolder(tmp_path, Life(RUN, 1)).prepare("node-0")
 
 
 def test_of_older_ones_the_newest_and_the_one_that_is_copied_stay(tmp_path: Path) -> None:
-    place = Place(tmp_path, Life(RUN, 1))
+    place = LocalFolder(tmp_path, Life(RUN, 1))
     place.prepare("node-0")
     for name in ("step-00000001", "step-00000002", "step-00000003", "step-00000004.partial.7"):
         (place.folder / name).mkdir()
@@ -90,5 +90,5 @@ def test_of_older_ones_the_newest_and_the_one_that_is_copied_stay(tmp_path: Path
 
 @pytest.mark.skipif(not Path("/proc/self/mounts").exists(), reason="Linux tells")
 def test_memory_is_told_from_a_disk(tmp_path: Path) -> None:
-    assert Place(Path("/dev/shm"), Life(RUN, 1)).in_memory
-    assert not Place(Path("/proc"), Life(RUN, 1)).in_memory
+    assert LocalFolder(Path("/dev/shm"), Life(RUN, 1)).in_memory
+    assert not LocalFolder(Path("/proc"), Life(RUN, 1)).in_memory

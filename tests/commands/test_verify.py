@@ -19,7 +19,7 @@ from toy_jobs import one_rank
 
 from megalite.base.errors import InputError
 from megalite.commands import main
-from megalite.commands.verify import Difference, Part, Trace, _differences, _distance, compare, refuse_dead, show
+from megalite.commands.verify import Difference, RankPart, Trace, _differences, _distance, compare, refuse_dead, show
 from megalite.commands.verify_copy import not_compared, shrink
 from megalite.config.layers import layer_kinds
 from megalite.config.layout import Layout
@@ -282,7 +282,7 @@ def test_a_window_keeps_its_share_of_a_chunk(window: int, small: int) -> None:
 
 
 def test_what_is_nothing_but_rounding_is_measured_by_what_is_not() -> None:
-    part = Part((slice(None),), torch.tensor([1e-20, 0.0], dtype=torch.float64))
+    part = RankPart((slice(None),), torch.tensor([1e-20, 0.0], dtype=torch.float64))
     zeros = torch.tensor([0.0, 3e-21], dtype=torch.float64)
     assert _distance(zeros, part, noise=0.0) > 1
     assert _distance(zeros, part, noise=1e-4) < 1e-15
@@ -291,7 +291,7 @@ def test_what_is_nothing_but_rounding_is_measured_by_what_is_not() -> None:
 
 def test_a_norm_of_nothing_is_compared() -> None:
     """Weights can be so small that no gradient is left."""
-    part = Part((slice(None),), torch.zeros(2, dtype=torch.float64))
+    part = RankPart((slice(None),), torch.zeros(2, dtype=torch.float64))
     nothing = Trace([1.0], [0.0], weights := [("w", part)], [weights], weights)
     with one_rank():
         mesh = Mesh.build(Layout(), torch.device("cpu"))
@@ -323,7 +323,7 @@ def test_a_bias_that_cannot_matter_is_no_false_alarm(ranks: Ranks) -> None:
 def test_a_reference_that_learns_nothing_is_refused() -> None:
     with one_rank(), pytest.raises(InputError, match="no weight has a gradient, so any layout would agree"):
         faults.compare_with(faults.no_gradient_at_all, configuration())
-    weights = [("w", Part((slice(None),), torch.ones(2)))]
+    weights = [("w", RankPart((slice(None),), torch.ones(2)))]
     constant = Trace([3.5, 3.5], [1.0, 1.0], weights, [weights, weights], weights)
     with pytest.raises(InputError, match=r"model\.init_std = 0\.02: .* the loss is 3\.5 whatever the tokens"):
         refuse_dead(constant, configuration())

@@ -52,7 +52,7 @@ def test_a_greedy_file_is_refused_with_its_limits(greed: str, tmp_path: Path, mo
     path = written(tmp_path, **GREEDY[greed])
     assert path.stat().st_size < 10_000
     with pytest.raises(
-        InputError, match=r"tried on short texts with 0\.4 GiB of memory and 2 s of a processor, "
+        InputError, match=r"tried on short texts with 400 MiB of memory and 2 s of a processor, "
     ) as told:
         open_tokenizer_file(path)
     assert str(told.value).startswith(f"{path}: ")

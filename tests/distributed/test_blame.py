@@ -5,8 +5,8 @@ from dataclasses import dataclass, replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megalite.distributed.health.diagnosis import Place, verdict
-from megalite.distributed.health.flight_recorder import Call, Flight
+from megalite.distributed.health.diagnosis import RankPlace, verdict
+from megalite.distributed.health.flight_recorder import Call, RecordedFlight
 
 LAYOUT = {"tp": [(0, 1), (2, 3), (4, 5), (6, 7)], "dp": [(0, 2), (1, 3), (4, 6), (5, 7)], "world": [tuple(range(8))]}
 GROUPS = {f"{axis} {at}": (f"mesh_{axis}", ranks) for axis, lines in LAYOUT.items() for at, ranks in enumerate(lines)}
@@ -26,7 +26,9 @@ def group_of(axis: str, rank: int) -> str:
     return next(name for name, (_, ranks) in GROUPS.items() if name.startswith(axis) and rank in ranks)
 
 
-def run(program: list[str], sleeper: int, sleeps_at: int, astray: tuple[int, int] = (-1, -1)) -> dict[int, Flight]:
+def run(
+    program: list[str], sleeper: int, sleeps_at: int, astray: tuple[int, int] = (-1, -1)
+) -> dict[int, RecordedFlight]:
     """All ranks call the collectives of `program`; one sleeps before one of them, or calls another in its place."""
     ranks = [Rank([]) for _ in range(8)]
     moved = True
@@ -52,10 +54,10 @@ def run(program: list[str], sleeper: int, sleeps_at: int, astray: tuple[int, int
             rank.at += 1
             moved = True
     mine = {rank: {name: group for name, group in GROUPS.items() if rank in group[1]} for rank in range(8)}
-    return {rank: Flight(tuple(ranks[rank].calls), mine[rank]) for rank in range(8)}
+    return {rank: RecordedFlight(tuple(ranks[rank].calls), mine[rank]) for rank in range(8)}
 
 
-PLACES = {rank: Place(f"n{rank // 4}", 7, f"doing {rank}") for rank in range(8)}
+PLACES = {rank: RankPlace(f"n{rank // 4}", 7, f"doing {rank}") for rank in range(8)}
 
 
 @given(programs, st.integers(0, 7), st.integers(0, 11))
@@ -93,11 +95,11 @@ def test_a_job_that_goes_on_blames_nobody(program: list[str]) -> None:
 @given(programs, st.integers(0, 7), st.integers(0, 11))
 def test_records_survive_their_way_over_the_store(program: list[str], sleeper: int, at: int) -> None:
     for flight in run(program, sleeper, at % len(program)).values():
-        assert Flight.of_json(flight.to_json()).calls == flight.calls
+        assert RecordedFlight.of_json(flight.to_json()).calls == flight.calls
 
 
-def flight(*calls: Call, awaits: tuple[int, ...] = ()) -> Flight:
-    return Flight(calls, {"g": ("mesh_pp", range(0, 4, 2)), "w": ("default_pg", range(4))}, awaits)
+def flight(*calls: Call, awaits: tuple[int, ...] = ()) -> RecordedFlight:
+    return RecordedFlight(calls, {"g": ("mesh_pp", range(0, 4, 2)), "w": ("default_pg", range(4))}, awaits)
 
 
 def test_whose_message_does_not_come_is_named() -> None:
@@ -120,7 +122,7 @@ def test_a_recorded_message_that_is_not_sent_names_its_sender() -> None:
 def test_ranks_that_wait_for_each_other_are_told() -> None:
     calls = [Call("a", 1, "all_reduce", "float [1]", False), Call("b", 1, "all_gather", "float [2]", False)]
     groups = {"a": ("", (0, 1)), "b": ("", (0, 1))}
-    told = verdict({rank: Flight((calls[rank],), groups) for rank in (0, 1)}, PLACES)
+    told = verdict({rank: RecordedFlight((calls[rank],), groups) for rank in (0, 1)}, PLACES)
     assert told.startswith(
         "2 ranks (0-1) on n0 wait for each other, in step 7: rank 0 in all_reduce of float [1], number 1"
     )

@@ -20,5 +20,5 @@ def test_the_memory_of_a_control_group_counts(tmp_path: Path, monkeypatch: pytes
 def test_more_ranks_than_memory_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host, "host_memory", lambda: 3 * host.RANK_BYTES)
     host.check_ranks(3)
-    with pytest.raises(InputError, match=r"4 ranks need 0.2 GiB, at least 40 MiB each, and this machine has 0.1 GiB"):
+    with pytest.raises(InputError, match=r"4 ranks need 160 MiB, at least 40 MiB each, and this machine has 120 MiB"):
         host.check_ranks(4)

@@ -142,7 +142,7 @@ def test_a_rank_that_cannot_be_started_leaves_none_behind(
 
 def test_more_ranks_than_memory_are_refused_before_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(local, "_spawn", lambda *_: pytest.fail("a rank was started"))
-    with pytest.raises(InputError, match=r"16,777,216 ranks need 655,360.0 GiB"):
+    with pytest.raises(InputError, match=r"16,777,216 ranks need 640 TiB"):
         launch("program", [], 1 << 24, tmp_path)
 
 

@@ -6,7 +6,7 @@ import pytest
 from expanding import Expander
 
 from megalite.experiment.cell import Cell
-from megalite.experiment.cost import Estimator, Measured, estimate
+from megalite.experiment.cost import Estimator, MeasuredStep, estimate
 from megalite.experiment.expand import Expanded
 from megalite.plan.model.size import flops_per_token
 
@@ -25,9 +25,9 @@ def true_step(cell: Cell) -> float:
     return STEP + flops_per_token(cell.config.model) * cell.step_tokens / cell.gpus / 1e9
 
 
-def measured(cell: Cell) -> Measured:
+def measured(cell: Cell) -> MeasuredStep:
     seconds = STARTUP + (cell.steps - cell.start) * true_step(cell)
-    return Measured.of(cell, cell.step_tokens / cell.gpus / true_step(cell), seconds, cell.start)
+    return MeasuredStep.of(cell, cell.step_tokens / cell.gpus / true_step(cell), seconds, cell.start)
 
 
 def test_the_rest_of_an_experiment_is_told_within_15_percent(widths: Expanded) -> None:

@@ -1,7 +1,5 @@
 """Which runs an experiment has, and what makes two of them the same."""
 
-import random
-from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -10,9 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megalite.base.errors import InputError
-from megalite.config.convert import to_plain
-from megalite.config.schema import Config
-from megalite.experiment.cell import identity, slug_of
+from megalite.experiment.cell import slug_of
 from megalite.experiment.settings import read_axes
 
 RATES = [0.01, 0.02, 0.04]
@@ -153,36 +149,6 @@ def test_the_layout_and_where_a_run_is_shown_do_not_count(expanded: Expander) ->
         assert ids(expanded(base=changed, grid={"optim.lr": RATES})) == one
     for changed in ({"train": {"steps": 11}}, {"optim": {"eps": 1e-7}}, {"checkpoint": {"weights": "other/run"}}):
         assert not set(ids(expanded(base=changed, grid={"optim.lr": RATES}))) & set(one)
-
-
-def shuffled(value: Any, source: random.Random) -> Any:
-    if not isinstance(value, dict):
-        return value
-    items = list(value.items())
-    source.shuffle(items)
-    return {key: shuffled(inner, source) for key, inner in items}
-
-
-@given(st.randoms(use_true_random=False), st.booleans())
-def test_identity_knows_no_order(source: random.Random, keeps_layout: bool) -> None:
-    plain = to_plain(Config())
-    plain["optim"]["lr"] = source.random()
-    assert identity(shuffled(plain, source), keeps_layout) == identity(plain, keeps_layout)
-
-
-@given(
-    st.sampled_from([("optim", "lr"), ("model", "width"), ("train", "steps"), ("run", "seed"), ("data", "tokenizer")])
-)
-def test_identity_knows_every_value(place: tuple[str, str]) -> None:
-    plain, changed = to_plain(Config()), deepcopy(to_plain(Config()))
-    changed[place[0]][place[1]] = 7
-    assert identity(changed, False) != identity(plain, False)
-
-
-def test_keys_of_later_versions_change_no_identity() -> None:
-    plain = to_plain(Config())
-    del plain["optim"]["muon"], plain["model"]["parametrization"]
-    assert identity(plain, False) == identity(to_plain(Config()), False)
 
 
 @given(st.dictionaries(st.text(), st.text() | st.floats() | st.integers(), max_size=5))

@@ -4,13 +4,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megalite.distributed.health.clock import LAG, Clock
+from megalite.distributed.health.clock import LAG, SectionClock
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
 def test_what_a_stream_waits_for_is_not_counted(one_rank: None) -> None:
-    clock, other = Clock(torch.device("cuda")), torch.cuda.Stream()
+    clock, other = SectionClock(torch.device("cuda")), torch.cuda.Stream()
     dist.all_reduce(torch.ones(8, device="cuda"))  # NCCL takes a second to begin
     cycles = 200_000_000  # about a tenth of a second
     found = []

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from megalite_kernels.backend import jit, tl
-from megalite_kernels.compile_cases import Case, meta
+from megalite_kernels.compile_cases import CompileCase, meta
 
 
 @jit
@@ -49,10 +49,10 @@ def _run(kernel: object, x: Tensor, y: Tensor, stride: int, block: int) -> None:
     kernel[(1,)](x, y, stride, BLOCK=block, num_warps=4)  # type: ignore[index]
 
 
-def compile_cases() -> Iterator[Case]:
-    yield Case("good", "", torch.bfloat16, _launch(_copy, 1, 1024))
-    yield Case("narrow", "", torch.bfloat16, _launch(_copy, 3, 1024))
-    yield Case("narrow, as it must be", "", torch.bfloat16, _launch(_copy, 3, 1024), wide_loads=False)
-    yield Case("spills", "", torch.bfloat16, _launch(_keeps_too_much, 1, 65536))
-    yield Case("float64", "", torch.bfloat16, _launch(_wide, 1, 1024))
-    yield Case("atomic", "", torch.bfloat16, _launch(_adds_in_any_order, 1, 1024))
+def compile_cases() -> Iterator[CompileCase]:
+    yield CompileCase("good", "", torch.bfloat16, _launch(_copy, 1, 1024))
+    yield CompileCase("narrow", "", torch.bfloat16, _launch(_copy, 3, 1024))
+    yield CompileCase("narrow, as it must be", "", torch.bfloat16, _launch(_copy, 3, 1024), wide_loads=False)
+    yield CompileCase("spills", "", torch.bfloat16, _launch(_keeps_too_much, 1, 65536))
+    yield CompileCase("float64", "", torch.bfloat16, _launch(_wide, 1, 1024))
+    yield CompileCase("atomic", "", torch.bfloat16, _launch(_adds_in_any_order, 1, 1024))

@@ -6,11 +6,11 @@ from pathlib import Path
 from megalite_launch.base.events import read_events
 from megalite_launch.base.outcome import Failure, write_failure, write_met, write_outcome
 from megalite_launch.base.run_folder import RunFolder
-from megalite_launch.base.slurm import Job
-from megalite_launch.supervise.policy import Limits, Wants
+from megalite_launch.base.slurm import SlurmJob
+from megalite_launch.supervise.policy import RestartLimits, Wants
 from megalite_launch.supervise.supervisor import Check, Supervisor
 
-RUNNING = Job("RUNNING", may_requeue=True, nodes="n[1-3]")
+RUNNING = SlurmJob("RUNNING", may_requeue=True, nodes="n[1-3]")
 
 
 class Clock:
@@ -69,7 +69,7 @@ class Fake:
         self.run, self.attempts = run, list(attempts)
         self.where, self.job, self.restart, self.other = "slurm", "7", 0, ""
         self.meet = True  # whether all ranks meet
-        self.jobs: list[Job | None] = [RUNNING]
+        self.jobs: list[SlurmJob | None] = [RUNNING]
         self.bad: list[dict[str, str]] = [{}]
         self.refusals = [""]
         self.ran: list[tuple[str, ...]] = []
@@ -80,10 +80,10 @@ class Fake:
     def rival(self, events: Sequence[dict]) -> str:
         return self.other
 
-    def standing(self) -> Job | None:
+    def standing(self) -> SlurmJob | None:
         return self.jobs.pop(0) if len(self.jobs) > 1 else self.jobs[0]
 
-    def nodes(self, job: Job | None) -> list[str]:
+    def nodes(self, job: SlurmJob | None) -> list[str]:
         return ["n1", "n2", "n3"]
 
     def examine(self, nodes: Sequence[str], folder: Path, full: bool, stopped: Callable[[], bool]) -> dict[str, str]:
@@ -114,7 +114,7 @@ class World:
         self.folder = RunFolder(path / "run")
         self.clock = Clock()
         self.check: Callable[[int], Check] = lambda ranks: Check(0)
-        self.wants, self.limits = Wants(2, 1, 0, 2), Limits()
+        self.wants, self.limits = Wants(2, 1, 0, 2), RestartLimits()
 
     def supervisor(self, *attempts: Callable[[Ranks], int | None]) -> Supervisor:
         self.slurm = Fake(self.folder, *attempts)

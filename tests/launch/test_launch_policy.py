@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from megalite_launch.base.slurm import Job
+from megalite_launch.base.slurm import SlurmJob
 from megalite_launch.base.verdict import Ended, First
 from megalite_launch.supervise.policy import (
     END,
@@ -12,9 +12,9 @@ from megalite_launch.supervise.policy import (
     NODE_SHORTAGE,
     RELAUNCH,
     REQUEUE,
-    Limits,
     Past,
     Patience,
+    RestartLimits,
     choose,
     next_move,
     no_nodes,
@@ -23,7 +23,7 @@ from megalite_launch.supervise.policy import (
     why_not_requeue,
 )
 
-LIMITS = Limits()
+LIMITS = RestartLimits()
 EVER = 1e9  # a time
 
 
@@ -95,23 +95,23 @@ def test_starts_without_enough_nodes_are_bounded() -> None:
 @pytest.mark.parametrize(
     ("job", "restart", "words"),
     [
-        (Job("RUNNING", may_requeue=True), 0, ""),
-        (Job("RUNNING", may_requeue=True, restarts=3), 3, ""),
+        (SlurmJob("RUNNING", may_requeue=True), 0, ""),
+        (SlurmJob("RUNNING", may_requeue=True, restarts=3), 3, ""),
         (None, 0, "does not answer"),
-        (Job("COMPLETING", may_requeue=True), 0, "cancelled"),
-        (Job("COMPLETING", "TimeLimit", may_requeue=True), 0, "COMPLETING, TimeLimit"),
-        (Job("PENDING", may_requeue=True, restarts=1), 0, "PENDING"),
+        (SlurmJob("COMPLETING", may_requeue=True), 0, "cancelled"),
+        (SlurmJob("COMPLETING", "TimeLimit", may_requeue=True), 0, "COMPLETING, TimeLimit"),
+        (SlurmJob("PENDING", may_requeue=True, restarts=1), 0, "PENDING"),
         (
-            Job("RUNNING", may_requeue=True, restarts=1),
+            SlurmJob("RUNNING", may_requeue=True, restarts=1),
             0,
             "requeued and started",
         ),  # by somebody else, while this one was frozen
-        (Job("GONE"), 0, "GONE"),
-        (Job("RUNNING", may_requeue=False), 0, "--no-requeue"),
-        (Job("RUNNING", may_requeue=True, restarts=1000), 1000, "requeued 1000 times"),
+        (SlurmJob("GONE"), 0, "GONE"),
+        (SlurmJob("RUNNING", may_requeue=False), 0, "--no-requeue"),
+        (SlurmJob("RUNNING", may_requeue=True, restarts=1000), 1000, "requeued 1000 times"),
     ],
 )
-def test_a_job_is_requeued_only_if_slurm_says_that_it_runs(job: Job | None, restart: int, words: str) -> None:
+def test_a_job_is_requeued_only_if_slurm_says_that_it_runs(job: SlurmJob | None, restart: int, words: str) -> None:
     why = why_not_requeue(job, restart, LIMITS)
     assert bool(why) == bool(words)
     assert words in why
@@ -257,4 +257,4 @@ def test_silence_is_measured_in_looks() -> None:
     assert when < 20_300
     assert "nothing has moved in the run folder for 3600 s" in why
     assert patience.silent
-    assert looks(Patience(Limits(silence=0), 0.0), 10_000) == (10_000, "")
+    assert looks(Patience(RestartLimits(silence=0), 0.0), 10_000) == (10_000, "")

@@ -9,7 +9,7 @@ import pytest
 from megalite_launch.base.errors import UserError
 from megalite_launch.base.events import read_events
 from megalite_launch.base.run_folder import RunFolder
-from megalite_launch.base.slurm import Answer, Job, Slurm, call, patiently
+from megalite_launch.base.slurm import Answer, Slurm, SlurmJob, call, patiently
 from megalite_launch.supervise import batch_host_guard as guards
 from megalite_launch.supervise.batch_host_guard import Guard, Heart, guard
 
@@ -37,7 +37,7 @@ class Fake:
 
 def test_a_job_is_read_from_lines_that_its_user_does_not_write() -> None:
     job = Slurm("7", Fake(Answer(0, SHOWN.format(state="COMPLETING", reason="TimeLimit"), ""))).job()
-    assert job == Job("COMPLETING", "TimeLimit", False, 4, "n[1-2]")
+    assert job == SlurmJob("COMPLETING", "TimeLimit", False, 4, "n[1-2]")
 
 
 @pytest.mark.parametrize("answer", [TIMED_OUT, Answer(0, "", ""), Answer(0, "JobId=7 JobState=RUNNING Requeue=1", "")])
@@ -46,7 +46,7 @@ def test_no_answer_is_none(answer: Answer) -> None:
 
 
 def test_a_job_that_slurm_has_forgotten_is_gone() -> None:
-    assert Slurm("7", Fake(Answer(1, "", "slurm_load_jobs error: Invalid job id specified"))).job() == Job("GONE")
+    assert Slurm("7", Fake(Answer(1, "", "slurm_load_jobs error: Invalid job id specified"))).job() == SlurmJob("GONE")
 
 
 @pytest.mark.parametrize("number", ["", "7;reboot", "-1", "7 8", "$(x)"])

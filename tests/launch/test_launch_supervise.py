@@ -12,8 +12,8 @@ import pytest
 from fake_slurm import RUNNING, Ranks, World
 
 from megalite_launch.base.events import append_event, read_events
-from megalite_launch.base.slurm import Job
-from megalite_launch.supervise.policy import NODE_SHORTAGE, Limits, Wants
+from megalite_launch.base.slurm import SlurmJob
+from megalite_launch.supervise.policy import NODE_SHORTAGE, RestartLimits, Wants
 from megalite_launch.supervise.supervisor import Check, Supervisor
 
 
@@ -176,13 +176,13 @@ def test_a_stop_that_only_the_ranks_have_heard_requeues_too(world: World) -> Non
 @pytest.mark.parametrize(
     ("job", "words"),
     [
-        (Job("COMPLETING", may_requeue=True), "it was cancelled"),
-        (Job("COMPLETING", "TimeLimit", may_requeue=True), "TimeLimit"),
-        (Job("RUNNING", may_requeue=False), "--no-requeue"),
+        (SlurmJob("COMPLETING", may_requeue=True), "it was cancelled"),
+        (SlurmJob("COMPLETING", "TimeLimit", may_requeue=True), "TimeLimit"),
+        (SlurmJob("RUNNING", may_requeue=False), "--no-requeue"),
         (None, "Slurm does not answer"),
     ],
 )
-def test_a_stopped_job_that_slurm_does_not_requeue_ends_with_3(world: World, job: Job | None, words: str) -> None:
+def test_a_stopped_job_that_slurm_does_not_requeue_ends_with_3(world: World, job: SlurmJob | None, words: str) -> None:
     supervisor = world.supervisor(crash)
     world.slurm.attempts, world.slurm.jobs = [stop(supervisor)], [RUNNING, job]
     assert supervisor.run() == 3
@@ -204,7 +204,7 @@ def test_slurm_is_asked_patiently(world: World) -> None:
 
 def test_a_requeue_that_slurm_has_obeyed_without_an_answer_counts(world: World) -> None:
     supervisor = world.supervisor(crash)
-    pending = Job("PENDING", may_requeue=True, restarts=1)
+    pending = SlurmJob("PENDING", may_requeue=True, restarts=1)
     world.slurm.attempts, world.slurm.jobs = [stop(supervisor)], [RUNNING, RUNNING, RUNNING, pending]
     world.slurm.refusals = ["Socket timed out"]
     assert supervisor.run() == 3
@@ -222,13 +222,13 @@ def test_slurm_that_refuses_is_told(world: World) -> None:
 def test_the_limit_on_requeues(world: World) -> None:
     supervisor = world.supervisor(crash)
     world.slurm.attempts, world.slurm.restart = [stop(supervisor)], 1000
-    world.slurm.jobs = [Job("RUNNING", may_requeue=True, restarts=1000)]
+    world.slurm.jobs = [SlurmJob("RUNNING", may_requeue=True, restarts=1000)]
     assert supervisor.run() == 3
     assert "requeued 1000 times" in world.last("not_requeued")["reason"]
 
 
 def test_no_attempt_follows_when_the_job_was_cancelled_or_requeued_by_others(world: World) -> None:
-    for job in (Job("COMPLETING"), Job("RUNNING", may_requeue=True, restarts=1)):
+    for job in (SlurmJob("COMPLETING"), SlurmJob("RUNNING", may_requeue=True, restarts=1)):
         supervisor = world.supervisor(crash)
         world.slurm.jobs = [RUNNING, job]
         assert supervisor.run() == 1
@@ -261,7 +261,7 @@ def test_ranks_that_die_while_they_stop_are_requeued(world: World) -> None:
 def test_the_time_limit_is_told(world: World) -> None:
     supervisor = world.supervisor(crash)
     world.slurm.attempts = [lambda ranks: 143 if supervisor.hear(signal.SIGTERM) is None else None]
-    world.slurm.jobs = [RUNNING, Job("COMPLETING", "TimeLimit", may_requeue=True)]
+    world.slurm.jobs = [RUNNING, SlurmJob("COMPLETING", "TimeLimit", may_requeue=True)]
     assert supervisor.run() == 3
     assert world.last("attempt_ended")["cause"] == "timeout"
 
@@ -285,7 +285,7 @@ def test_ranks_that_do_not_stop_are_killed(world: World) -> None:
 
 
 def test_ranks_in_whose_run_folder_nothing_moves_are_killed(world: World) -> None:
-    world.limits = Limits(silence=100)
+    world.limits = RestartLimits(silence=100)
     assert world.supervisor(lambda ranks: None, lambda ranks: ranks.finish()).run() == 0
     ended = read_events(world.folder.events)[4]
     assert (ended["event"], ended["cause"]) == ("attempt_ended", "hang")

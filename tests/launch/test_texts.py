@@ -4,7 +4,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megalite_launch.base.texts import BINARY_UNITS, MIN_WIDTH, counted, lasting, printable, scaled, table
+from megalite_launch.base.texts import (
+    BINARY_UNITS,
+    MIN_WIDTH,
+    counted,
+    lasting,
+    markdown_table,
+    memory_text,
+    printable,
+    scaled,
+    table,
+)
 
 
 @pytest.mark.parametrize(
@@ -37,7 +47,16 @@ def test_numbers_get_a_unit_that_fits(value: float, text: str) -> None:
 
 def test_bytes_and_counts() -> None:
     assert scaled(3 * 2**29, "B", BINARY_UNITS) == "1.50 GiB"
-    assert (counted(1, "node"), counted(2000, "node")) == ("1 node", "2,000 nodes")
+    assert memory_text(3 * 2**29 + 0.4) == "1.50 GiB"
+    assert (counted(1, "node"), counted(2000, "node"), counted(2, "box", "boxes")) == (
+        "1 node",
+        "2,000 nodes",
+        "2 boxes",
+    )
+
+
+def test_a_cell_of_markdown_ends_no_column() -> None:
+    assert markdown_table(["a", "b"], [["x|y", "two\nlines"]]) == "| a | b |\n| --- | --- |\n| x/y | two lines |\n"
 
 
 def test_a_table_is_aligned_and_its_last_column_wrapped() -> None:

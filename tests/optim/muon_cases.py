@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
-from megalite.commands.verify import Part, random_batch
+from megalite.commands.verify import RankPart, random_batch
 from megalite.config.layout import Layout
 from megalite.config.schema import Config, Place
 from megalite.distributed.mesh import Mesh
@@ -24,7 +24,7 @@ from megalite.optim.exchange import Arriving, Views
 from megalite.optim.muon import Muon, held_by
 from megalite.optim.states import STORES
 from megalite.parallel.parameter import parameter, parameters
-from megalite.plan.model.roles import Kind
+from megalite.plan.model.roles import RoleKind
 from megalite.plan.muon import Box
 from megalite.plan.resolved import resolve
 from megalite.train.build import build
@@ -48,8 +48,8 @@ class Weight(nn.Module):
 class Held:
     """What one rank has in the end."""
 
-    weights: list[Part]
-    momenta: list[Part]
+    weights: list[RankPart]
+    momenta: list[RankPart]
     misplaced: list[int]  # parameters whose momentum is not placed as they are
     boxes: list[tuple[Box, ...]]  # of all ranks, as this one sees them
     sent: int  # bytes to other ranks, and from them, in the last step
@@ -129,8 +129,8 @@ def stepped(
     momenta = [optimizer.states_of(param)["momentum_buffer"] for param in params]
     pairs = enumerate(zip(params, momenta, strict=True))
     return Held(
-        [Part.of(param) for param in params],
-        [Part.of(average) for average in momenta],
+        [RankPart.of(param) for param in params],
+        [RankPart.of(average) for average in momenta],
         [number for number, (param, average) in pairs if param.placements != average.placements],
         [held_by(param, mesh.stage.rank(), mesh.stage.size()) for param in params],
         *traffic,
@@ -154,7 +154,7 @@ def refused(layout: Layout) -> str:
 
 
 def fill(tensor: Tensor, whole: Tensor) -> None:
-    part = Part.of(tensor)
+    part = RankPart.of(tensor)
     assert isinstance(tensor, DTensor)
     with torch.no_grad():
         tensor.to_local().copy_(whole[part.box])
@@ -183,7 +183,7 @@ class Trained:
     """What training leaves on one rank."""
 
     losses: list[float]
-    weights: list[tuple[str, Part]]
+    weights: list[tuple[str, RankPart]]
     boxes: list[tuple[Box, ...]]  # of the matrices inside of layers
 
 
@@ -195,10 +195,10 @@ def trained(config: Config) -> Trained | None:
     job = build(resolve(config), mesh)
     losses = [train_step(job, random_batch(job, step), step).read().loss for step in range(STEPS)]
     found = chain(*map(parameters, job.stages.values()))
-    params = [each.value for each in found if each.role.kind is Kind.MATRIX]
+    params = [each.value for each in found if each.role.kind is RoleKind.MATRIX]
     assert all([*job.optimizer.states_of(param)] == ["momentum_buffer"] for param in params)
     boxes = [held_by(param, mesh.stage.rank(), mesh.stage.size()) for param in params]
-    return Trained(losses, [(name, Part.of(param)) for name, param in job.named_parameters()], boxes)
+    return Trained(losses, [(name, RankPart.of(param)) for name, param in job.named_parameters()], boxes)
 
 
 def alone(config: Config) -> Config:

@@ -24,7 +24,7 @@ from megalite.config.layout import Layout
 from megalite.distributed.health.activity import Activity
 from megalite.distributed.mesh import Mesh
 from megalite.parallel.parameter import whole
-from megalite.parallel.pipeline import Activation, Flight, Pipeline, Step
+from megalite.parallel.pipeline import Activation, Pipeline, StepInputs, TensorsInFlight
 from megalite.parallel.tensor import ColumnLinear, RowLinear, columns, parameter, split_backward
 from megalite.plan.model.roles import DOWN_PROJECTION, UP_PROJECTION
 from megalite.schedule.actions import Action, Kind, Table
@@ -99,8 +99,8 @@ def micro_batches(m: int, seed: int) -> list[Tensor]:
     return [torch.randn(ROWS, WIDTH, generator=generator, dtype=torch.float64) for _ in range(m)]
 
 
-def step(m: int, scale: float = SCALE) -> Step:
-    return Step(micro_batches(m, 1), micro_batches(m, 2), [None] * m, scale)
+def step(m: int, scale: float = SCALE) -> StepInputs:
+    return StepInputs(micro_batches(m, 1), micro_batches(m, 2), [None] * m, scale)
 
 
 def runner(mesh: Mesh, table: Table, penalty: float = 0.0) -> tuple[Pipeline, dict[int, ToyStage]]:
@@ -215,10 +215,10 @@ def watch_a_step(pp: int, schedule: str, m: int, v: int | None) -> Watch | None:
         return None
     pipeline, _ = runner(mesh, build(schedule, pp, m, v))
     watch = Watch(simulate(pipeline.table).peak_live[mesh.rank])
-    flights: list[Flight] = []
+    flights: list[TensorsInFlight] = []
     forward, post = Pipeline._forward, dist.batch_isend_irecv
 
-    def watched_forward(self: Pipeline, action: Action, step: Step, flight: Flight) -> Any:
+    def watched_forward(self: Pipeline, action: Action, step: StepInputs, flight: TensorsInFlight) -> Any:
         found = forward(self, action, step, flight)
         watch.peak = max(watch.peak, len(flight.outputs) + len(flight.put_off))
         watch.received = max(watch.received, sum(work is not None for _, work in flight.inbox.values()))
@@ -246,13 +246,13 @@ def outputs_alive(pp: int, schedule: str, m: int) -> list[bool] | None:
     alive: list[bool] = []
     forward, backward = Pipeline._forward, Pipeline._backward
 
-    def watched_forward(self: Pipeline, action: Action, step: Step, flight: Flight) -> Any:
+    def watched_forward(self: Pipeline, action: Action, step: StepInputs, flight: TensorsInFlight) -> Any:
         found = forward(self, action, step, flight)
         if action.send in flight.outbox:
             sent[action] = StorageWeakRef(flight.outbox[action.send].untyped_storage())
         return found
 
-    def watched_backward(self: Pipeline, action: Action, flight: Flight) -> None:
+    def watched_backward(self: Pipeline, action: Action, flight: TensorsInFlight) -> None:
         for _, work, _ in flight.sending:
             work.wait()
         flight.sending.clear()  # as the next exchange does with what has arrived
@@ -275,7 +275,7 @@ def evaluate(pp: int, m: int, schedule: str) -> tuple[float, float, int, bool] |
     kept: list[int] = []
     forward = Pipeline._forward
 
-    def watched(self: Pipeline, action: Action, step: Step, flight: Flight) -> Any:
+    def watched(self: Pipeline, action: Action, step: StepInputs, flight: TensorsInFlight) -> Any:
         found = forward(self, action, step, flight)
         kept.append(len(flight.outputs) + len(flight.inputs))
         return found

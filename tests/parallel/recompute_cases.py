@@ -28,7 +28,7 @@ from megalite.parallel.recompute import Counted, recompute
 from megalite.parallel.sequence import Method
 from megalite.plan.memory.activations import Activations
 from megalite.plan.pipeline import tables_of
-from megalite.plan.recompute_modes import MODES, Cost, Costs, Mode, held_by_rank, kept_by_rank
+from megalite.plan.recompute_modes import MODES, Costs, Mode, ModeCost, held_by_rank, kept_by_rank
 from megalite.plan.split import split_of
 from megalite.train import build as train_build
 from megalite.train import recompute_costs
@@ -133,7 +133,7 @@ def live_bytes(config: Config) -> dict[str, int]:
 class Budgeted:
     """How a rank of a job was built within a budget."""
 
-    costs: dict[Mode, Cost]  # measured once more
+    costs: dict[Mode, ModeCost]  # measured once more
     modes: list[Mode]  # of its layers
     limit: int  # bytes of its layers
     saved: list[int]  # bytes of each layer, in one forward pass

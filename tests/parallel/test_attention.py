@@ -16,7 +16,7 @@ from torch import Tensor
 from megalite.config.layers import Scores
 from megalite.dry_run.live_bytes import LiveBytes
 from megalite.parallel import attention, context, explicit, flex
-from megalite.parallel.attention import Kernels, attend, attend_backward, empty_result
+from megalite.parallel.attention import BlockKernels, attend, attend_backward, empty_result
 from megalite.parallel.blocks import Block
 from megalite.parallel.context import Ring
 from megalite.parallel.context import attention as attention_over
@@ -107,8 +107,8 @@ def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     return request.param
 
 
-def scaled(forward: Any, backward: Any, parts: Any, kind: Scores) -> Kernels:
-    return Kernels(partial(forward, scale=kind.scale), partial(backward, scale=kind.scale), parts)
+def scaled(forward: Any, backward: Any, parts: Any, kind: Scores) -> BlockKernels:
+    return BlockKernels(partial(forward, scale=kind.scale), partial(backward, scale=kind.scale), parts)
 
 
 def with_offsets(block: Block) -> Block:

@@ -19,15 +19,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from toy_jobs import MODEL, Parts, advance, assemble, config_of, make, one_rank, restorer, save
 
-from megalite.commands.verify import Part, compare
+from megalite.commands.verify import RankPart, compare
 from megalite.config.layout import Layout
 from megalite.config.schema import Config
 from megalite.model.decoder import Decoder
 from megalite.parallel.parameter import cut, extra_state, placed
-from megalite.plan.model.roles import Kind, Role, Side
+from megalite.plan.model.roles import Role, RoleKind, Side
 from megalite.train.build import Job, build
 
-USES = Role(Kind.STATE, Side.FEED_FORWARD)
+USES = Role(RoleKind.STATE, Side.FEED_FORWARD)
 
 
 class Uses(nn.Module):
@@ -92,7 +92,7 @@ def counting() -> Iterator[None]:
 
 def state(job: Job) -> Parts:
     every = (found for stage in job.stages.values() for found in extra_state(stage))
-    return {found.name: Part.of(cut(found.value, found.shape)) for found in every}
+    return {found.name: RankPart.of(cut(found.value, found.shape)) for found in every}
 
 
 def saved_at_2(config: Config, folder: Path) -> tuple[Parts, Parts]:

@@ -14,9 +14,9 @@ from megalite.plan.pipeline import as_full, table_of
 from megalite.plan.recompute_modes import (
     GIB,
     MODES,
-    Cost,
     Costs,
     Mode,
+    ModeCost,
     _choose_mixed,
     choose,
     choose_for_all,
@@ -28,14 +28,14 @@ from megalite.plan.recompute_modes import (
 from megalite.schedule.generate import NAMES, build
 from megalite.schedule.simulate import simulate
 
-COSTS: dict[Mode, Cost] = {"none": Cost(1.0, 30), "selective": Cost(1.1, 20), "full": Cost(1.4, 5)}
+COSTS: dict[Mode, ModeCost] = {"none": ModeCost(1.0, 30), "selective": ModeCost(1.1, 20), "full": ModeCost(1.4, 5)}
 costs = st.fixed_dictionaries(
-    {mode: st.builds(Cost, st.integers(0, 9).map(float), st.integers(0, 9)) for mode in MODES}
+    {mode: st.builds(ModeCost, st.integers(0, 9).map(float), st.integers(0, 9)) for mode in MODES}
 )
 held = st.lists(st.integers(0, 5), min_size=1, max_size=6)
 
 
-def seconds(costs: dict[Mode, Cost], modes: tuple[Mode, ...]) -> float:
+def seconds(costs: dict[Mode, ModeCost], modes: tuple[Mode, ...]) -> float:
     return sum(costs[mode].seconds for mode in modes)
 
 
@@ -47,13 +47,15 @@ def test_the_configuration_has_these_modes() -> None:
     assert (*MODES, "budget") == get_args(Train.__annotations__["recompute"])
 
 
-def kept_bytes(costs: Mapping[Mode, Cost], held: Sequence[int], modes: Sequence[Mode]) -> int:
+def kept_bytes(costs: Mapping[Mode, ModeCost], held: Sequence[int], modes: Sequence[Mode]) -> int:
     """Bytes that a rank's layers keep when each holds its most micro-batches."""
     return sum(count * costs[mode].bytes for count, mode in zip(held, modes, strict=True))
 
 
 @given(costs, held, st.integers(0, 200))
-def test_the_choice_fits_and_none_that_fits_is_cheaper(costs: dict[Mode, Cost], held: list[int], limit: int) -> None:
+def test_the_choice_fits_and_none_that_fits_is_cheaper(
+    costs: dict[Mode, ModeCost], held: list[int], limit: int
+) -> None:
     everything = list(product(MODES, repeat=len(held)))
     fitting = [modes for modes in everything if kept_bytes(costs, held, modes) <= limit]
     chosen = choose([costs] * len(held), held, limit)
@@ -67,7 +69,7 @@ def test_the_choice_fits_and_none_that_fits_is_cheaper(costs: dict[Mode, Cost], 
 
 @given(st.lists(st.tuples(costs, st.integers(0, 5)), min_size=1, max_size=5), st.integers(0, 200))
 def test_of_layers_that_differ_no_choice_that_keeps_as_little_is_faster(
-    layers: list[tuple[dict[Mode, Cost], int]], limit: int
+    layers: list[tuple[dict[Mode, ModeCost], int]], limit: int
 ) -> None:
     each, held = [cost for cost, _ in layers], [count for _, count in layers]
 
@@ -156,7 +158,7 @@ def test_every_rank_gets_a_choice_of_its_own() -> None:
 
 
 def test_the_least_limit_that_would_do_is_told_and_does() -> None:
-    big = {mode: Cost(cost.seconds, cost.bytes << 20) for mode, cost in COSTS.items()}
+    big = {mode: ModeCost(cost.seconds, cost.bytes << 20) for mode, cost in COSTS.items()}
     held = [[7] * 3, [50] * 3]
     with pytest.raises(InputError, match=r"train\.recompute_budget = 0\.5: .* use at least 0\.733"):
         choose_for_all(everywhere(big, held), held, [0, 0], 0.5)

@@ -15,7 +15,7 @@ from megalite.scaling.downstream import tasks
 from megalite.scaling.kaplan import Kaplan, fit_kaplan
 from megalite.scaling.law import Law
 from megalite.scaling.parabola import line, parabola
-from megalite.scaling.table import Run
+from megalite.scaling.table import RunResult
 
 
 def isoflop(law: Law, sizes: int = 7, width: float = 1.2) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -109,9 +109,9 @@ def test_a_line_passes_over_what_has_no_weight():
     assert np.isnan(line(np.array([1.0, 1.0]), np.array([1.0, 2.0]))[1])[0]
 
 
-def _runs(accuracies: np.ndarray, losses: np.ndarray) -> list[Run]:
+def _runs(accuracies: np.ndarray, losses: np.ndarray) -> list[RunResult]:
     return [
-        Run(f"{at}", "", "", "", "done", {"loss_valid": loss}, {}, {"eval/toy/acc": value})
+        RunResult(f"{at}", "", "", "", "done", {"loss_valid": loss}, {}, {"eval/toy/acc": value})
         for at, (loss, value) in enumerate(zip(losses, accuracies, strict=True))
     ]
 

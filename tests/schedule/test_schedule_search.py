@@ -15,13 +15,13 @@ from megalite.schedule.generate import NAMES, build
 from megalite.schedule.problem import StageCosts
 from megalite.schedule.search import memory_of, search
 from megalite.schedule.simulate import simulate
-from megalite_tools.bench.pipelines import Case, random_case
+from megalite_tools.bench.pipelines import SearchCase, random_case
 
 UNEQUAL = tuple(StageCosts(f, 2 * f, f, f, 1.0, 0.5) for f in (1.0, 0.8, 1.2, 1.5))
 ONE = (0, 1, 2, 3)
 
 
-def table(case: Case, orders: Orders) -> Table:
+def table(case: SearchCase, orders: Orders) -> Table:
     times = tuple(stage.times for stage in case.stages)
     return Table("found", case.m, case.placement, communicate(orders, case.placement, times), times)
 
@@ -33,7 +33,7 @@ def little_effort(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(st.integers(0, 2**32).map(Random).map(lambda random: random_case(random, 5, 10)))
-def test_an_order_is_whole_within_memory_and_no_slower_than_any_named_one(case: Case) -> None:
+def test_an_order_is_whole_within_memory_and_no_slower_than_any_named_one(case: SearchCase) -> None:
     found = case.search()
     made = table(case, found.orders)
     assert check(made) == []

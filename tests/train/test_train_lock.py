@@ -316,7 +316,7 @@ def test_an_old_list_of_the_folder_is_not_asked_for_without_a_pause(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As NFS may give it: a number that is said to be free is taken."""
-    old = lock.Seen(0, True)
+    old = lock.LockLook(0, True)
     Lock.take(tmp_path).free()
     slept: list[float] = []
     monkeypatch.setattr(lock.time, "sleep", slept.append)

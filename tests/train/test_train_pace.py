@@ -27,7 +27,7 @@ from megalite.plan.batches import GlobalBatch
 from megalite.train.folder.records import WARM_UP_STEPS
 from megalite.train.loop import Batches, train
 from megalite.train.metrics import Meter
-from megalite.train.pace import COMPARISON_STEPS, Measured, Pace, judged
+from megalite.train.pace import COMPARISON_STEPS, MeasuredPace, Pace, judged
 
 CLUSTER = """
 gpu: {{name: a CPU, peak: {{bf16: {rate}, fp32: {rate}, fp64: {rate}}}, multiprocessors: 1, memory: 16,
@@ -152,9 +152,9 @@ def test_pauses_are_no_training() -> None:
     assert meter.training_seconds() - before <= passed - 0.02
 
 
-def measured(prediction: Prediction, times: float = 2.0, **others: object) -> Measured:
+def measured(prediction: Prediction, times: float = 2.0, **others: object) -> MeasuredPace:
     seconds = (times * prediction.seconds,) * 95
-    return replace(Measured(seconds, (0.0,) * 95, 0.0), **others)  # type: ignore[arg-type]
+    return replace(MeasuredPace(seconds, (0.0,) * 95, 0.0), **others)  # type: ignore[arg-type]
 
 
 @given(st.floats(0.1, 10))

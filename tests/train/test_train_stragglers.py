@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megalite.data.store import StoreWriter
-from megalite.distributed.health.clock import Clock
+from megalite.distributed.health.clock import SectionClock
 from megalite.train.stragglers import SECTIONS, WINDOW_STEPS, WINDOWS, Rule, Straggler, slow
 from megalite_launch.base.events import read_events
 from megalite_launch.base.run_folder import node_name
@@ -125,7 +125,7 @@ def test_who_has_no_peers_or_takes_no_time_is_not_slow(values: list[float]) -> N
 
 
 def test_waiting_for_others_is_not_counted() -> None:
-    clock = Clock(torch.device("cpu"))
+    clock = SectionClock(torch.device("cpu"))
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         wait = dist.Work.wait
@@ -144,7 +144,7 @@ def test_waiting_for_others_is_not_counted() -> None:
 
 
 def test_collectives_of_compiled_layers_are_timed_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = Clock(torch.device("cpu"))
+    clock = SectionClock(torch.device("cpu"))
     wait = dist.Work.wait
     monkeypatch.setattr(dist.Work, "wait", lambda *args: (time.sleep(0.3), wait(*args))[1])
 

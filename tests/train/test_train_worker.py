@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from megalite.base.errors import InputError
-from megalite.config.convert import same_everywhere
+from megalite.config.identity import same_everywhere
 from megalite.config.schema import Config, Context, Data, Model, Parallel, Source, Train
 from megalite.train import worker
 from megalite.train.worker import check_attention, outcome, smallest_memory

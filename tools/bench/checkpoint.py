@@ -24,8 +24,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
@@ -47,6 +45,7 @@ from megalite.plan.resolved import resolve
 from megalite.train.build import build_stage
 from megalite_tools.bench.local_tier import Rhythm, measure_standstill, measure_tiers
 from megalite_tools.bench.ranks import CPU, run_on_ranks
+from megalite_tools.terminal import Terminal
 
 COMMAND = "megalite-bench-checkpoint"
 FOLDER_VARIABLE = "MEGALITE_BENCH_FOLDER"  # environment of ranks: new folders on both disks
@@ -328,55 +327,43 @@ def _measure_saves(bench: Bench, rounds: int) -> dict[str, Any]:
     }
 
 
-def _show_saves(console: Console, report: dict[str, Any]) -> None:
-    size = report["bytes"]
-    shown = Table()
-    shown.add_column("")
-    for column in ("GiB/s", "throughput / dcp", "range"):
-        shown.add_column(column, justify="right")
+def _show_saves(terminal: Terminal, report: dict[str, Any]) -> None:
+    size, rows = report["bytes"], []
     for what in ("save", "load"):
         timings = report[f"{what}_seconds"]
         for way, seconds in timings.items():
             ratios = [there / here for here, there in zip(seconds, timings["dcp"], strict=True)]
             rate = size / 2**30 / statistics.median(seconds)
             spread = f"{min(ratios):.2f} to {max(ratios):.2f}"
-            shown.add_row(f"{what}: {way}", f"{rate:.2f}", f"{statistics.median(ratios):.2f}", spread)
-    console.print(shown)
+            rows.append((f"{what}: {way}", f"{rate:.2f}", f"{statistics.median(ratios):.2f}", spread))
+    terminal.table((":", "GiB/s", "throughput / dcp", "range"), rows)
     peaks = ", ".join(f"{way} {size / 2**20:.0f} MiB" for way, size in report["load_peak_bytes"].items())
     largest = report["largest_part_bytes"] / 2**20
-    console.print(f"Memory of a load beside the state: {peaks}; the largest part of a tensor is {largest:.0f} MiB.")
-    shown = Table()
-    shown.add_column("asynchronous save")
-    for column in ("stall ms", "worst ms", "lost ms"):
-        shown.add_column(column, justify="right")
+    terminal.line(f"Memory of a load beside the state: {peaks}; the largest part of a tensor is {largest:.0f} MiB.")
+    rows = []
     for way, found in report["asynchronous"].items():
         cells = (statistics.median(found["stall"]), max(found["stall"]), statistics.median(found["lost"]))
-        shown.add_row(way, *(f"{1e3 * seconds:.0f}" for seconds in cells))
-    console.print(shown)
+        rows.append((way, *(f"{1e3 * seconds:.0f}" for seconds in cells)))
+    terminal.table(("asynchronous save:", "stall ms", "worst ms", "lost ms"), rows)
 
 
 def _show(report: dict[str, Any]) -> None:
-    console = Console(highlight=False)
-    size = report["bytes"]
-    console.print(f"{size / 2**30:.2f} GiB of weights and moments on {report['ranks']} ranks; medians:", markup=False)
+    terminal, size = Terminal(), report["bytes"]
+    terminal.line(f"{size / 2**30:.2f} GiB of weights and moments on {report['ranks']} ranks; medians:")
     if "save_seconds" in report:
-        _show_saves(console, report)
-    shown = Table()
-    columns = ("stall", "complete", "durable", "back")
-    for column in ("checkpoints, median ms", *columns):
-        shown.add_column(column)
+        _show_saves(terminal, report)
+    columns, rows = ("stall", "complete", "durable", "back"), []
     for way, seconds in report["tiers"].items():
         medians = {name: f"{1e3 * statistics.median(times):.0f}" for name, times in seconds.items()}
-        shown.add_row(way, *(medians.get(column, "") for column in columns))
-    console.print(shown)
+        rows.append((way, *(medians.get(column, "") for column in columns)))
+    terminal.table(("checkpoints, median ms:", *columns), rows)
     for way, found in report.get("standstill", {}).items():
         stood = found["stood_still"]
         share = sum(stood) / found["seconds"]
-        console.print(
+        terminal.line(
             f"{way}: {len(stood)} saves in {found['seconds']:.0f} s, of which training stood still for "
             f"{sum(stood):.1f} s ({share:.0%}), at most {max(stood):.1f} s; {found['lost']:.1f} s of work are lost "
-            "in a crash, on average",
-            soft_wrap=True,
+            "in a crash, on average"
         )
 
 

@@ -17,8 +17,6 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
 from megalite.base.errors import InputError
@@ -34,6 +32,7 @@ from megalite.parallel.fsdp import compute_dtype
 from megalite.parallel.sequence import Method
 from megalite.plan.traffic.context import bytes_sent
 from megalite_tools.bench.ranks import CPU, run_on_ranks
+from megalite_tools.terminal import Terminal
 
 COMMAND = "megalite-bench-context"
 METHODS: tuple[Method, ...] = get_args(Method)
@@ -157,21 +156,14 @@ def _bytes(config: Config, mesh: Mesh) -> dict[str, Any]:
 
 
 def _show(report: dict[str, Any]) -> None:
-    console = Console(highlight=False)
-    console.print(
-        f"Attention over 2 × {report['sequence_length']:,} tokens on {report['cp']} ranks, fp32; of one rank:",
-        markup=False,
-    )
-    shown = Table()
-    shown.add_column("method")
-    for column in ("sent MiB", "predicted MiB", "peak MiB", "ms", "time / ring"):
-        shown.add_column(column, justify="right")
+    terminal, rows = Terminal(), []
+    tokens = f"2 × {report['sequence_length']:,} tokens"
+    terminal.line(f"Attention over {tokens} on {report['cp']} ranks, fp32; of one rank:")
     for row in report["methods"]:
         sizes = [f"{row[key] / 2**20:.2f}" for key in ("sent", "sent_predicted", "peak")]
-        shown.add_row(
-            row["method"], *sizes, f"{1e3 * statistics.median(row['seconds']):.1f}", f"{row['time_ratio']:.2f}"
-        )
-    console.print(shown)
+        times = f"{1e3 * statistics.median(row['seconds']):.1f}", f"{row['time_ratio']:.2f}"
+        rows.append((row["method"], *sizes, *times))
+    terminal.table(("method:", "sent MiB", "predicted MiB", "peak MiB", "ms", "time / ring"), rows)
 
 
 if __name__ == "__main__":

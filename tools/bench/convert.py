@@ -17,20 +17,18 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
-from rich.console import Console
-from rich.table import Table
 
 from megalite.base.entry import exit_code
 from megalite.base.errors import InputError
 from megalite.base.exit_codes import ExitCode
 from megalite.base.files import as_json, is_folder, write_object
-from megalite.base.terminal import memory
 from megalite.checkpoint.weights.formats.safetensors import ONE_FILE, header
 from megalite.checkpoint.weights.maps.families import CONFIG, FAMILIES, family_of
 from megalite.config.load import load
 from megalite.plan.model.size import model_parameters
 from megalite.plan.model.weights import weights
-from megalite_launch.base.texts import scaled
+from megalite_launch.base.texts import memory_text, scaled
+from megalite_tools.terminal import Terminal
 
 COMMAND = "megalite-bench-convert"
 SHARD_SIZE = "1GB"
@@ -159,11 +157,11 @@ def _make(preset: str, folder: Path) -> int:
 
 
 def _print(results: Sequence[Result]) -> None:
-    table = Table("model", "way", "seconds", "rate", "peak memory")
-    for result in results:
-        peak = memory(result.peak)
-        table.add_row(result.model, result.way, f"{result.seconds:.1f}", f"{scaled(result.rate, 'B')}/s", peak)
-    Console().print(table)
+    rows = [
+        (each.model, each.way, f"{each.seconds:.1f}", f"{scaled(each.rate, 'B')}/s", memory_text(each.peak))
+        for each in results
+    ]
+    Terminal().table(("model:", "way:", "seconds", "rate", "peak memory"), rows)
 
 
 if __name__ == "__main__":

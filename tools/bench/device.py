@@ -5,7 +5,6 @@ On a CPU, `--tiny` rehearses the same code at sizes that mean nothing.
 """
 
 import argparse
-import math
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -20,6 +19,7 @@ from megalite.base.files import check_writable, exists, write_object
 from megalite.cost.cluster import PRECISIONS, cluster_path, read_cluster
 from megalite.cost.gpu_names import cluster_of
 from megalite.cost.measured_cluster import write_measured
+from megalite_launch.base.arguments import above_zero
 from megalite_tools.bench.training.probe import SECONDS, probe
 from megalite_tools.bench.training.probe_device import device_name
 from megalite_tools.bench.training.probe_figures import ERROR, OMISSION
@@ -54,18 +54,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--json", type=Path, metavar="FILE", help="all figures, written anew after every group")
     add("--device", choices=("auto", "cuda", "cpu"), default="auto", help="(default: a GPU, if there is one)")
     add("--tiny", action="store_true", help="rehearse at tiny sizes")
-    add("--seconds", type=_seconds, default=60.0, help="after which nothing more is begun (default: %(default)g)")
+    add("--seconds", type=above_zero(), default=60.0, help="after which nothing more is begun (default: %(default)g)")
     return parser
-
-
-def _seconds(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r:.40} must be a number above 0")
-    return value
 
 
 def _run(options: argparse.Namespace) -> int:

@@ -20,7 +20,6 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 
 from megalite.base.entry import exit_code
 from megalite.base.errors import InputError
@@ -37,6 +36,7 @@ from megalite.plan.model.size import model_parameters
 from megalite.train.build import build, build_mesh
 from megalite.train.recompute_costs import plan_for
 from megalite_tools.machine import cpu_name
+from megalite_tools.terminal import Terminal
 
 COMMAND = "megalite-bench-memory"
 MODEL = (
@@ -166,20 +166,17 @@ def _report(configs: dict[str, Config], rows: list[dict[str, Any]], command: str
 
 
 def _show(report: dict[str, Any]) -> None:
-    table = Table(
-        title=f"Peak of a training step, {report['parameters'] / 1e6:.0f}M parameters, {report['precision']}, "
-        f"micro-batches of {report['micro_batch_tokens']:,} tokens; MiB",
-        title_justify="left",
+    terminal, rows = Terminal(), []
+    terminal.line(
+        f"Peak of a training step, {report['parameters'] / 1e6:.0f}M parameters, {report['precision']}, "
+        f"micro-batches of {report['micro_batch_tokens']:,} tokens; MiB"
     )
-    table.add_column("", no_wrap=True)
-    for column in ("predicted", "counted", "difference", "host", "activations"):
-        table.add_column(column, justify="right")
     for row in report["rows"]:
         sizes = (row["predicted_bytes"], row["counted_bytes"])
         more = (row["counted_host_bytes"], row["counted_by_kind"]["activations"])
         mib = [f"{size / 2**20:,.1f}" for size in (*sizes, *more)]
-        table.add_row(row["name"], *mib[:2], f"{row['difference']:+.2%}", *mib[2:])
-    Console(highlight=False).print(table)
+        rows.append((row["name"], *mib[:2], f"{row['difference']:+.2%}", *mib[2:]))
+    terminal.table((":", "predicted", "counted", "difference", "host", "activations"), rows)
 
 
 if __name__ == "__main__":

@@ -19,8 +19,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
-from rich.table import Table as Shown
 from torch import Tensor, nn
 from torch.distributed.pipelining import (
     PipelineStage,
@@ -39,11 +37,12 @@ from megalite.distributed.health.activity import Activity
 from megalite.distributed.mesh import Mesh
 from megalite.distributed.start.ranks import RankInfo
 from megalite.parallel.linear import WeightGradients
-from megalite.parallel.pipeline import Activation, Pipeline, Step
+from megalite.parallel.pipeline import Activation, Pipeline, StepInputs
 from megalite.schedule.actions import Kind, Table
 from megalite.schedule.generate import NAMES, build
 from megalite.schedule.simulate import simulate
 from megalite_tools.bench.ranks import CPU, run_on_ranks
+from megalite_tools.terminal import Terminal
 
 COMMAND = "megalite-bench-pipeline"
 RANKS = 4
@@ -279,7 +278,7 @@ def runner(table: Table, mesh: Mesh, sleeps: Sequence[Sleeps]) -> tuple[Run, lis
     activation = Activation(ACTIVATION_SIZE, torch.float32, CPU)
     pipeline = Pipeline(table, stages, gradients, mesh.rank, mesh.group("pp"), activation, "zero3", Activity())
     m = table.micro_batches
-    step = Step(_micro_batches(m), [torch.zeros(ACTIVATION_SIZE)] * m, [None] * m)
+    step = StepInputs(_micro_batches(m), [torch.zeros(ACTIVATION_SIZE)] * m, [None] * m)
     return lambda: _discard(pipeline.run(step)), [stage.weight for stage in stages.values()]
 
 
@@ -305,24 +304,19 @@ def _discard(result: object) -> None:
 
 
 def _show(report: dict[str, Any]) -> None:
-    console = Console(highlight=False)
-    console.print(
+    terminal, rows = Terminal(), []
+    terminal.line(
         f"{report['ranks']} ranks, {report['micro_batches']} micro-batches; a sleep of "
         f"{1e3 * report['measured_sleep_seconds']:.2f} ms for a forward and for each half of a backward, "
-        f"{1e3 * report['transfer_seconds']:.2f} ms a transfer.",
-        markup=False,
+        f"{1e3 * report['transfer_seconds']:.2f} ms a transfer."
     )
-    shown = Shown()
-    shown.add_column("schedule", no_wrap=True)
-    for column in ("simulated ms", "megalite ms", "/ simulated", "torch ms", "megalite / torch"):
-        shown.add_column(column, justify="right")
     for row in report["schedules"]:
         simulated, ours = row["simulated_seconds"], statistics.median(row["seconds"]["megalite"])
         cells = [row["schedule"], f"{1e3 * simulated:.1f}", f"{1e3 * ours:.1f}", f"{ours / simulated:.3f}"]
         if row["time_ratio"] is not None:
             cells += [f"{1e3 * statistics.median(row['seconds']['torch']):.1f}", f"{row['time_ratio']:.3f}"]
-        shown.add_row(*cells)
-    console.print(shown)
+        rows.append(cells)
+    terminal.table(("schedule:", "simulated ms", "megalite ms", "/ simulated", "torch ms", "megalite / torch"), rows)
 
 
 if __name__ == "__main__":

@@ -5,11 +5,11 @@ from random import Random
 
 from megalite.schedule.generate import AUTO_SCHEDULE, build, placement_of
 from megalite.schedule.problem import StageCosts
-from megalite.schedule.search import Found, least_memory, memory_of, search
+from megalite.schedule.search import FoundOrder, least_memory, memory_of, search
 
 
 @dataclass(frozen=True)
-class Case:
+class SearchCase:
     """Arguments of `schedule.search`."""
 
     placement: tuple[int, ...]
@@ -19,12 +19,12 @@ class Case:
     transfer: float
     splits: bool
 
-    def search(self) -> Found:
+    def search(self) -> FoundOrder:
         """The order that is found."""
         return search(self.placement, self.m, self.stages, self.limits, self.transfer, self.splits)
 
 
-def random_case(random: Random, ranks: int, micro_batches: int) -> Case:
+def random_case(random: Random, ranks: int, micro_batches: int) -> SearchCase:
     """A pipeline of up to these sizes. A rank has 0.7 to 2.5 times what 1f1b or zbv take of the fullest."""
     p, v, m = random.randint(1, ranks), random.choice([1, 1, 2]), random.randint(1, micro_batches)
     stages = [_stage(random, last=stage == p * v - 1) for stage in range(p * v)]
@@ -33,7 +33,7 @@ def random_case(random: Random, ranks: int, micro_batches: int) -> Case:
     fullest = max(memory_of(named.orders, placement, m, stages))
     limit = max(fullest * random.uniform(0.7, 2.5), *least_memory(placement, stages))
     transfer = random.choice([0.0, 0.05, 0.3])
-    return Case(placement, m, tuple(stages), (limit,) * p, transfer, splits=random.random() < 0.8)
+    return SearchCase(placement, m, tuple(stages), (limit,) * p, transfer, splits=random.random() < 0.8)
 
 
 def _stage(random: Random, last: bool) -> StageCosts:

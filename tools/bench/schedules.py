@@ -19,9 +19,6 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table as Shown
-
 from megalite.base.errors import InputError
 from megalite.base.exit_codes import ExitCode
 from megalite.base.files import write_object
@@ -37,6 +34,7 @@ from megalite.schedule.simulate import simulate
 from megalite_tools.bench.pipeline import Sleeps, length_of_sleep, length_of_transfer, runner, timed
 from megalite_tools.bench.pipelines import random_case
 from megalite_tools.bench.ranks import CPU, run_on_ranks
+from megalite_tools.terminal import Terminal
 
 COMMAND = "megalite-bench-schedules"
 RANKS, MICRO_BATCHES = 4, 12  # ranks and micro-batches of a measured pipeline
@@ -46,7 +44,7 @@ TOLERANCE = 0.05  # excess of the time of a step over the simulated one, as a sh
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredPipeline:
     """A pipeline to measure. W takes as long as the forward, and I leaves half of what F keeps."""
 
     name: str
@@ -71,9 +69,9 @@ class Measured:
 
 
 PIPELINES = (
-    Measured("unequal stages, full recompute", (1.0, 1.3, 0.9, 1.1), 2.0, 4.0),
-    Measured("three quarters of 1f1b's memory", (1.2, 0.8, 1.1, 0.9), 1.0, 3.0),
-    Measured("two unequal stages on a rank", (1.0, 1.2, 0.8, 1.0, 1.2, 1.0, 0.8, 1.4), 1.5, 4.0),
+    MeasuredPipeline("unequal stages, full recompute", (1.0, 1.3, 0.9, 1.1), 2.0, 4.0),
+    MeasuredPipeline("three quarters of 1f1b's memory", (1.2, 0.8, 1.1, 0.9), 1.0, 3.0),
+    MeasuredPipeline("two unequal stages on a rank", (1.0, 1.2, 0.8, 1.0, 1.2, 1.0, 0.8, 1.4), 1.5, 4.0),
 )
 
 
@@ -134,7 +132,9 @@ def measure(unit: float, steps: int) -> dict[str, Any]:
     }
 
 
-def _compare(pipeline: Measured, mesh: Mesh, unit: float, longer: float, transfer: float, steps: int) -> dict[str, Any]:
+def _compare(
+    pipeline: MeasuredPipeline, mesh: Mesh, unit: float, longer: float, transfer: float, steps: int
+) -> dict[str, Any]:
     """Seconds per step with the order that is found, and with named schedules; they take turns."""
     placement, stages = pipeline.placement, pipeline.stages
     found = search(placement, MICRO_BATCHES, stages, (pipeline.memory,) * RANKS)
@@ -247,20 +247,15 @@ def wrong_in(measured: Sequence[dict[str, Any]], searches: dict[str, Any]) -> li
 
 
 def _show(measured: Sequence[dict[str, Any]], searches: dict[str, Any]) -> None:
-    console = Console(highlight=False)
-    shown = Shown()
-    for column in ("pipeline", "order"):
-        shown.add_column(column, no_wrap=True)
-    for column in ("simulated ms", "ms", "auto / it"):
-        shown.add_column(column, justify="right")
+    terminal, rows = Terminal(), []
     for row in measured:
         for name, seconds in row["seconds"].items():
             simulated, taken = row["simulated_seconds"][name], statistics.median(seconds)
             ratio = "" if name == AUTO_SCHEDULE else f"{row['time_ratios'][name]:.3f}"
-            shown.add_row(row["pipeline"], name, f"{1000 * simulated:.1f}", f"{1000 * taken:.1f}", ratio)
-    console.print(shown)
+            rows.append((row["pipeline"], name, f"{1000 * simulated:.1f}", f"{1000 * taken:.1f}", ratio))
+    terminal.table(("pipeline:", "order:", "simulated ms", "ms", "auto / it"), rows)
     for key, value in searches.items():
-        console.print(f"{key.replace('_', ' ')}: {value}", markup=False)
+        terminal.line(f"{key.replace('_', ' ')}: {value}")
 
 
 if __name__ == "__main__":

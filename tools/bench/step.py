@@ -23,8 +23,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
 from megalite.base.entry import exit_code
@@ -46,6 +44,7 @@ from megalite.train.recompute_costs import plan_for
 from megalite.train.step import train_step
 from megalite_tools.bench.peer import Step, build_peer, llama
 from megalite_tools.machine import cpu_name
+from megalite_tools.terminal import Terminal
 
 COMMAND = "megalite-bench-step"
 MODEL = "small_60m"
@@ -250,23 +249,18 @@ def _summary(ours: Variant, variant: Variant, tokens: int) -> dict[str, float]:
 
 def _show(report: dict[str, Any]) -> None:
     model, machine = report["model"], report["machine"]
-    console = Console(highlight=False)
-    console.print(
+    terminal, rows = Terminal(), []
+    terminal.line(
         f"One training step in fp32: {model['layers']} layers of {model['width']}, vocabulary {model['vocab_size']:,}, "
         f"{report['batch']['global']} × {model['sequence_length']} tokens; {machine['cpu']}, "
-        f"{machine['threads']} threads. Ratios are megalite / row.",
-        markup=False,
+        f"{machine['threads']} threads. Ratios are megalite / row."
     )
-    table = Table()
-    table.add_column("")
-    for column in ("median s", "tokens/s", "time ratio", "peak MiB", "memory ratio"):
-        table.add_column(column, justify="right")
     for row in report["variants"]:
         numbers = (row["median_seconds"], row["tokens_per_second"], row["time_ratio"])
         memory = (row["peak_bytes"] / 2**20, row["memory_ratio"])
         cells = ("{:.3f}", "{:,.0f}", "{:.3f}", "{:,.0f}", "{:.3f}")
-        table.add_row(row["name"], *(cell.format(value) for cell, value in zip(cells, numbers + memory, strict=True)))
-    console.print(table)
+        rows.append((row["name"], *(cell.format(value) for cell, value in zip(cells, numbers + memory, strict=True))))
+    terminal.table((":", "median s", "tokens/s", "time ratio", "peak MiB", "memory ratio"), rows)
 
 
 if __name__ == "__main__":

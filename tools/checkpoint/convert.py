@@ -4,7 +4,6 @@ none of them installed, and no GPU.
 
 import argparse
 import math
-import re
 import sys
 import time
 from pathlib import Path
@@ -26,13 +25,14 @@ from megalite.checkpoint.weights.sources import STATEFUL_KINDS, open_weights
 from megalite.checkpoint.weights.targets import PLANS, Wanted, plan_of
 from megalite.config.load import load
 from megalite.config.sources import KINDS, split_kind
+from megalite_launch.base.arguments import byte_size, whole
 from megalite_launch.base.texts import scaled
 from megalite_tools.checkpoint.compare_weights import TOKENS, difference_of_logits, unequal_tensors
 from megalite_tools.terminal import Terminal, bar
 
 COMMAND = "megalite-convert"
 DTYPES = {"keep": None, "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+COUNT = whole(1, 65_536)
 EPILOG = "kinds:\n" + "\n".join(
     fill(text, 78, initial_indent=f"  {kind:<14} ", subsequent_indent=" " * 17) for kind, text in KINDS.items()
 )
@@ -53,11 +53,11 @@ def _parser() -> argparse.ArgumentParser:
     add("--config", nargs="+", metavar="YAML", help="megatron, meta: the model, for files that do not tell it")
     add("--dtype", choices=DTYPES, default="keep", help="data type of all tensors (default: keep)")
     add("--optimizer", action="store_true", help="take the optimizer's states and the run's progress along")
-    add("--shard-size", type=_size, metavar="SIZE", help="hf: largest file, as in 5GB (default: as before, or 5GB)")
-    add("--tp", type=_count, default=1, metavar="N", help="megatron: tensor-parallel ranks; meta: files (default: 1)")
-    add("--pp", type=_count, default=1, metavar="N", help="megatron: pipeline-parallel ranks (default: 1)")
-    add("--virtual-stages", type=_count, default=1, metavar="N", help="megatron: stages of a rank (default: 1)")
-    add("--workers", type=_count, default=2, metavar="N", help="files that are written at a time (default: 2)")
+    add("--shard-size", type=byte_size, metavar="SIZE", help="hf: largest file, as in 5GB (default: as before, or 5GB)")
+    add("--tp", type=COUNT, default=1, metavar="N", help="megatron: tensor-parallel ranks; meta: files (default: 1)")
+    add("--pp", type=COUNT, default=1, metavar="N", help="megatron: pipeline-parallel ranks (default: 1)")
+    add("--virtual-stages", type=COUNT, default=1, metavar="N", help="megatron: stages of a rank (default: 1)")
+    add("--workers", type=COUNT, default=2, metavar="N", help="files that are written at a time (default: 2)")
     add("--check", action="store_true", help="read both sides again, and compare every tensor and the logits")
     add("--tokens", type=_tokens, metavar="ID,…", help="with --check: ids to compute logits of (default: random ones)")
     add("--json", metavar="FILE", help="write what was done as JSON to FILE too; -: to stdout instead")
@@ -160,24 +160,11 @@ def _target(text: str) -> tuple[str, Path]:
     return kind, path
 
 
-def _size(text: str) -> int:
-    match = re.fullmatch(r"(\d{1,12}) ?([kKmMgG]?[iI]?[bB]?)", text)
-    if match is None or match[2].upper() not in UNITS or int(match[1]) == 0:
-        raise argparse.ArgumentTypeError(f"{text!r:.40} must be a number of bytes, as 500MB or 5GB")
-    return int(match[1]) * UNITS[match[2].upper()]
-
-
 def _tokens(text: str) -> list[int]:
     ids = text.split(",")
     if not all(word.isascii() and word.isdigit() and len(word) < 10 for word in ids):
         raise argparse.ArgumentTypeError(f"{text!r:.40} must be ids with commas between them, as 1,15,7")
     return [int(word) for word in ids]
-
-
-def _count(text: str) -> int:
-    if not text.isascii() or not text.isdigit() or not 1 <= int(text[:6]) <= 65536 or len(text) > 5:
-        raise argparse.ArgumentTypeError(f"{text!r:.40} must be a whole number from 1 to 65,536")
-    return int(text)
 
 
 if __name__ == "__main__":

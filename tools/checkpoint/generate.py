@@ -17,7 +17,7 @@ from megalite.inference.draw import Draw
 from megalite.inference.engine import Engine, check_layout
 from megalite.inference.generate import Request, Timing, generate
 from megalite.inference.prompts import Prompt, prompt_of, read_prompt, read_prompts, requests
-from megalite.inference.ranks import Place, add_options, alone, run
+from megalite.inference.ranks import ComputeSetup, add_options, alone, run
 from megalite.inference.source import Opened, open_newest, open_tokenizer
 from megalite.inference.write import show, stream, write_lines
 
@@ -110,13 +110,13 @@ def _prompts(options: argparse.Namespace) -> list[Prompt]:
     return [prompt_of(options.prompt) if options.prompt_file is None else read_prompt(options.prompt_file)]
 
 
-def _work(options: argparse.Namespace, draw: Draw, place: Place) -> int:
+def _work(options: argparse.Namespace, draw: Draw, place: ComputeSetup) -> int:
     """Be one rank: write with the newest checkpoint that is not damaged."""
     prompts = place.group.once(lambda: _prompts(options))
     return open_newest(options.run, partial(_write, options, draw, prompts, place), place.group, _warn)
 
 
-def _write(options: argparse.Namespace, draw: Draw, prompts: list[Prompt], place: Place, opened: Opened) -> int:
+def _write(options: argparse.Namespace, draw: Draw, prompts: list[Prompt], place: ComputeSetup, opened: Opened) -> int:
     """Write with one checkpoint. Raises DamagedError before anything is written."""
     tokenizers: list[Tokenizer] = []  # tokenizer of the rank that leads
 

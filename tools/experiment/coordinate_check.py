@@ -39,6 +39,7 @@ from megalite.distributed.start.start import run_rank, start
 from megalite.plan.memory.fit import planned
 from megalite.report.pictures import need_matplotlib, save
 from megalite.train.build import build_mesh
+from megalite_launch.base.arguments import count
 from megalite_tools.experiment.coordinate_report import TOLERANCE, Line, picture
 from megalite_tools.experiment.coordinates import MODULES, Sizes, sizes_in_training
 
@@ -67,8 +68,8 @@ def _parser() -> argparse.ArgumentParser:
     add("inputs", nargs="*", metavar="CONFIG | key=value", help="as for megalite train; data are not read")
     add("--widths", type=_numbers, metavar="N,…", help="model.width of the models (default: 64,128,256,512)")
     add("--depths", type=_numbers, metavar="N,…", help="model.layers of the models, which then have one width")
-    add("--steps", type=_count, default=6, metavar="N", help="optimizer steps (default: %(default)s)")
-    add("--seeds", type=_count, default=2, metavar="N", help="repetitions, of which means are taken (default: 2)")
+    add("--steps", type=count, default=6, metavar="N", help="optimizer steps (default: %(default)s)")
+    add("--seeds", type=count, default=2, metavar="N", help="repetitions, of which means are taken (default: 2)")
     add(
         "--grow",
         choices=("heads", "head-width"),
@@ -99,7 +100,7 @@ def _main(arguments: list[str], options: argparse.Namespace) -> int:
 
 
 @dataclass(frozen=True)
-class Run:
+class CoordinateRun:
     """One model that is to be trained."""
 
     axis: str
@@ -107,7 +108,7 @@ class Run:
     config: Config
 
 
-def _runs(config: Config, options: argparse.Namespace) -> Iterator[Run]:
+def _runs(config: Config, options: argparse.Namespace) -> Iterator[CoordinateRun]:
     """All runs in order. Raises InputError for models that cannot be."""
     kinds = [config.model.parametrization]
     if options.control:
@@ -132,7 +133,7 @@ def _runs(config: Config, options: argparse.Namespace) -> Iterator[Run]:
                 except InputError as error:
                     raise InputError(f"--{axis}s {point}: {error}") from None
                 for seed in range(options.seeds):
-                    yield Run(axis, point, replace(found, run=replace(found.run, seed=seed)))
+                    yield CoordinateRun(axis, point, replace(found, run=replace(found.run, seed=seed)))
 
 
 def _wider(model: Model, width: int, options: argparse.Namespace) -> Model:
@@ -153,7 +154,11 @@ def _deeper(model: Model, layers: int, options: argparse.Namespace) -> Model:
 
 
 def _rank(
-    rank_info: RankInfo, arguments: Sequence[str], options: argparse.Namespace, config: Config, runs: Sequence[Run]
+    rank_info: RankInfo,
+    arguments: Sequence[str],
+    options: argparse.Namespace,
+    config: Config,
+    runs: Sequence[CoordinateRun],
 ) -> int:
     """Be one rank. The first one reports the results."""
     device = start(rank_info, config.run.device, config.train.timeout)
@@ -171,7 +176,7 @@ def _rank(
     return ExitCode.DONE if all(line.passed for line in lines) else ExitCode.FAILED
 
 
-def _lines(runs: Sequence[Run], measured: Sequence[list[Sizes]], checked: str) -> Iterator[Line]:
+def _lines(runs: Sequence[CoordinateRun], measured: Sequence[list[Sizes]], checked: str) -> Iterator[Line]:
     """The means over seeds, by axis and parametrization; all but `checked` are controls."""
     found: dict[tuple[str, str], dict[int, list[list[Sizes]]]] = {}
     for run, sizes in zip(runs, measured, strict=True):
@@ -219,16 +224,10 @@ def _progress(total: int, shown: bool) -> Iterator[Callable[[], None]]:
 
 
 def _numbers(text: str) -> tuple[int, ...]:
-    found = [_count(word) for word in text.split(",")]
+    found = [count(word) for word in text.split(",")]
     if len(set(found)) < 2 or len(set(found)) < len(found):
         raise argparse.ArgumentTypeError(f"{text!r:.40} must be two or more different numbers, as 64,128,256")
     return tuple(sorted(found))
-
-
-def _count(text: str) -> int:
-    if not text.isascii() or not text.isdigit() or not 1 <= int(text[:8]) <= 1_000_000 or len(text) > 7:
-        raise argparse.ArgumentTypeError(f"{text!r:.40} must be a whole number from 1 to 1,000,000")
-    return int(text)
 
 
 if __name__ == "__main__":

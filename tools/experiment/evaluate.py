@@ -18,7 +18,7 @@ from megalite.data.tokenizer import Tokenizer
 from megalite.inference.crew import Crew
 from megalite.inference.engine import Engine, check_layout
 from megalite.inference.perplexity import Perplexity, measure
-from megalite.inference.ranks import Place, add_options, run
+from megalite.inference.ranks import ComputeSetup, add_options, run
 from megalite.inference.record import add_record
 from megalite.inference.source import Opened, open_newest, open_tokenizer
 
@@ -73,11 +73,11 @@ def _harness() -> Any:
         raise InputError(f"--tasks needs lm-eval: pip install 'megalite[eval]' ({error})") from None
 
 
-def _work(options: argparse.Namespace, place: Place) -> int:
+def _work(options: argparse.Namespace, place: ComputeSetup) -> int:
     return open_newest(options.run, partial(_evaluate, options, place), place.group, _warn)
 
 
-def _evaluate(options: argparse.Namespace, place: Place, opened: Opened) -> int:
+def _evaluate(options: argparse.Namespace, place: ComputeSetup, opened: Opened) -> int:
     """Measure one checkpoint. Raises DamagedError before anything is measured."""
     check_layout(opened.model, place.mesh.layout)
     tokenizer: Tokenizer | None = None

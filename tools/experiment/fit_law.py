@@ -18,10 +18,9 @@ from megalite.scaling.law import FLOPS
 from megalite.scaling.record import record
 from megalite.scaling.settings import Settings
 from megalite.scaling.show import parts
-from megalite.scaling.table import Results, Run, number_in, read_csv
+from megalite.scaling.table import Results, RunResult, number_in, read_csv
 
 COMMAND = "megalite-fit-law"
-SECTIONS = ("Runs", "Law", "Best size", "Predictions", "Approach 3", "Mind")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -98,7 +97,9 @@ def _results(options: argparse.Namespace) -> Results:
         tokens = given / FLOPS / size if options.flops and size > 0 else given
         numbers = {"n_total": size, "tokens": tokens, "loss_valid": loss}
         runs.append(
-            Run(f"{line:010x}", f"line {line}", "ladder", "", "done" if loss == loss else "failed", numbers, {}, {})
+            RunResult(
+                f"{line:010x}", f"line {line}", "ladder", "", "done" if loss == loss else "failed", numbers, {}, {}
+            )
         )
     return Results(tuple(runs), ())
 

@@ -17,11 +17,12 @@ from megalite.config.rules.parallel import SCHEDULE_FILES
 from megalite.cost.cluster import load_cluster
 from megalite.cost.layout_choice import choice_of
 from megalite.cost.texts import money, step_text
-from megalite.scaling.budget import Bought, Machine, buy
+from megalite.scaling.budget import Bought, ClusterGpus, buy
 from megalite.scaling.settings import read_settings
 from megalite.scaling.show import interval_text, number, significant
 from megalite.scaling.stored import Stored, read_fit
 from megalite.scaling.table import read_results
+from megalite_launch.base.arguments import above_zero
 
 COMMAND = "megalite-predict"
 
@@ -37,23 +38,18 @@ def _parser() -> argparse.ArgumentParser:
         "experiment", type=Path, metavar="EXP", help="folder of a ladder that megalite-sweep has fitted"
     )
     budget = parser.add_mutually_exclusive_group(required=True)
-    budget.add_argument("--flops", type=_flops, metavar="C", help="budget as 6·N·D, as in 1e21")
+    budget.add_argument(
+        "--flops",
+        type=above_zero(most=1e40),
+        metavar="C",
+        help="budget as 6·N·D, as in 1e21",
+    )
     budget.add_argument("--gpu-hours", type=amount, metavar="H", help="budget on the cluster, as in 20k")
     parser.add_argument("--rates", type=Path, metavar="EXP", help="folder of a fitted sweep: laws of rate and batch")
     parser.add_argument("--cluster", metavar="NAME", help=f"cluster, as of megalite plan (default: {DEFAULT_CLUSTER})")
     parser.add_argument("--gpus", type=gpu_counts, metavar="N", help="number of GPUs, for which a layout is planned")
     parser.add_argument("--write", type=Path, metavar="FILE", help="write the run's configuration to this YAML file")
     return parser
-
-
-def _flops(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < 1e40:
-        raise argparse.ArgumentTypeError(f"{text!r:.40} must be a number of FLOPs above 0, as in 1e21")
-    return value
 
 
 def _main(options: argparse.Namespace) -> None:
@@ -66,7 +62,7 @@ def _main(options: argparse.Namespace) -> None:
     if options.write is not None:
         _check_file(options.write)
     machine = (
-        None if options.gpus is None else Machine(load_cluster(options.cluster or DEFAULT_CLUSTER), options.gpus[0])
+        None if options.gpus is None else ClusterGpus(load_cluster(options.cluster or DEFAULT_CLUSTER), options.gpus[0])
     )
     stored = _stored(options.experiment)
     rates = None if options.rates is None else _stored(options.rates)
@@ -105,7 +101,7 @@ def _header(stored: Stored, bought: Bought) -> str:
     )
 
 
-def _show(stored: Stored, bought: Bought, machine: Machine | None) -> None:
+def _show(stored: Stored, bought: Bought, machine: ClusterGpus | None) -> None:
     config, model = bought.config, bought.config.model
     made = table("", "value", text=("", "value"))
     made.add_row("budget", f"{bought.flops:.4g} FLOPs (6·N·D), {bought.times['flops']:.3g} × the largest fitted")

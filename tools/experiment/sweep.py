@@ -14,7 +14,7 @@ from megalite.base.entry import exit_code
 from megalite.base.errors import InputError, counted, printable
 from megalite.base.exit_codes import ExitCode
 from megalite.base.exit_codes import table as codes
-from megalite.base.terminal import console, scaled, table
+from megalite.base.terminal import console, table
 from megalite.experiment import launching
 from megalite.experiment.cell import Cell, Counts
 from megalite.experiment.cost import Costs, check_budget, estimate
@@ -24,6 +24,7 @@ from megalite.experiment.read import read_experiment
 from megalite.experiment.results import Row, collect, measured, runs_are_elsewhere
 from megalite_launch.base.errors import UserError
 from megalite_launch.base.run_folder import RunFolder
+from megalite_launch.base.texts import lasting, scaled
 from megalite_launch.submit.check_first import find_megalite
 
 COMMAND = launching.COMMAND
@@ -165,7 +166,7 @@ def _show_costs(expanded: Expanded, costs: Costs, most: int | None = None) -> No
             cost.cell.name,
             f"{cost.cell.gpus:,}",
             f"{cost.steps:,}",
-            _duration(cost.seconds),
+            lasting(cost.seconds),
             f"{cost.gpu_hours:,.3g}",
             cost.source if cost.fits else f"{cost.source}; does not fit into memory",
         )
@@ -179,7 +180,7 @@ def _show_costs(expanded: Expanded, costs: Costs, most: int | None = None) -> No
     if costs.costs:
         hours = f"{costs.gpu_hours:,.3g} GPU-hours"
         parallel = expanded.setup.experiment.launch.parallel
-        told += f"{hours}, {_duration(costs.seconds / parallel)} with {parallel} at a time"
+        told += f"{hours}, {lasting(costs.seconds / parallel)} with {parallel} at a time"
         told += f"; {costs.later:,.3g} GPU-hours of that in later rounds" if costs.later else ""
     if costs.unknown:
         told += f"{'; ' if costs.costs else ''}nothing tells the time of a step of {len(costs.unknown):,} of them: "
@@ -187,12 +188,6 @@ def _show_costs(expanded: Expanded, costs: Costs, most: int | None = None) -> No
     most_hours = expanded.setup.experiment.launch.max_gpu_hours
     told += f" (launch.max_gpu_hours: {most_hours:g})" if most_hours is not None else ""
     out.print(Text(told))
-
-
-def _duration(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours:,} h {minutes:02} min" if hours else f"{minutes} min {rest:02} s" if minutes else f"{rest} s"
 
 
 def _launch(options: argparse.Namespace) -> int:

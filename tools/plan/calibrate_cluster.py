@@ -20,7 +20,7 @@ from megalite.cost.cluster import Cluster, cluster_path, read_cluster
 from megalite.cost.constants import FITTED_CONSTANTS
 from megalite.cost.texts import seconds_text
 from megalite_tools.plan.calibration import FIGURES, Fit, Runs, fit
-from megalite_tools.plan.measured_runs import Run, read_run
+from megalite_tools.plan.measured_runs import MeasuredRun, read_run
 from megalite_tools.terminal import Terminal
 
 COMMAND = "megalite-calibrate-cluster"
@@ -82,7 +82,7 @@ def _show(terminal: Terminal, runs: Runs, cluster: Cluster, found: Fit) -> None:
     )
 
 
-def _off(run: Run, predicted: float) -> float:
+def _off(run: MeasuredRun, predicted: float) -> float:
     """Factor by which a prediction is too long or too short, less one."""
     return max(predicted / run.seconds, run.seconds / predicted) - 1
 

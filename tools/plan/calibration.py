@@ -19,7 +19,7 @@ from megalite.cost.predict import Trial
 from megalite.cost.slowest_gpu import waiting
 from megalite.cost.stages import Timer
 from megalite.plan.resolved import Plan, resolve
-from megalite_tools.plan.measured_runs import Run
+from megalite_tools.plan.measured_runs import MeasuredRun
 
 FIGURES = ("gpu.measured", "gpu.bandwidth", "node.bandwidth", "network.bandwidth")
 STEP = 0.1  # change of a logarithm, up and down, over which a dependence is measured
@@ -42,7 +42,7 @@ class Fit:
 class Runs:
     """Measured runs, and what a cluster with other figures would make of them."""
 
-    def __init__(self, runs: Sequence[Run], cluster: Cluster) -> None:
+    def __init__(self, runs: Sequence[MeasuredRun], cluster: Cluster) -> None:
         self.runs, self._cluster = runs, cluster
         by_gpu = Timer(cluster).costs  # runs that name no cluster have found theirs by the GPU's name
         self._plans: list[Plan] = [resolve(run.config, costing=costing_of(run.config) or by_gpu) for run in runs]

@@ -16,7 +16,7 @@ MAX_WAITING_SHARE = 0.05  # share of a step that it may wait for data; more of t
 
 
 @dataclass(frozen=True)
-class Run:
+class MeasuredRun:
     """The latest start of a run. seconds: the median time of its steps."""
 
     folder: Path
@@ -24,7 +24,7 @@ class Run:
     seconds: float
 
 
-def read_run(folder: Path) -> Run:
+def read_run(folder: Path) -> MeasuredRun:
     """The run in `folder`. Raises InputError for one without a step time of one configuration."""
     if not is_folder(folder):
         raise InputError(f"{folder}: is no folder; give the folders of runs")
@@ -49,7 +49,7 @@ def read_run(folder: Path) -> Run:
     if wait > MAX_WAITING_SHARE * time:
         rule = f"waits for data {wait / time:.0%} of its time, which no cluster file has"
         raise InputError(f"{folder}: {rule}; give a run that does not, or leave it out")
-    return Run(folder, config, time)
+    return MeasuredRun(folder, config, time)
 
 
 def _config(folder: Path) -> Config:

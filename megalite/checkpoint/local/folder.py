@@ -69,7 +69,7 @@ class Held:
     names: tuple[str, ...]  # files that are here in full size
 
 
-class Place:
+class LocalFolder:
     """The local folder of one life of a run. `root`: the folder that `checkpoint.local.path` names."""
 
     def __init__(self, root: Path, life: Life) -> None:

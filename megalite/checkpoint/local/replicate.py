@@ -20,7 +20,7 @@ from megalite.checkpoint.store.host_group import HostGroup
 PIECE = 1 << 24  # bytes on their way at a time
 
 
-class Part(NamedTuple):
+class FilePart(NamedTuple):
     """A part of a file."""
 
     name: str
@@ -28,7 +28,7 @@ class Part(NamedTuple):
     size: int
 
 
-class Exchange:
+class FileExchange:
     """Sends this rank's files in `folder` to the next node, and receives those of a rank of the node before.
 
     files: of the whole checkpoint, as they were written. written: the names of the files of every rank. advanced:
@@ -63,7 +63,9 @@ class Exchange:
         buffers = [[torch.empty(PIECE, dtype=torch.uint8) for _ in range(2)] for _ in range(2)]
         files = ExitStack()
         arriving: dict[str, HashedFile] = {}
-        before: tuple[Part, Tensor] | None = None  # piece that has arrived, and is written while the next is under way
+        before: tuple[FilePart, Tensor] | None = (
+            None  # piece that has arrived, and is written while the next is under way
+        )
         for turn, (sent, received) in enumerate(zip_longest(going, coming)):
             out, into = buffers[turn % 2]
             works: list[Any] = []
@@ -85,11 +87,11 @@ class Exchange:
         except OSError as error:  # bytes that were still to be written cannot be
             self._problem = self._problem or error
 
-    def _parts(self, any_: bool, rank: int) -> Iterator[Part]:
+    def _parts(self, any_: bool, rank: int) -> Iterator[FilePart]:
         for name in self.written[rank] if any_ else ():
             size = self.files[name].bytes
             for first in range(0, size, PIECE):
-                yield Part(name, first, min(PIECE, size - first))
+                yield FilePart(name, first, min(PIECE, size - first))
 
     def _try(self, work: Callable[[], None]) -> None:
         if self._problem is None:
@@ -98,11 +100,11 @@ class Exchange:
             except (OSError, DamagedError) as error:
                 self._problem = error
 
-    def _read(self, part: Part, target: Tensor) -> None:
+    def _read(self, part: FilePart, target: Tensor) -> None:
         with opened(self.folder, part.name) as descriptor:
             read_at(self.folder, part.name, descriptor, target[: part.size].numpy().data, part.first)
 
-    def _keep(self, part: Part, piece: Tensor, arriving: dict[str, HashedFile], files: ExitStack) -> None:
+    def _keep(self, part: FilePart, piece: Tensor, arriving: dict[str, HashedFile], files: ExitStack) -> None:
         """Write a part that has arrived; after the last of a file, compare the file with what was sent."""
         if part.first == 0:
             stream = files.enter_context((self.folder / part.name).open("xb"))

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from megalite.base.errors import InputError, Unhealthy, listing
 from megalite.base.files import exists
-from megalite.checkpoint.local.folder import Held, Life, Place, digest_of
+from megalite.checkpoint.local.folder import Held, Life, LocalFolder, digest_of
 from megalite.checkpoint.local.tier import Tier
 from megalite.checkpoint.store.disk import DamagedError, File, read_whole
 from megalite.checkpoint.store.files import copy
@@ -56,14 +56,14 @@ class Rescue:
         life = self.group.once(lambda: Life.of(self.publisher.folder))
         if life is None:
             return
-        place = Place(self.tier.root, life)
+        place = LocalFolder(self.tier.root, life)
         here = list(self._held(place)) if self.tier.leads_node else []
         held = self.group.gather(here)
         while choice := self.group.once(lambda: self._choose(held or [], before)):
             if self._take(place, choice):
                 return
 
-    def _held(self, place: Place) -> Iterator[Held]:
+    def _held(self, place: LocalFolder) -> Iterator[Held]:
         try:
             yield from place.held()
         except (OSError, InputError):  # this node has nothing
@@ -89,7 +89,7 @@ class Rescue:
         if self.group.leads:
             self._warn(f"the local checkpoint of step {candidate.step} is lost: {why}")
 
-    def _take(self, place: Place, candidate: Candidate) -> bool:
+    def _take(self, place: LocalFolder, candidate: Candidate) -> bool:
         """Copy a checkpoint to the shared folder. Returns whether that was possible."""
         group, publisher = self.group, self.publisher
         source = self.nodes.leader(candidate.source)
@@ -165,7 +165,7 @@ def _candidates(held: Iterable[list[Held]], node_of: list[int]) -> Iterable[Cand
     return found.values()
 
 
-def _manifest(place: Place, candidate: Candidate) -> Manifest | None:
+def _manifest(place: LocalFolder, candidate: Candidate) -> Manifest | None:
     """The manifest of a checkpoint on this node; None if it is no longer what it was."""
     path = place.path_of(candidate.step)
     try:

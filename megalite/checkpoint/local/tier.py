@@ -14,10 +14,9 @@ from secrets import randbits
 from time import monotonic
 
 from megalite.base.errors import InputError
-from megalite.base.terminal import memory
-from megalite.checkpoint.local.folder import MAX_CHECKPOINTS, Life, Place
+from megalite.checkpoint.local.folder import MAX_CHECKPOINTS, Life, LocalFolder
 from megalite.checkpoint.local.nodes import Nodes
-from megalite.checkpoint.local.replicate import Exchange
+from megalite.checkpoint.local.replicate import FileExchange
 from megalite.checkpoint.publish import Publisher
 from megalite.checkpoint.store.disk import total_bytes, write_durably
 from megalite.checkpoint.store.files import copy, write_bytes
@@ -30,10 +29,11 @@ from megalite.distributed.start.host import host_memory
 from megalite.plan.memory.peak import memory_of_ranks
 from megalite.plan.memory.walk import HOST_MEMORY
 from megalite_launch.base.run_folder import node_name
+from megalite_launch.base.texts import memory_text
 
 
 @dataclass(frozen=True)
-class Written:
+class WrittenFolders:
     """Files that all ranks have written into their nodes' folders."""
 
     manifest: Manifest
@@ -42,7 +42,7 @@ class Written:
 
 
 @dataclass(frozen=True)
-class Kept:
+class KeptCheckpoint:
     """A local checkpoint that is complete."""
 
     manifest: Manifest
@@ -74,8 +74,8 @@ class Tier:
         self.nodes = Nodes(group.share(node or node_name()))
         self.due = False  # whether the next local checkpoint is to be copied to the shared folder
         self.begun = False
-        self._place: Place | None = None
-        self._latest: Kept | None = None
+        self._place: LocalFolder | None = None
+        self._latest: KeptCheckpoint | None = None
         self._apart = HostGroup("copies of checkpoints")
         self._copier = ThreadPoolExecutor(1, "copy")
         self.beside, self._copier_beside = ThreadPoolExecutor(1, "flush"), ThreadPoolExecutor(1, "flush")
@@ -105,7 +105,7 @@ class Tier:
             self._turn_off(str(error))
             self._forget_before()
             return
-        place = Place(self.root, life)
+        place = LocalFolder(self.root, life)
         mark = f"node-{self.nodes.node_of[self.group.rank]}"
         if not self._refused(lambda: place.prepare(mark) if self.leads_node else None) and not self._refused(
             lambda: _check_marks(place, mark)
@@ -116,7 +116,7 @@ class Tier:
         """Delete what the life before has saved here, since nothing tells that it is over."""
         life = self.group.once(lambda: Life.of(self.publisher.folder))
         if life is not None:
-            before = Place(self.root, life)
+            before = LocalFolder(self.root, life)
             self._refused(lambda: before.forget() if self.leads_node else None)
 
     def _next_life(self) -> Life:
@@ -133,22 +133,22 @@ class Tier:
             if self._refused(lambda: self._check_room(place, sizes, on_gpu) if self.leads_node else None):
                 self._place = None
 
-    def _check_room(self, place: Place, sizes: Sequence[int], on_gpu: bool) -> None:
+    def _check_room(self, place: LocalFolder, sizes: Sequence[int], on_gpu: bool) -> None:
         """Raises InputError if this node has too little room, told with the numbers."""
         node = self.nodes.node_of[self.group.rank]
         ranks = self.nodes.ranks[node]
         own = sum(sizes[rank] for rank in ranks)
         others = sum(sizes[rank] for rank in self.nodes.ranks[self.nodes.before(node)]) if self.replicas else 0
         needed = MAX_CHECKPOINTS * (own + others)
-        what = f"{memory(needed)}, for {MAX_CHECKPOINTS} times {memory(own)} of its own ranks"
-        what += f" and {memory(others)} of the node before it" if others else ""
+        what = f"{memory_text(needed)}, for {MAX_CHECKPOINTS} times {memory_text(own)} of its own ranks"
+        what += f" and {memory_text(others)} of the node before it" if others else ""
         if (room := place.room()) < needed:
-            raise InputError(f"needs {what}, and has {memory(room)} of room")
+            raise InputError(f"needs {what}, and has {memory_text(room)} of room")
         if place.in_memory:
             whole, taken = host_memory(), _memory_of(self.config, len(ranks), on_gpu)
             if needed + taken > whole:
-                beside = f"{len(ranks)} ranks, which take about {memory(taken)}"
-                raise InputError(f"is memory; it needs {what}, beside {beside}, and the node has {memory(whole)}")
+                beside = f"{len(ranks)} ranks, which take about {memory_text(taken)}"
+                raise InputError(f"is memory; it needs {what}, beside {beside}, and the node has {memory_text(whole)}")
 
     def _refused(self, work: Callable[[], None]) -> bool:
         """Run `work` on every rank. Returns whether it has failed on any; then it turns local checkpoints off."""
@@ -165,7 +165,7 @@ class Tier:
         )
         self._news.append(LocalOff(told))
 
-    def save(self, step: int, write: Callable[[Path], Written], began: float) -> SavedLocally:
+    def save(self, step: int, write: Callable[[Path], WrittenFolders], began: float) -> SavedLocally:
         """Save on all nodes. Raises ValueError, or ElsewhereError, on all ranks; then nothing is left.
 
         write: writes into the folder that it is given, on all ranks. began: when staging had ended.
@@ -180,7 +180,9 @@ class Tier:
             files = written.manifest.files
             self.group.everywhere(lambda: self._write_small(partial, written))
             if self.replicas:
-                exchange = Exchange(self.group, self.nodes, partial, files, written.names, self.beside, self.advanced)
+                exchange = FileExchange(
+                    self.group, self.nodes, partial, files, written.names, self.beside, self.advanced
+                )
                 self.group.everywhere(exchange.run)
             self.group.everywhere(lambda: place.publish(partial, final) if self.leads_node else None)
         except (ValueError, ElsewhereError):
@@ -189,10 +191,10 @@ class Tier:
             raise
         own = written.names[self.group.rank]
         names = (*own, *written.small) if self.group.leads else tuple(own)
-        self._latest = Kept(written.manifest, final, names, began)
+        self._latest = KeptCheckpoint(written.manifest, final, names, began)
         return SavedLocally(step, final, total_bytes(files.values()), monotonic() - began, self.replicas)
 
-    def _write_small(self, partial: Path, written: Written) -> None:
+    def _write_small(self, partial: Path, written: WrittenFolders) -> None:
         if self.leads_node:
             if not self.group.leads:  # the first rank has written them
                 write_bytes(partial, written.small)
@@ -237,12 +239,12 @@ class Tier:
         """The step that is being copied."""
         return next((step for step, copy in self._copies if not copy.done()), None)
 
-    def _copy(self, kept: Kept) -> Saved | Failed:
+    def _copy(self, kept: KeptCheckpoint) -> Saved | Failed:
         outcome = self._copied(kept)
         self._news.append(outcome)
         return outcome
 
-    def _copied(self, kept: Kept) -> Saved | Failed:
+    def _copied(self, kept: KeptCheckpoint) -> Saved | Failed:
         """Copy a checkpoint from the nodes to the shared folder, in a thread on all ranks."""
         group, publisher, manifest = self._apart, self.publisher, kept.manifest
         final = publisher.path_of(manifest.step)
@@ -278,7 +280,7 @@ def _problem_of(work: Callable[[], None], node: str) -> str:
     return ""
 
 
-def _check_marks(place: Place, mark: str) -> None:
+def _check_marks(place: LocalFolder, mark: str) -> None:
     """Raises InputError unless all ranks of this node, and no other node, see the folder."""
     marks = place.marks()
     if mark not in marks:

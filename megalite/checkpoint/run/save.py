@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 
 from megalite.base.errors import InputError, Unhealthy
-from megalite.checkpoint.local.tier import Tier, Written
+from megalite.checkpoint.local.tier import Tier, WrittenFolders
 from megalite.checkpoint.publish import Publisher
 from megalite.checkpoint.store.disk import File
 from megalite.checkpoint.store.files import METADATA, Writer
@@ -46,7 +46,7 @@ CONTINUATION_HINT = "when that is mended, the same command continues from the ne
 
 
 @dataclass
-class Plan:
+class WriterPlan:
     """Assignment of tensors to writing ranks. It is made once, as a run's tensors keep their names and shapes."""
 
     planner: "Planner"
@@ -55,7 +55,7 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Ended:
+class EndedWrites:
     """Outcomes of what the writer's thread has finished."""
 
     own: list[Outcome]
@@ -122,13 +122,13 @@ class Saver:
         self.state, self.config, self.data, self.folder = state, config, data, folder
         self._group, self._advanced, self._tier = group, advanced, tier
         self._publisher = tier.publisher if tier else Publisher(folder, config, advanced, check_owner)
-        self._plan: Plan | None = None
+        self._plan: WriterPlan | None = None
         self._memory = HostMemory()
         self._staged: dict[str, Tensor] = {}
         self._writer = ThreadPoolExecutor(1, "checkpoint", use_device, (state.device,))
         self._beside = ThreadPoolExecutor(1, "flush")
         self.wrote: float | None = None  # seconds that the latest complete checkpoint took to write
-        self._pending: Future[Ended] | None = None
+        self._pending: Future[EndedWrites] | None = None
         self._ended: list[Outcome] = []
         self._failed: list[Failed] = []  # in a row, up to the latest
         self._rehearse()
@@ -268,7 +268,7 @@ class Saver:
                 self._failed = [failed for failed in self._failed if failed.poisoned]
                 self.wrote = outcome.seconds
 
-    def _make_plan(self, tensors: dict[str, Tensor]) -> Plan:
+    def _make_plan(self, tensors: dict[str, Tensor]) -> WriterPlan:
         group, planner = self._group, Planner(flatten_state_dict=False)
         planner.set_up_planner(tensors, None, group.leads)
         local = group.gather(planner.create_local_plan())
@@ -276,7 +276,7 @@ class Saver:
         if local is not None:
             plans, metadata = planner.create_global_plan(local)
             plans = self._files(self.folder).prepare_global_plan(plans)
-        return Plan(planner, planner.finish_plan(group.scatter(plans)), metadata)
+        return WriterPlan(planner, planner.finish_plan(group.scatter(plans)), metadata)
 
     def _stage(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """Copies of this rank's parts, in host memory that the next save uses again."""
@@ -291,31 +291,33 @@ class Saver:
             torch.cuda.current_stream(self.state.device).synchronize()
         return self._staged
 
-    def _write(self, plan: Plan, progress: Progress, extra: dict[str, Tensor], unseen: Set[str], shared: bool) -> Ended:
+    def _write(
+        self, plan: WriterPlan, progress: Progress, extra: dict[str, Tensor], unseen: Set[str], shared: bool
+    ) -> EndedWrites:
         """Write a checkpoint, in the writer's thread on all ranks; return what ended. unseen: still to check for NaN.
 
         shared: whether it is to be in the shared folder too, if it is written to the nodes first.
         """
         began, tier = monotonic(), self._tier
         if tier is None or not tier.on:
-            return Ended([self._write_shared(plan, progress, extra, unseen, began)])
+            return EndedWrites([self._write_shared(plan, progress, extra, unseen, began)])
         tier.due |= shared
 
-        def write(folder: Path) -> Written:
+        def write(folder: Path) -> WrittenFolders:
             return self._write_to_nodes(folder, plan, progress, extra, unseen)
 
         try:
             saved = tier.save(progress.step, write, began)
         except PoisonedError as error:
-            return Ended([Failed(progress.step, str(error), poisoned=True)])
+            return EndedWrites([Failed(progress.step, str(error), poisoned=True)])
         except (ValueError, ElsewhereError) as error:  # on all ranks; a lost peer is something else
             failed = FailedLocally(progress.step, str(error))
             if not tier.due:
-                return Ended([failed])
+                return EndedWrites([failed])
             tier.due = False
             copies = tier.wait()  # only one can write to the shared folder at a time
-            return Ended([failed, self._write_shared(plan, progress, extra, unseen, began)], copies)
-        return Ended([saved], tier.copy_if_due(at_once=shared and self._lasts(progress.step)))
+            return EndedWrites([failed, self._write_shared(plan, progress, extra, unseen, began)], copies)
+        return EndedWrites([saved], tier.copy_if_due(at_once=shared and self._lasts(progress.step)))
 
     def _lasts(self, step: int) -> bool:
         """Return whether the checkpoint of this very step is wanted, not only a new one."""
@@ -325,7 +327,7 @@ class Saver:
         return kept or is_due(checkpoint, step, self.config.train.steps)
 
     def _write_shared(
-        self, plan: Plan, progress: Progress, extra: dict[str, Tensor], unseen: Set[str], began: float
+        self, plan: WriterPlan, progress: Progress, extra: dict[str, Tensor], unseen: Set[str], began: float
     ) -> Saved | Failed:
         """Write a checkpoint to the shared folder. began: when staging had ended."""
         publisher = self._publisher
@@ -348,30 +350,30 @@ class Saver:
         return Saved(progress.step, final, size, monotonic() - began, problems)
 
     def _write_to_nodes(
-        self, folder: Path, plan: Plan, progress: Progress, extra: dict[str, Tensor], unseen: Set[str]
-    ) -> Written:
+        self, folder: Path, plan: WriterPlan, progress: Progress, extra: dict[str, Tensor], unseen: Set[str]
+    ) -> WrittenFolders:
         """Write a checkpoint's files into `folder`, which is another one on every node."""
         writer = self._files(folder)
         written = self._write_parts(writer, plan, extra, unseen)
 
-        def finish() -> Written:
+        def finish() -> WrittenFolders:
             names = [tuple(found) for *_, found in written]
             manifest = self._finish(writer, plan, progress, written)
             small = {name: (folder / name).read_bytes() for name in (INDEX, METADATA)}
-            return Written(manifest, small, names)
+            return WrittenFolders(manifest, small, names)
 
         return self._group.once(finish)
 
     def _files(self, folder: Path) -> Writer:
         return Writer(folder, self._beside, self._advanced)
 
-    def _write_parts(self, writer: Writer, plan: Plan, extra: dict[str, Tensor], unseen: Set[str]) -> list[Part]:
+    def _write_parts(self, writer: Writer, plan: WriterPlan, extra: dict[str, Tensor], unseen: Set[str]) -> list[Part]:
         """Write the parts of all ranks. Returns on the first rank what each has written."""
         results, index = self._group.everywhere(lambda: self._write_mine(writer, plan, extra, unseen))
         return self._group.gather((results, index, writer.written)) or []
 
     def _write_mine(
-        self, writer: Writer, plan: Plan, extra: dict[str, Tensor], unseen: Set[str]
+        self, writer: Writer, plan: WriterPlan, extra: dict[str, Tensor], unseen: Set[str]
     ) -> tuple[list[WriteResult], Index]:
         refuse_poisoned({name: part for name, part in plan.planner.staged.items() if name in unseen})
         mine = plan.mine
@@ -382,7 +384,7 @@ class Saver:
             mine = SavePlan([*mine.items, *plans[0].items], mine.storage_data)
         return writer.write(mine, plan.planner)
 
-    def _finish(self, writer: Writer, plan: Plan, progress: Progress, written: list[Part]) -> Manifest:
+    def _finish(self, writer: Writer, plan: WriterPlan, progress: Progress, written: list[Part]) -> Manifest:
         """Write the indexes of a checkpoint, on the first rank, when all have written. Returns its manifest."""
         assert plan.metadata is not None
         writer.finish(plan.metadata, [results for results, _, _ in written])

@@ -20,7 +20,7 @@ import xxhash
 from megalite.base.errors import InputError, Problem, listing
 from megalite.base.files import as_json
 from megalite.base.json_bounds import parse
-from megalite.base.json_shape import SECTION, TEXT, Each, Kind, OrNull, digits, misfits, whole
+from megalite.base.json_shape import SECTION, TEXT, Each, OrNull, ValueKind, digits, misfits, whole
 from megalite.checkpoint.store.disk import DamagedError, File, check_size, read_whole
 from megalite.config.convert import from_plain, keys, to_plain
 from megalite.config.layout import AXES
@@ -171,8 +171,8 @@ def _is_time(value: Any) -> bool:
 
 
 COUNT, SIZE, HASH = whole(0, 63), whole(1, 31), digits(32)
-WEIGHT = Kind("a number above 0", lambda value: type(value) in (int, float) and 0 < value <= sys.float_info.max)
-TIME = Kind("a time in ISO 8601", _is_time)
+WEIGHT = ValueKind("a number above 0", lambda value: type(value) in (int, float) and 0 < value <= sys.float_info.max)
+TIME = ValueKind("a time in ISO 8601", _is_time)
 FIELDS = {  # beside `format`
     "step": COUNT,
     "tokens": OrNull(COUNT),

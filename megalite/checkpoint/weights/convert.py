@@ -28,7 +28,7 @@ from megalite.checkpoint.store.files import BUFFER_BYTES, HashedFile
 from megalite.checkpoint.store.finite import SQUARES_PREFIX
 from megalite.checkpoint.store.index import ITEM_BYTES
 from megalite.checkpoint.weights.formats.opened import Weights
-from megalite.checkpoint.weights.formats.output import Output, Plan, Stream, Written
+from megalite.checkpoint.weights.formats.output import Output, OutputPlan, Stream, Written
 from megalite.checkpoint.weights.maps.strips import Strip, Theirs, boxes
 from megalite.checkpoint.weights.read import Reader, reader_of
 from megalite.config.convert import to_plain
@@ -42,7 +42,7 @@ Advanced = Callable[[int], None]
 
 def convert(
     found: Weights,
-    plan: Plan,
+    plan: OutputPlan,
     target: Path,
     request: Mapping[str, Any],
     workers: int = 1,
@@ -269,7 +269,7 @@ def _runs(strips: Iterable[Strip], most: int) -> Iterator[list[tuple[Strip, int,
         yield run
 
 
-def _publish(hidden: Path, target: Path, plan: Plan, written: dict[str, Written]) -> dict[str, Written]:
+def _publish(hidden: Path, target: Path, plan: OutputPlan, written: dict[str, Written]) -> dict[str, Written]:
     """Add the small files, and give the folder its name."""
     known = dict(written)
     for name, content in plan.texts.items():

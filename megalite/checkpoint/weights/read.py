@@ -91,7 +91,7 @@ def reader_of(found: Weights) -> Reader:
 
 
 @dataclass(frozen=True)
-class Piece:
+class WantedPart:
     """The part of a chunk that is wanted."""
 
     file: int
@@ -144,14 +144,14 @@ def _part(tensor: Tensor) -> tuple[Tensor, Sequence[int]]:
     return tensor.to_local(), box(tensor)[1]
 
 
-def _pieces(stored: Stored, part: Tensor, offset: Sequence[int], factor: float) -> Iterator[Piece]:
+def _pieces(stored: Stored, part: Tensor, offset: Sequence[int], factor: float) -> Iterator[WantedPart]:
     """The pieces of the chunks of `stored` that make up `part`, whose first element is at `offset`."""
     low = np.array(offset, np.int64)
     first = np.maximum(stored.offsets, low)
     last = np.minimum(stored.offsets + stored.sizes, low + np.array(part.shape, np.int64))
     for row in np.flatnonzero((first < last).all(axis=1)):
         target = part[tuple(slice(a, b) for a, b in zip(first[row] - low, last[row] - low, strict=True))]
-        yield Piece(
+        yield WantedPart(
             file=int(stored.rows[row, 0]),
             position=int(stored.rows[row, 1]),
             dtype=getattr(torch, stored.dtype),

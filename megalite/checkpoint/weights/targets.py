@@ -7,7 +7,7 @@ from pathlib import Path
 from megalite.base.errors import InputError, listing
 from megalite.checkpoint.weights.formats import dcp, huggingface, megatron, meta, torch_dist
 from megalite.checkpoint.weights.formats.opened import Weights
-from megalite.checkpoint.weights.formats.output import Plan
+from megalite.checkpoint.weights.formats.output import OutputPlan
 from megalite.checkpoint.weights.maps.megatron import Split
 from megalite.checkpoint.weights.maps.strips import PREFIX
 from megalite.checkpoint.weights.sources import STATE_REFUSALS, STATEFUL_KINDS
@@ -34,7 +34,7 @@ class Wanted:
         return Split(self.tp, self.pp, self.virtual)
 
 
-def plan_of(kind: str, found: Weights, target: Path, wanted: Wanted) -> Plan:
+def plan_of(kind: str, found: Weights, target: Path, wanted: Wanted) -> OutputPlan:
     """The plan of a folder of `kind`. Raises InputError for what the kind cannot express or has no use for."""
     used = USED_OPTIONS[kind]
     for name, default in (("shard", None), ("tp", 1), ("pp", 1), ("virtual", 1)):
@@ -62,7 +62,7 @@ USED_OPTIONS: Mapping[str, set[str]] = {
     "megatron-dist": {"tp", "pp", "virtual"},
     "meta": {"tp"},
 }
-PLANS: Mapping[str, Callable[[Weights, Path, Wanted], Plan]] = {
+PLANS: Mapping[str, Callable[[Weights, Path, Wanted], OutputPlan]] = {
     "megalite": lambda found, target, wanted: dcp.plan(found, target, wanted.dtype, wanted.files),
     "hf": lambda found, target, wanted: huggingface.plan(found, wanted.dtype, wanted.shard),
     "megatron": lambda found, target, wanted: megatron.plan(found, wanted.split, wanted.dtype),

@@ -24,25 +24,6 @@ def amount(text: str) -> float:
     return value
 
 
-def positive(text: str) -> float:
-    """A finite number above 0."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value <= MAX_AMOUNT:
-        raise argparse.ArgumentTypeError(f"{text!r:.40} must be a number above 0")
-    return value
-
-
-def gibibytes(text: str) -> float:
-    """A finite number of GiB above 0."""
-    try:
-        return positive(text)
-    except argparse.ArgumentTypeError:
-        raise argparse.ArgumentTypeError(f"{text!r:.40} must be a number of GiB above 0, as in 70") from None
-
-
 def gpu_counts(text: str) -> list[int]:
     """Parse `64`, some numbers as `32,48,64`, or the range `64-512`: 64, its doubles, the numbers half way, and 512.
 

@@ -4,7 +4,6 @@ from collections.abc import Callable, Sequence
 
 from rich.console import RenderableType
 
-from megalite.base.terminal import memory as memory_size
 from megalite.base.terminal import table
 from megalite.commands.plan.request import Asked
 from megalite.commands.plan.tables import fits_text, layout_text
@@ -13,6 +12,7 @@ from megalite.cost.predict import Prediction
 from megalite.cost.texts import PARTS, money, seconds_text, step_text
 from megalite.cost.whole_run import run_of
 from megalite.plan.memory.peak import KINDS, Memory
+from megalite_launch.base.texts import memory_text
 
 Pair = tuple[Prediction, Memory]
 
@@ -37,10 +37,10 @@ def comparison(asked: Sequence[Asked], names: Sequence[str], found: Sequence[Pai
     for name, text in PARTS.items():
         if any(of.parts[name] > 1e-4 * of.seconds for of, _ in found):
             row(f"  {text}", lambda pair, name=name: pair[0].parts[name], seconds_text)  # type: ignore[misc]
-    row("memory", lambda pair: pair[1].total, memory_size)
+    row("memory", lambda pair: pair[1].total, memory_text)
     for kind in KINDS:
         if any(memory.of(kind) for _, memory in found):
-            row(f"  {kind}", lambda pair, kind=kind: sum(pair[1].of(kind).values()), memory_size)  # type: ignore[misc]
+            row(f"  {kind}", lambda pair, kind=kind: sum(pair[1].of(kind).values()), memory_text)  # type: ignore[misc]
     shown.add_row("", *(fits_text(memory.total, one.limit) for one, (_, memory) in zip(asked, found, strict=True)))
     if asked[0].tokens:
         tokens = asked[0].tokens

@@ -8,7 +8,6 @@ from rich.table import Table
 from rich.text import Text
 
 from megalite.base.errors import InputError, counted, number_ranges
-from megalite.base.terminal import memory as memory_size
 from megalite.base.terminal import memory_unit, table
 from megalite.commands.plan.request import Asked
 from megalite.commands.plan.tables import fits_text, layout_text
@@ -24,6 +23,7 @@ from megalite.plan.memory.peak import KINDS, Memory, memory_of_ranks
 from megalite.plan.memory.rebalance import flatter_split
 from megalite.plan.split import split_of
 from megalite.schedule.generate import NAMES
+from megalite_launch.base.texts import memory_text
 
 BAR_WIDTH = 40  # characters of the longest bar
 LISTED_CHANGES = 6  # changes
@@ -164,7 +164,7 @@ def _split(asked: Asked, config: Config, prediction: Prediction, memory: Memory)
     before, held = asked.predict(default)
     return Text(
         f"parallel.pipeline.split={config.parallel.pipeline.split}: {seconds_text(prediction.seconds)} a step, with "
-        f"{memory_size(memory.total)} on the fullest rank.\nThe default, {split_of(default)}: "
+        f"{memory_text(memory.total)} on the fullest rank.\nThe default, {split_of(default)}: "
         f"{seconds_text(before.seconds)}, and it {fits_text(held.total, asked.limit)}."
     )
 
@@ -203,11 +203,11 @@ def _fitting(asked: Asked, config: Config, found: list[Change]) -> RenderableTyp
     if config.parallel.pp > 1:
         split = flatter_split(config, memory_of_ranks(config, costing), costing)
     if split and split[1] <= asked.limit:
-        return Text(f"parallel.pipeline.split=[{', '.join(map(str, split[0]))}] would fit: {memory_size(split[1])}")
+        return Text(f"parallel.pipeline.split=[{', '.join(map(str, split[0]))}] would fit: {memory_text(split[1])}")
     least = min(found, key=lambda each: each.memory.total, default=None)
     if least is None:
         return Text("No single change can run.")
-    return Text(f"No single change fits. {least.text} comes nearest, with {memory_size(least.memory.total)}.")
+    return Text(f"No single change fits. {least.text} comes nearest, with {memory_text(least.memory.total)}.")
 
 
 def _changes(found: list[Change], before: Prediction | None) -> Table:
@@ -215,7 +215,7 @@ def _changes(found: list[Change], before: Prediction | None) -> Table:
     for each in found[:LISTED_CHANGES]:
         of = each.prediction
         third = f"{1 - of.seconds / before.seconds:.1%}" if before else f"{of.tokens_per_second:,.0f}"
-        shown.add_row(each.text, seconds_text(of.seconds), third, memory_size(each.memory.total))
+        shown.add_row(each.text, seconds_text(of.seconds), third, memory_text(each.memory.total))
     return shown
 
 

@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 
-from megalite.base.terminal import memory
 from megalite.cost.layout_choice import Choice
 from megalite.layout_search.search import Result
+from megalite_launch.base.texts import memory_text
 
 TIE_MARGIN = 0.01  # share of the fastest step's time by which ratios of predictions are not told apart: docs/planner.md
 MEMORY_MARGIN = 0.01  # share of the memory of the fastest by which another's must differ to be told
@@ -32,7 +32,7 @@ def told_alike(results: Sequence[Result], more: bool) -> str:
     spared = first.memory - other.memory
     reasons = [f"no {feature}" for feature in lacks]
     if abs(spared) >= MEMORY_MARGIN * first.memory:
-        reasons.append(f"{memory(abs(spared))} {'less' if spared > 0 else 'more'} memory")
+        reasons.append(f"{memory_text(abs(spared))} {'less' if spared > 0 else 'more'} memory")
     if at == 0 or not reasons:
         return ""
     further = ", and perhaps further ones, which a larger --top shows" if more and len(close) == len(results) else ""

@@ -9,7 +9,6 @@ from typing import Any
 from rich.console import Console
 
 from megalite.base.errors import InputError, counted, listing
-from megalite.base.terminal import memory as size
 from megalite.commands.plan.request import Asked
 from megalite.commands.plan.tables import layout_text
 from megalite.config.validate import check
@@ -17,6 +16,7 @@ from megalite.cost.layout_choice import Choice
 from megalite.layout_search.search import Found, fullest_rank
 from megalite.layout_search.space import Space
 from megalite.plan.memory.peak import Memory
+from megalite_launch.base.texts import memory_text
 
 MAX_WALKS = 60  # layouts whose memory is walked through for the nearest
 MAX_GPU_FACTOR = 64  # times the GPUs that were asked for: up to so many are tried
@@ -41,8 +41,9 @@ def nothing_fits(asked: Asked, gpus: int, found: Found) -> str:
     ways += ["fewer pinned keys"] * bool(asked.pins)
     ways.append(f"{enough:,} GPUs, which are enough" if enough else "more GPUs")
     return (
-        f"--gpus {gpus:,}: no layout fits into the {size(asked.limit)} that tensors may take of a GPU; the nearest is "
-        f"{layout_text(choice)}, which needs {size(memory.total)}, {size(over)} too many; use {listing(ways)}"
+        f"--gpus {gpus:,}: no layout fits into the {memory_text(asked.limit)} that tensors may take of a GPU; the "
+        f"nearest is {layout_text(choice)}, which needs {memory_text(memory.total)}, {memory_text(over)} too many; "
+        f"use {listing(ways)}"
     )
 
 

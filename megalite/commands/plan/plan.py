@@ -14,7 +14,7 @@ from megalite.base.errors import InputError, counted, listing
 from megalite.base.exit_codes import ExitCode
 from megalite.base.files import check_writable, exists, write_new
 from megalite.base.late_import import import_for_good
-from megalite.base.terminal import console, memory, sections
+from megalite.base.terminal import console, sections
 from megalite.commands.plan.compare import comparison
 from megalite.commands.plan.explain import explained
 from megalite.commands.plan.global_batch import batch_text
@@ -33,6 +33,7 @@ from megalite.cost.whole_run import run_of
 from megalite.layout_search.search import Found, Result
 from megalite.schedule.file import write as write_order
 from megalite.schedule.generate import AUTO_SCHEDULE
+from megalite_launch.base.texts import memory_text
 
 Parts = list[tuple[str, RenderableType]]
 _NO_GPU_COUNT = "No number of GPUs here keeps the limits."
@@ -181,7 +182,7 @@ def _with_order(args: argparse.Namespace, asked: Asked, before: Prediction, part
     after, needed = asked.predict(order.of(args.schedule))
     own = _schedule_text(before.config.parallel.pipeline.schedule, before.config.parallel.pipeline.stages_per_rank)
     named = _schedule_text(order.name, order.stages_per_rank)
-    told = f"{args.schedule}: {step_text(after)} a step, with {memory(needed.total)}"
+    told = f"{args.schedule}: {step_text(after)} a step, with {memory_text(needed.total)}"
     if order.is_own:
         told += f". It is the order of {own}, as none that was searched is faster; --write keeps that name."
     else:
@@ -189,7 +190,7 @@ def _with_order(args: argparse.Namespace, asked: Asked, before: Prediction, part
         if order.name != AUTO_SCHEDULE:
             told += f" It is the order of {named}, as none that was searched is faster."
     if order.own_memory > asked.limit:
-        told += f" {own} would need {memory(order.own_memory)}, which is too much."
+        told += f" {own} would need {memory_text(order.own_memory)}, which is too much."
     parts.append(("Order searched for these very stages", Text(told)))
     return before if order.is_own else after
 
@@ -296,7 +297,7 @@ def _told(asked: Asked, found: Found) -> str:
     spread = asked.timer.constants.spread
     return (
         f"{counted(found.layouts, 'layout')} had a bound, {found.timed:,} were simulated, the memory of "
-        f"{found.walked:,} was walked through. Tensors may take {memory(asked.limit)} of a GPU. "
+        f"{found.walked:,} was walked through. Tensors may take {memory_text(asked.limit)} of a GPU. "
         f"Intervals are ±{spread:.0%}; docs/planner_evidence.md tells how predictions compare with published runs."
     )
 

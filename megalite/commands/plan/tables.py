@@ -6,15 +6,15 @@ from itertools import groupby
 from rich.table import Table
 from rich.text import Text
 
-from megalite.base.terminal import memory, table
+from megalite.base.terminal import table
 from megalite.commands.plan.request import Asked
 from megalite.config.schema import SCHEDULES
 from megalite.cost.layout_choice import Choice
 from megalite.cost.texts import money, number, step_text, time_unit
-from megalite.cost.whole_run import DAY, Run, goodput, run_of
+from megalite.cost.whole_run import DAY, WholeRun, goodput, run_of
 from megalite.layout_search.search import Found, Result, fullest_rank
 from megalite.plan.memory.walk import HOST_MEMORY
-from megalite_launch.base.texts import scaled
+from megalite_launch.base.texts import memory_text, scaled
 
 LISTED_ROWS = 5  # rows, where --top does not tell
 
@@ -70,7 +70,7 @@ def ranking(asked: Asked, found: Found) -> Table:
             f"{of.tokens_per_second:,.0f}",
             f"{of.mfu:.1%}",
             f"{of.mfu_full:.1%}",
-            memory(result.memory),
+            memory_text(result.memory),
             f"{of.bubble:.1%}",
             f"{of.exposed:.1%}",
             scaled(of.tokens_per_second * of.gpus * DAY * share, ""),
@@ -86,19 +86,19 @@ def on_host(asked: Asked, found: Found) -> str:
         if result.choice.offload_activations or result.choice.states == "host":
             held = sum(fullest_rank(result.prediction.config, asked.timer).of(HOST_MEMORY).values())
             ranks = min(asked.cluster.gpus_per_node, result.prediction.gpus)
-            told.append(f"row {row} keeps {memory(held)} for a rank, {memory(held * ranks)} on a node")
+            told.append(f"row {row} keeps {memory_text(held)} for a rank, {memory_text(held * ranks)} on a node")
     if not told:
         return ""
     return f"There, {'; '.join(told)}. The memory of hosts is not in cluster files: see that yours have it."
 
 
-def run_unit(runs: Iterable[Run]) -> tuple[float, str]:
+def run_unit(runs: Iterable[WholeRun]) -> tuple[float, str]:
     """The unit in which the longest of some runs is told: its seconds, and its name."""
     size, name = time_unit(max((run.seconds for run in runs), default=DAY))
     return (1.0, "seconds") if size <= 1 else (size, name)
 
 
-def _run_cells(run: Run, size: float, spread: float) -> list[str]:
+def _run_cells(run: WholeRun, size: float, spread: float) -> list[str]:
     """Time and cost, each with its interval, GPU-hours and energy. spread: half the interval's width, relative."""
     time, cost = run.seconds / size, run.cost
     return [
@@ -125,7 +125,7 @@ def front(asked: Asked, best: Sequence[tuple[int, Result]]) -> Table:
             step_text(of),
             f"{of.tokens_per_second:,.0f}",
             f"{of.mfu:.1%}",
-            memory(result.memory),
+            memory_text(result.memory),
             f"{goodput(of)[0]:.1%}",
         ]
         if asked.tokens:
@@ -138,14 +138,14 @@ def front(asked: Asked, best: Sequence[tuple[int, Result]]) -> Table:
     return shown
 
 
-def _limits(asked: Asked, run: Run) -> str:
+def _limits(asked: Asked, run: WholeRun) -> str:
     """Name the limits that a run breaks."""
     late = asked.days is not None and run.days > asked.days
     dear = asked.budget is not None and run.cost > asked.budget
     return " too late" * late + " too expensive" * dear
 
 
-def pareto(runs: Sequence[Run]) -> list[bool]:
+def pareto(runs: Sequence[WholeRun]) -> list[bool]:
     """Return for each run whether no other takes less time and no more money, or less money and no more time."""
     return [
         not any(
@@ -161,6 +161,6 @@ def pareto(runs: Sequence[Run]) -> list[bool]:
 def fits_text(needed: float, limit: float) -> Text:
     """Say whether bytes fit, with both numbers."""
     if needed <= limit:
-        return Text(f"fits: {memory(needed)} of {memory(limit)} for tensors", style="green")
-    over = f"{memory(needed - limit)} more than the {memory(limit)} for tensors"
-    return Text(f"does not fit: {memory(needed)}, {over}", style="bold red")
+        return Text(f"fits: {memory_text(needed)} of {memory_text(limit)} for tensors", style="green")
+    over = f"{memory_text(needed - limit)} more than the {memory_text(limit)} for tensors"
+    return Text(f"does not fit: {memory_text(needed)}, {over}", style="bold red")

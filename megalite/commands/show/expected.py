@@ -7,7 +7,6 @@ from rich.table import Table
 from rich.text import Text
 
 from megalite.base.errors import counted
-from megalite.base.terminal import memory as memory_size
 from megalite.base.terminal import table
 from megalite.config.schema import Config
 from megalite.cost.cluster import Cluster
@@ -17,6 +16,7 @@ from megalite.cost.whole_run import run_of
 from megalite.plan.batches import samples_after
 from megalite.plan.memory.fit import GIB, TENSOR_SHARE
 from megalite.plan.memory.peak import Memory
+from megalite_launch.base.texts import memory_text
 
 GPU_SIZES = (24, 40, 80, 141, 192)  # GiB of GPUs that there are
 MEMORY_HINT = "Memory is not predicted here, which takes a while: --memory tells whether this fits."
@@ -43,7 +43,7 @@ def _usual(needed: int | None) -> RenderableType:
     shown = table("GPU", "for tensors", "needed", "", text=("",))
     for size in GPU_SIZES:
         room = size * TENSOR_SHARE * GIB
-        shown.add_row(f"{size} GiB", memory_size(room), memory_size(needed), _verdict(needed, room))
+        shown.add_row(f"{size} GiB", memory_text(room), memory_text(needed), _verdict(needed, room))
     return shown
 
 
@@ -57,7 +57,7 @@ def _facts(config: Config, prediction: Prediction, needed: int | None) -> Table:
     if needed is None:
         shown.add_row("memory", MEMORY_HINT)
     else:
-        fits = _verdict(needed, room).append(f": {memory_size(needed)} of {memory_size(room)} for tensors")
+        fits = _verdict(needed, room).append(f": {memory_text(needed)} of {memory_text(room)} for tensors")
         shown.add_row("memory", fits)
     steps = config.train.steps
     run = run_of(prediction, samples_after(config, steps) * config.model.sequence_length)

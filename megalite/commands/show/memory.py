@@ -16,7 +16,6 @@ from rich.text import Text
 
 from megalite.base.errors import InputError, counted, listing, number_ranges
 from megalite.base.exit_codes import ExitCode
-from megalite.base.terminal import memory as memory_size
 from megalite.base.terminal import memory_unit, table
 from megalite.config.schema import Config
 from megalite.cost.cluster import Cluster
@@ -29,6 +28,7 @@ from megalite.plan.memory.rebalance import flatter_split
 from megalite.plan.memory.walk import HOST_MEMORY
 from megalite.plan.pipeline import as_full, placement
 from megalite.plan.split import split_of, stage_costs
+from megalite_launch.base.texts import memory_text
 
 COMPONENTS = ("embedding", "attention", "mlp", "norms", "head")  # in this order; others follow
 HEADINGS = ("parameters", "gathered", "gradients", "states", "activations", "temporary")  # KINDS as headings
@@ -131,12 +131,12 @@ def verdict(config: Config, memories: Sequence[Memory], limit: float | None, clu
     """
     most = fullest(memories)
     where = f" on pipeline rank {most.pp}" if len(memories) > 1 else ""
-    text = Text(f"{memory_size(most.total)} at the peak of a step{where}")
+    text = Text(f"{memory_text(most.total)} at the peak of a step{where}")
     if limit is not None:
-        room, what = limit, f"the {memory_size(limit * GIB)} of batch.memory"
+        room, what = limit, f"the {memory_text(limit * GIB)} of batch.memory"
     elif cluster is not None:
         room = cluster.gpu.memory / GIB * TENSOR_SHARE
-        what = f"the {memory_size(room * GIB)} that tensors may take of {cluster.gpu.name} ({cluster.name})"
+        what = f"the {memory_text(room * GIB)} that tensors may take of {cluster.gpu.name} ({cluster.name})"
     elif config.run.device == "cpu":
         return text.append(".")
     else:
@@ -163,8 +163,8 @@ def _split_advice(config: Config, memories: Sequence[Memory]) -> str:
     now, then = (max(stage_costs(config.model, layers)) for layers in (split_of(config), split))
     slower = f"; its slowest stage takes {then / now - 1:.0%} longer" if then > now else ""
     shown = f"parallel.pipeline.split=[{', '.join(map(str, split))}]"
-    before = memory_size(fullest(memories).total)
-    return f"\n{shown} would lower the peak from {before} to {memory_size(peak)}{slower}."
+    before = memory_text(fullest(memories).total)
+    return f"\n{shown} would lower the peak from {before} to {memory_text(peak)}{slower}."
 
 
 def memory_sections(

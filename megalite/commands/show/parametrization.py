@@ -11,7 +11,7 @@ from megalite.config.parametrization import Multipliers, depth_ratio, multiplier
 from megalite.config.schema import Config, Model
 from megalite.plan.model.optimizer_states import uses_muon
 from megalite.plan.model.parametrization import scales, standard_deviation
-from megalite.plan.model.roles import Kind, Role
+from megalite.plan.model.roles import Role, RoleKind
 from megalite.plan.model.weights import weights
 
 
@@ -51,19 +51,19 @@ def _roles(config: Config) -> RenderableType:
 
 
 def _initial(model: Model, role: Role) -> str:
-    if role.kind is Kind.NORM:
+    if role.kind is RoleKind.NORM:
         return "all 1"
-    return "all 0" if role.kind is Kind.BIAS else f"{standard_deviation(model, role):.4g}"
+    return "all 0" if role.kind is RoleKind.BIAS else f"{standard_deviation(model, role):.4g}"
 
 
 def _kind(name: str, role: Role) -> str:
     """A name for the parameters of a role, as in all layers."""
     match role.kind:
-        case Kind.MATRIX:
+        case RoleKind.MATRIX:
             return name.split(".")[-2]
-        case Kind.NORM:
+        case RoleKind.NORM:
             return "norms" if role.in_layer else "the final norm"
-        case Kind.BIAS:
+        case RoleKind.BIAS:
             return "biases"
         case _:
             return role.kind.value

@@ -29,7 +29,7 @@ class Span:
     waits: list[tuple[Any, Any]] = field(default_factory=list)
 
 
-class Clock:
+class SectionClock:
     """Times sections; without `running`, nothing."""
 
     def __init__(self, device: torch.device) -> None:

@@ -7,7 +7,7 @@ the same number has gone astray.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from megalite.distributed.health.flight_recorder import Call, Flight
+from megalite.distributed.health.flight_recorder import Call, RecordedFlight
 from megalite.distributed.health.rank_ranges import ranks_text
 
 # Collectives of which all ranks of a group give tensors of the same sizes.
@@ -18,7 +18,7 @@ Group = tuple[str, range | tuple[int, ...]]  # name and ranks
 
 
 @dataclass(frozen=True)
-class Place:
+class RankPlace:
     """Place of a rank: its node, its step, and what it does."""
 
     host: str
@@ -26,7 +26,7 @@ class Place:
     what: str
 
 
-def verdict(flights: Mapping[int, Flight], places: Mapping[int, Place]) -> str:
+def verdict(flights: Mapping[int, RecordedFlight], places: Mapping[int, RankPlace]) -> str:
     """Name the rank that the others wait for, in a sentence; empty if the records do not show it.
 
     flights: of the ranks that have answered. places: of all that anything is known of.
@@ -36,7 +36,7 @@ def verdict(flights: Mapping[int, Flight], places: Mapping[int, Place]) -> str:
     return _astray(flights, places) or _awaited(flights, latest, places) or _all_wait(flights, places)
 
 
-def _latest(flight: Flight) -> dict[Group, int]:
+def _latest(flight: RecordedFlight) -> dict[Group, int]:
     """The number of the latest collective of every group."""
     found: dict[Group, int] = {}
     for call in flight.calls:
@@ -45,7 +45,7 @@ def _latest(flight: Flight) -> dict[Group, int]:
     return found
 
 
-def _astray(flights: Mapping[int, Flight], places: Mapping[int, Place]) -> str:
+def _astray(flights: Mapping[int, RecordedFlight], places: Mapping[int, RankPlace]) -> str:
     """Report different collectives that ranks have called under one number, and who is alone with one; else empty."""
     by_number: dict[tuple[int, Group], dict[int, Call]] = {}
     for rank in sorted(flights):
@@ -79,7 +79,7 @@ class _Wait:
     call: Call | None
 
 
-def _waits(flights: Mapping[int, Flight], latest: Mapping[int, Mapping[Group, int]]) -> list[_Wait]:
+def _waits(flights: Mapping[int, RecordedFlight], latest: Mapping[int, Mapping[Group, int]]) -> list[_Wait]:
     found = []
     for rank, flight in sorted(flights.items()):
         if flight.awaits:
@@ -105,7 +105,7 @@ def _waits(flights: Mapping[int, Flight], latest: Mapping[int, Mapping[Group, in
 
 
 def _awaited(
-    flights: Mapping[int, Flight], latest: Mapping[int, Mapping[Group, int]], places: Mapping[int, Place]
+    flights: Mapping[int, RecordedFlight], latest: Mapping[int, Mapping[Group, int]], places: Mapping[int, RankPlace]
 ) -> str:
     """Name the ranks that are waited for and wait for nobody, or that wait for each other; empty if no rank waits."""
     waits = _waits(flights, latest)
@@ -135,7 +135,7 @@ def _awaited(
     return f"{_who(late, places)} {has} not {done} {_waited(flights, wait)}, in which {others}, {step}{at}"
 
 
-def _all_wait(flights: Mapping[int, Flight], places: Mapping[int, Place]) -> str:
+def _all_wait(flights: Mapping[int, RecordedFlight], places: Mapping[int, RankPlace]) -> str:
     """Report a collective that all ranks of a group are in and that does not end; empty if there is none."""
     for rank, flight in sorted(flights.items()):
         for call in flight.calls:
@@ -148,12 +148,12 @@ def _all_wait(flights: Mapping[int, Flight], places: Mapping[int, Place]) -> str
     return ""
 
 
-def _group(flight: Flight, call: Call) -> list[tuple[str, range | tuple[int, ...]]]:
+def _group(flight: RecordedFlight, call: Call) -> list[tuple[str, range | tuple[int, ...]]]:
     """The purpose and the ranks of a call's group: one entry, or none if it is not known."""
     return [flight.groups[call.group]] if call.group in flight.groups else []
 
 
-def _name(flight: Flight, call: Call) -> str:
+def _name(flight: RecordedFlight, call: Call) -> str:
     known = _group(flight, call)
     if not known:
         return f"group {call.group}"
@@ -162,7 +162,7 @@ def _name(flight: Flight, call: Call) -> str:
     return f"the {purpose}group of {ranks_text(ranks)}"
 
 
-def _waited(flights: Mapping[int, Flight], wait: _Wait) -> str:
+def _waited(flights: Mapping[int, RecordedFlight], wait: _Wait) -> str:
     """Describe the message or the collective that is waited for."""
     if wait.call is None:
         return "a message"
@@ -171,10 +171,10 @@ def _waited(flights: Mapping[int, Flight], wait: _Wait) -> str:
     return f"{wait.call}, number {wait.call.number} of {_name(flights[wait.rank], wait.call)}"
 
 
-def _who(ranks: Sequence[int], places: Mapping[int, Place]) -> str:
+def _who(ranks: Sequence[int], places: Mapping[int, RankPlace]) -> str:
     hosts = {places[rank].host for rank in ranks if rank in places}
     return ranks_text(ranks) + (f" on {hosts.pop()}" if len(hosts) == 1 else "")
 
 
-def _step(rank: int, places: Mapping[int, Place]) -> str:
+def _step(rank: int, places: Mapping[int, RankPlace]) -> str:
     return f"in step {places[rank].step}" if rank in places else "in an unknown step"

@@ -39,7 +39,7 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Flight:
+class RecordedFlight:
     """The collectives of one rank: those that have not ended, and the latest, of every group."""
 
     calls: tuple[Call, ...] = ()
@@ -52,9 +52,9 @@ class Flight:
         return {"calls": calls, "groups": groups, "awaits": list(self.awaits)}
 
     @staticmethod
-    def of_json(found: Mapping[str, Any]) -> "Flight":
+    def of_json(found: Mapping[str, Any]) -> "RecordedFlight":
         groups = {name: (purpose, _unpacked(ranks)) for name, (purpose, ranks) in found["groups"].items()}
-        return Flight(tuple(Call(*values) for values in found["calls"]), groups, tuple(found["awaits"]))
+        return RecordedFlight(tuple(Call(*values) for values in found["calls"]), groups, tuple(found["awaits"]))
 
 
 def record() -> None:
@@ -62,7 +62,7 @@ def record() -> None:
     os.environ.setdefault(BUFFER_SIZE, str(RECORDED_CALLS))
 
 
-def recorded(awaits: Collection[int] = (), sent: int = SENT_CALLS, ended: int = 1) -> Flight:
+def recorded(awaits: Collection[int] = (), sent: int = SENT_CALLS, ended: int = 1) -> RecordedFlight:
     """Return what this rank has recorded. Any thread may ask. awaits: ranks that it awaits a message of.
 
     sent: how many calls of each group that have not ended. ended: how many of its latest, ended or not.
@@ -78,7 +78,7 @@ def recorded(awaits: Collection[int] = (), sent: int = SENT_CALLS, ended: int = 
     for found in calls.values():
         pending = [call for call in found if not call.done][:sent]
         told += pending + [call for call in found[-ended:] if call not in pending]
-    return Flight(tuple(told), groups, tuple(awaits))
+    return RecordedFlight(tuple(told), groups, tuple(awaits))
 
 
 def keep(folder: Path, status: Mapping[str, Any]) -> None:

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megalite.distributed.health.diagnosis import Place, verdict
-from megalite.distributed.health.flight_recorder import Flight
+from megalite.distributed.health.diagnosis import RankPlace, verdict
+from megalite.distributed.health.flight_recorder import RecordedFlight
 from megalite.distributed.health.rank_ranges import ranks_text
 
 MAX_ROWS = 16  # rows of a table; every rank's own log has its row
@@ -121,9 +121,11 @@ class RollCall:
 
 def blame(answers: Sequence[Status], silent: dict[int, str]) -> str:
     """Name the rank and the collective that the others wait for, in a sentence; empty if the records do not show it."""
-    flights = {status.rank: Flight.of_json(status.flight) for status in answers if status.flight}
-    places = {status.rank: Place(status.host, status.step, status.what) for status in answers}
-    gone = {rank: Place(host, max((status.step for status in answers), default=0), "") for rank, host in silent.items()}
+    flights = {status.rank: RecordedFlight.of_json(status.flight) for status in answers if status.flight}
+    places = {status.rank: RankPlace(status.host, status.step, status.what) for status in answers}
+    gone = {
+        rank: RankPlace(host, max((status.step for status in answers), default=0), "") for rank, host in silent.items()
+    }
     return verdict(flights, gone | places)
 
 

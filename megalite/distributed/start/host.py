@@ -5,6 +5,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from megalite.base.errors import InputError
+from megalite_launch.base.texts import memory_text
 
 LIMIT_FILES = (
     Path("/sys/fs/cgroup/memory.max"),
@@ -12,7 +13,6 @@ LIMIT_FILES = (
 )  # version 2, and 1
 DRIVERS = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")  # one is there where Linux has a GPU: of NVIDIA, under WSL, of AMD
 RANK_BYTES = 40 << 20  # bytes that a process of the smallest model takes for itself, as measured, even if it is a fork
-GIB = 1 << 30
 
 
 def host_memory() -> int:
@@ -34,6 +34,6 @@ def check_ranks(count: int) -> None:
     needed, memory = count * RANK_BYTES, host_memory()
     if needed > memory:
         raise InputError(
-            f"{count:,} ranks need {needed / GIB:,.1f} GiB, at least {RANK_BYTES >> 20} MiB each, and this machine has "
-            f"{memory / GIB:,.1f} GiB of memory; use smaller degrees in parallel.*"
+            f"{count:,} ranks need {memory_text(needed)}, at least {RANK_BYTES >> 20} MiB each, and this machine has "
+            f"{memory_text(memory)} of memory; use smaller degrees in parallel.*"
         )

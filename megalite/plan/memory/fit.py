@@ -8,7 +8,6 @@ from functools import cache, partial
 
 from megalite.base.errors import InputError, Problem
 from megalite.base.terminal import gib_above
-from megalite.base.terminal import memory as memory_size
 from megalite.config.rules.numbers import every_divisor
 from megalite.config.schema import Config, DataMode
 from megalite.plan.automatic import Costing
@@ -17,6 +16,7 @@ from megalite.plan.memory.peak import KINDS, each_rank, memory_of_ranks
 from megalite.plan.memory.walk import HOST_MEMORY
 from megalite.plan.pipeline import can_be_planned, table_of
 from megalite.plan.resolved import resolve
+from megalite_launch.base.texts import memory_text
 
 GIB = 1 << 30
 AUTO_MODES: tuple[DataMode, ...] = ("zero1", "zero2", "zero3")  # each sends at least as much as the one before
@@ -112,8 +112,8 @@ def planned(config: Config, costing: Costing | None = None) -> Config:
 
 
 def _too_few(asked: float | None, micro: int, needed: int, limit: int) -> Problem:
-    offered = memory_size(limit) if asked is not None else f"the {memory_size(limit)} of a device for tensors"
-    rule = f"{offered} are too few: a micro-batch of {micro} has a predicted peak of {memory_size(needed)}"
+    offered = memory_text(limit) if asked is not None else f"the {memory_text(limit)} of a device for tensors"
+    rule = f"{offered} are too few: a micro-batch of {micro} has a predicted peak of {memory_text(needed)}"
     more = "" if asked is None else f"at least {gib_above(needed)}, "
     return Problem("batch.memory", rule, f"use {more}train.recompute, or more ranks to share the model", asked)
 
@@ -132,12 +132,12 @@ def check_memory(config: Config, total: int, of: str, ranks: int | None = None, 
         return ""
     kinds = KINDS if ranks is None else (*KINDS, HOST_MEMORY)
     parts = sorted(((sum(fullest.of(kind).values()), kind) for kind in kinds), reverse=True)[:3]
-    largest = ", ".join(f"{kind} {memory_size(size)}" for size, kind in parts)
+    largest = ", ".join(f"{kind} {memory_text(size)}" for size, kind in parts)
     without = ", checkpoint.async=false" if ranks is not None and config.checkpoint.async_ else ""
     everybody = ranks == config.parallel.layout.world_size
     who = f"pipeline rank {fullest.pp}" if ranks is None else f"{'all' if everybody else ranks} ranks together"
     told = (
-        f"{who} would need {memory_size(needed)} at the peak of a step, as predicted, of {memory_size(total)} of {of} "
+        f"{who} would need {memory_text(needed)} at the peak of a step, as predicted, of {memory_text(total)} of {of} "
         f"(of the fullest rank: {largest}); use train.recompute=selective or full, a smaller "
         f"batch.micro{without}, or more ranks to share the model"
     )

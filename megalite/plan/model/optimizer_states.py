@@ -1,7 +1,7 @@
 """The states that an optimizer keeps of every parameter."""
 
 from megalite.config.schema import Optim
-from megalite.plan.model.roles import Kind, Role
+from megalite.plan.model.roles import Role, RoleKind
 
 ADAMW_STATES = ("exp_avg", "exp_avg_sq")
 MUON_STATES = ("momentum_buffer",)
@@ -17,7 +17,7 @@ def state_names(optim: Optim, role: Role) -> tuple[str, ...]:
 
 def uses_muon(optim: Optim, role: Role) -> bool:
     """Return whether Muon updates a parameter: a matrix inside of a layer. AdamW updates the others."""
-    return optim.name == "muon" and role.kind is Kind.MATRIX
+    return optim.name == "muon" and role.kind is RoleKind.MATRIX
 
 
 def host_copies(optim: Optim, role: Role) -> int:

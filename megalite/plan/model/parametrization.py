@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from megalite.config.parametrization import depth_ratio, width_ratio
 from megalite.config.schema import Model, Optim
 from megalite.plan.model.optimizer_states import uses_muon
-from megalite.plan.model.roles import Kind, Role
+from megalite.plan.model.roles import Role, RoleKind
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ def standard_deviation(model: Model, role: Role) -> float:
     Projections into the residual stream begin smaller in deep models (GPT-2's rule), unless CompleteP makes the whole
     branch smaller.
     """
-    if role.kind is not Kind.MATRIX:
+    if role.kind is not RoleKind.MATRIX:
         return model.init_std
     variance = width_ratio(model)
     if role.into_stream and model.parametrization != "completep":
@@ -58,7 +58,7 @@ def scales(model: Model, optim: Optim, role: Role) -> Scales:
 
 def _rate(model: Model, optim: Optim, role: Role) -> float:
     """Factor of the learning rate."""
-    if role.kind is not Kind.MATRIX:
+    if role.kind is not RoleKind.MATRIX:
         return 1.0
     if not uses_muon(optim, role):
         return 1 / width_ratio(model)

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 
-class Kind(Enum):
+class RoleKind(Enum):
     """The part that a parameter plays in the model."""
 
     EMBEDDING = "embedding"  # one row for every token; tied embeddings are the head's weight too
@@ -30,7 +30,7 @@ class Side(Enum):
 class Role:
     """The role of a matrix `[outputs, inputs]`, or of a vector `[outputs]`."""
 
-    kind: Kind
+    kind: RoleKind
     outputs: Side
     inputs: Side | None = None  # None: a vector
     in_layer: bool = True  # False: before the first layer, or after the last
@@ -43,37 +43,37 @@ class Role:
     @property
     def split(self) -> bool:
         """Flag: tensor parallelism splits the parameter, except norms of the residual stream or of one head."""
-        return not (self.kind is Kind.NORM and self.outputs in (Side.STREAM, Side.ONE_HEAD))
+        return not (self.kind is RoleKind.NORM and self.outputs in (Side.STREAM, Side.ONE_HEAD))
 
     @property
     def into_stream(self) -> bool:
         """Flag: the parameter is a layer's projection into the residual stream."""
-        return self.kind is Kind.MATRIX and self.outputs is Side.STREAM
+        return self.kind is RoleKind.MATRIX and self.outputs is Side.STREAM
 
     @property
     def bias(self) -> "Role":
         """The role of the bias that is added to the outputs of this matrix."""
-        return Role(Kind.BIAS, self.outputs)
+        return Role(RoleKind.BIAS, self.outputs)
 
     @property
     def component(self) -> str:
         """The component of the model with which the parameter is counted; a bias counts with its matrix."""
-        if self.kind in (Kind.EMBEDDING, Kind.HEAD):
+        if self.kind in (RoleKind.EMBEDDING, RoleKind.HEAD):
             return self.kind.value
-        if self.kind is Kind.NORM:
+        if self.kind is RoleKind.NORM:
             return "norms"
         return "mlp" if Side.FEED_FORWARD in (self.outputs, self.inputs) else "attention"
 
 
-EMBEDDING = Role(Kind.EMBEDDING, Side.VOCABULARY, Side.STREAM, in_layer=False)
-HEAD = Role(Kind.HEAD, Side.VOCABULARY, Side.STREAM, in_layer=False)
-FINAL_NORM = Role(Kind.NORM, Side.STREAM, in_layer=False)
-NORM = Role(Kind.NORM, Side.STREAM)
-HEAD_NORM = Role(Kind.NORM, Side.ONE_HEAD)
-QUERY_NORM = Role(Kind.NORM, Side.QUERIES)  # norm of all heads together
-KEY_NORM = Role(Kind.NORM, Side.KEYS)
-QUERY = Role(Kind.MATRIX, Side.QUERIES, Side.STREAM)
-KEY = VALUE = Role(Kind.MATRIX, Side.KEYS, Side.STREAM)
-ATTENTION_OUTPUT = Role(Kind.MATRIX, Side.STREAM, Side.QUERIES)
-GATE = UP_PROJECTION = Role(Kind.MATRIX, Side.FEED_FORWARD, Side.STREAM)
-DOWN_PROJECTION = Role(Kind.MATRIX, Side.STREAM, Side.FEED_FORWARD)
+EMBEDDING = Role(RoleKind.EMBEDDING, Side.VOCABULARY, Side.STREAM, in_layer=False)
+HEAD = Role(RoleKind.HEAD, Side.VOCABULARY, Side.STREAM, in_layer=False)
+FINAL_NORM = Role(RoleKind.NORM, Side.STREAM, in_layer=False)
+NORM = Role(RoleKind.NORM, Side.STREAM)
+HEAD_NORM = Role(RoleKind.NORM, Side.ONE_HEAD)
+QUERY_NORM = Role(RoleKind.NORM, Side.QUERIES)  # norm of all heads together
+KEY_NORM = Role(RoleKind.NORM, Side.KEYS)
+QUERY = Role(RoleKind.MATRIX, Side.QUERIES, Side.STREAM)
+KEY = VALUE = Role(RoleKind.MATRIX, Side.KEYS, Side.STREAM)
+ATTENTION_OUTPUT = Role(RoleKind.MATRIX, Side.STREAM, Side.QUERIES)
+GATE = UP_PROJECTION = Role(RoleKind.MATRIX, Side.FEED_FORWARD, Side.STREAM)
+DOWN_PROJECTION = Role(RoleKind.MATRIX, Side.STREAM, Side.FEED_FORWARD)

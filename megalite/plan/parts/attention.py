@@ -79,7 +79,7 @@ class GroupedQueryPart(Gathered):
         gradients = {
             name: sizes.w * prod(weight.part(sizes.t))
             for name, weight in self.weights()
-            if weight.role.kind is not roles.Kind.NORM
+            if weight.role.kind is not roles.RoleKind.NORM
         }
         output = gradients.pop("o.weight")
         return (

@@ -25,14 +25,14 @@ def step_traffic(plan: Plan, rank: int, m: int) -> list[Traffic]:
     Raises InputError for a schedule that cannot run.
     """
     sizes = axis_sizes(plan.config)
-    found = Step(plan, rank, m).run()
+    found = StepTransfers(plan, rank, m).run()
     return [
         Traffic(transfer.kind, transfer.axis, sizes[transfer.axis], transfer.bytes, transfer.dtype, times, purpose)
         for (transfer, purpose), times in found.items()
     ]
 
 
-class Step:
+class StepTransfers:
     """A step of `m` micro-batches on one rank, action by action."""
 
     def __init__(self, plan: Plan, rank: int, m: int) -> None:

@@ -20,7 +20,7 @@ from math import prod
 
 from megalite.config.layers import LayerKind
 from megalite.plan.memory.walk import States
-from megalite.plan.model.roles import Kind
+from megalite.plan.model.roles import RoleKind
 from megalite.plan.model.weights import embedding, final_norm, head, layer_weights
 from megalite.plan.parts.part import Weight
 from megalite.plan.resolved import Plan
@@ -165,4 +165,4 @@ class Gathering:
 
 def put_off(weight: Weight) -> bool:
     """Return whether a split backward puts off the gradient of a weight, as it does for layers' matrices alone."""
-    return weight.role.kind is Kind.MATRIX
+    return weight.role.kind is RoleKind.MATRIX

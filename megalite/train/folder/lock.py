@@ -97,7 +97,7 @@ class Owner:
 
 
 @dataclass(frozen=True)
-class Seen:
+class LockLook:
     """The result of one look at the folder `lock`."""
 
     number: int  # the highest; 0: there was none yet
@@ -145,14 +145,14 @@ class Lock:
         try:
             seen = _look(self.folder)
         except FileNotFoundError:
-            seen = Seen(0, True)
+            seen = LockLook(0, True)
         if seen.number > self.number:
             return f"{self.folder.parent}: another job has taken over, {seen.owner or 'whose name it has not told yet'}"
         if not self._holds(seen):
             return f"{self.path}: the lock of this run was removed"
         return ""
 
-    def _holds(self, seen: Seen) -> bool:
+    def _holds(self, seen: LockLook) -> bool:
         """Return whether the look has found this lock. If `lock` was removed, another job may have the same number."""
         return seen.number == self.number and not seen.free and seen.owner in (None, self.owner)
 
@@ -189,7 +189,7 @@ class Lock:
 
 
 def _take(folder: Path, me: Owner, launcher: int | None) -> Lock:
-    before: Seen | None = None
+    before: LockLook | None = None
     looks = still = 0  # looks in all, and those in a row that have seen no change
     while True:
         seen = _look(folder)
@@ -246,12 +246,12 @@ def _mark_free(folder: Path, number: int) -> None:
     os.close(opened(folder / f"{number}{FREE_SUFFIX}", os.O_WRONLY | os.O_CREAT))
 
 
-def _look(folder: Path) -> Seen:
+def _look(folder: Path) -> LockLook:
     while True:
         names = _names(folder)
         number = max(names, default=0)
         if number == 0 or f"{number}{FREE_SUFFIX}" in names[number]:
-            return Seen(number, True)
+            return LockLook(number, True)
         try:
             descriptor = os.open(folder / str(number), os.O_RDONLY | os.O_NONBLOCK)  # for which NFS asks the server
         except OSError as error:
@@ -259,10 +259,10 @@ def _look(folder: Path) -> Seen:
                 raise
             if _names(folder) != names:  # there is a higher one meanwhile
                 continue
-            return Seen(number, False)
+            return LockLook(number, False)
         with open(descriptor, "rb") as file:
             beat, text = os.fstat(descriptor).st_mtime_ns, file.read(MAX_FILE_BYTES) or b""
-        return Seen(number, False, Owner.parse(text.decode(errors="replace")), beat)
+        return LockLook(number, False, Owner.parse(text.decode(errors="replace")), beat)
 
 
 def _names(folder: Path) -> dict[int, set[str]]:

@@ -5,7 +5,6 @@ With `schedule: auto`, `starts/NNN.schedule.yaml` is the order that was found, a
 configuration of the first start.
 """
 
-import hashlib
 import os
 import platform
 import socket
@@ -24,6 +23,7 @@ import torch
 from megalite.base.files import as_json, check_copied, write_whole
 from megalite.checkpoint.store.progress import Progress
 from megalite.checkpoint.weights.formats.tokenizer import kept_tokenizer
+from megalite.config.identity import digest_of
 from megalite.config.load import dump
 from megalite.config.schema import Config
 from megalite.data.tokenizer import tokenizer_hash
@@ -66,7 +66,7 @@ def record_start(
         "packages": dict(sorted((found.name, found.version) for found in distributions())),
         "environment": relevant(os.environ),
         "commit": _git("describe", "--always", "--dirty", "--abbrev=40", "--exclude=*").decode().strip() or None,
-        "configuration_hash": hashlib.sha256(text.encode()).hexdigest(),
+        "configuration_hash": digest_of(text),
         "tokenizer": tokenizer and {"path": tokenizer, "hash": tokenizer_hash(tokenizer)},
         "resumed": _resumed(folder, config, progress),
     }

@@ -14,7 +14,7 @@ from megatron_files import SMALL, Ours, random_weights, read, same
 from megalite.checkpoint.weights.convert import convert
 from megalite.checkpoint.weights.formats import megatron, meta, torch_dist
 from megalite.checkpoint.weights.formats.opened import Weights
-from megalite.checkpoint.weights.formats.output import Plan
+from megalite.checkpoint.weights.formats.output import OutputPlan
 from megalite.checkpoint.weights.maps.families import family_of
 from megalite.checkpoint.weights.maps.megatron import Split
 from megalite.checkpoint.weights.sources import kind_of, open_weights
@@ -31,7 +31,7 @@ MODELS = {
     "qwen2": replace(LLAMA, qkv_bias=True),
 }
 SPLITS = [(tp, pp, virtual) for tp in (1, 2, 4) for pp, virtual in ((1, 1), (2, 1), (2, 2))]
-TARGETS: dict[str, Callable[[Weights], Plan]] = {
+TARGETS: dict[str, Callable[[Weights], OutputPlan]] = {
     **{"megatron tp{} pp{} v{}".format(*split): partial(megatron.plan, split=Split(*split)) for split in SPLITS},
     **{f"megatron-dist tp{tp}": partial(torch_dist.plan, split=Split(tp)) for tp in (1, 2, 4)},
     **{f"meta {files}": partial(meta.plan, files=files) for files in (1, 2)},

@@ -4,13 +4,13 @@ from pathlib import Path
 import pytest
 from page_cases import Page, asked_of
 
-from megalite.base.terminal import memory
 from megalite.commands.main import main
 from megalite.commands.plan.gpu_counts import FACTORS, scaling
 from megalite.commands.plan.page.page import compared_page, ranked_page
 from megalite.commands.plan.request import as_is
 from megalite.commands.plan.tables import layout_text, step_text
 from megalite.cost.predict import Prediction
+from megalite_launch.base.texts import memory_text
 
 HOSTILE = "<img src=x onerror=alert(1)>&\"'.yaml"
 
@@ -40,7 +40,7 @@ def test_a_page_has_the_numbers_of_every_layout(ranked):
     assert len(found.results) == 3
     for result in found.results:
         of = result.prediction
-        total = memory(asked.predict(of.config)[1].total)
+        total = memory_text(asked.predict(of.config)[1].total)
         numbers = (layout_text(result.choice), step_text(of), f"{of.tokens_per_second:,.0f}", total)
         assert [number for number in numbers if number not in text] == []
 

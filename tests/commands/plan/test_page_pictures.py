@@ -7,13 +7,13 @@ from hypothesis import strategies as st
 from page_cases import SVG, Page, asked_of
 
 from megalite.commands.plan.page.bars import Bar, stacked
-from megalite.commands.plan.page.lines import Axis, Line, line_chart
 from megalite.commands.plan.page.traffic_map import communication, spans
 from megalite.commands.plan.request import as_is
 from megalite.cost.cluster import load_cluster
 from megalite.cost.flows import Flow
 from megalite.cost.network import Group
 from megalite_launch.page.html import Key, table
+from megalite_launch.page.lines import Axis, Line, line_chart
 
 PREDICTION = asked_of().predict(as_is(asked_of("batch.global=512", "batch.micro=1"), 512))[0]
 KEYS = [Key("a & b", "c0"), Key("<c>", "c1"), Key("d", "c2")]

@@ -250,8 +250,8 @@ def test_the_first_node_waits_for_those_that_come_later(tmp_path: Path, python: 
     [
         (["--run", "none"], "--run none: is no folder; give that of a run"),
         (["--checkpoints", "none"], "--checkpoints none: is no folder"),
-        (["--checkpoint-size", "big"], "--checkpoint-size big: must be a size above 0, such as 350GiB"),
-        (["--probe-size", "0"], "--probe-size 0: must be a size above 0"),
+        (["--checkpoint-size", "big"], "--checkpoint-size: 'big' must be a size above 0, as 350GiB"),
+        (["--probe-size", "0"], "--probe-size: '0' must be a size above 0"),
         (["--probe-seconds", "100"], "--probe-seconds 100.0: must be from 0 to 30"),
         (["--node", "a/b"], "--node 'a/b': must be a name of letters"),
         (["--node", "a", "--nodes", "b,c"], "--nodes b,c: a is not among them"),

@@ -10,7 +10,7 @@ import pytest
 from megalite_launch.preflight import storage
 from megalite_launch.preflight.findings import Finding, Sheet
 from megalite_launch.preflight.storage import (
-    Written,
+    WrittenFile,
     check_room,
     check_shm,
     checkpoint_bytes,
@@ -124,15 +124,15 @@ def test_a_file_that_is_seen_late_is_a_warning_and_one_never_seen_a_failure(
 
 @pytest.mark.parametrize(("nodes", "result"), [(2, "ok"), (1, "fail")])
 def test_a_node_must_write_its_part_in_time(sheet: Sheet, nodes: int, result: str) -> None:
-    written = Written(Path("x"), 256 * 2**20, "", 1.0)  # 268 MB/s; 300 s for a checkpoint
+    written = WrittenFile(Path("x"), 256 * 2**20, "", 1.0)  # 268 MB/s; 300 s for a checkpoint
     judge_write(sheet, written, 100 * GIB, nodes, LIMITS)
     assert the(sheet, "write").result == result
     assert sheet.measured["write"]["rate"] == 256 * 2**20
 
 
 def test_a_small_file_or_an_unknown_checkpoint_is_not_judged_by_speed(sheet: Sheet) -> None:
-    judge_write(sheet, Written(Path("x"), 2**20, "", 1e3), 100 * GIB, 1, LIMITS)
-    judge_write(sheet, Written(Path("x"), 2**28, "", 1e3), None, 1, LIMITS)
+    judge_write(sheet, WrittenFile(Path("x"), 2**20, "", 1e3), 100 * GIB, 1, LIMITS)
+    judge_write(sheet, WrittenFile(Path("x"), 2**28, "", 1e3), None, 1, LIMITS)
     assert [finding.result for finding in sheet.findings] == ["ok", "ok"]
 
 

@@ -17,7 +17,7 @@ from megalite_tools.bench.device import COMMAND, cluster_figures, main
 from megalite_tools.bench.training import probe as probe_module
 from megalite_tools.bench.training import probe_device
 from megalite_tools.bench.training.probe import GROUPS, probe
-from megalite_tools.bench.training.probe_figures import Clock, Figures
+from megalite_tools.bench.training.probe_figures import CallTimer, Figures
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 TINY = ["--device", "cpu", "--tiny"]
@@ -106,7 +106,7 @@ def test_nothing_starts_when_time_is_up() -> None:
     found = probe(CPU, True, lambda so_far: notes.append(len(so_far)), seconds=0)
     assert {name: found[name] for name in GROUPS} == {name: {"not_measured": "out of time"} for name in GROUPS}
     assert len(notes) == len(GROUPS)
-    figures = Figures(Clock(CPU), True, deadline=float("inf"))
+    figures = Figures(CallTimer(CPU), True, deadline=float("inf"))
     figures.measure("short", lambda: {"ms": 1.0})
     figures.measure("long", lambda: {"ms": 1.0}, needs=float("inf"))
     assert figures.found == {"short": {"ms": 1.0}, "long": {"not_measured": "out of time"}}

@@ -19,7 +19,6 @@ A plan has `models` (a name, and the configuration files and overrides that make
 `tiny` beside a model's inputs or a command is what stands in for it in a rehearsal on a CPU.
 """
 
-import hashlib
 import json
 import re
 from collections import Counter
@@ -30,7 +29,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megalite.base.errors import InputError, counted, listing
-from megalite.base.json_shape import TEXT, Each, Kind, OrNull, misfits
+from megalite.base.json_shape import TEXT, Each, OrNull, ValueKind, misfits
+from megalite.config.identity import digest_of
 from megalite.config.load import dump, files_and_overrides, load
 from megalite.config.schema import Config
 from megalite.config.validate import check
@@ -103,7 +103,7 @@ class Case:
         told: dict[str, Any] = {**asdict(self), **asdict(target), "limit": 0, "value": 0, "part": 0}
         if self.implementation or self.train:
             told["config"] = dump(self.config(target.device))
-        return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:16]
+        return digest_of(json.dumps(told, sort_keys=True), 16)
 
 
 @cache
@@ -111,15 +111,19 @@ def _checked(inputs: tuple[str, ...], ranks: int) -> Config:
     return check(load(*files_and_overrides(inputs)), world_size=ranks)
 
 
-TEXTS = Kind("a list of texts", lambda value: isinstance(value, list) and all(isinstance(each, str) for each in value))
-COMMAND = Kind("a list of texts, the first a program", lambda value: TEXTS.holds(value) and bool(value and value[0]))
-LIMIT = Kind("a number of seconds above 0", lambda value: type(value) in (int, float) and 0 < value < 1e6)
-NUMBER = Kind("a number of at least 0", lambda value: type(value) in (int, float) and 0 <= value < 1e6)
-COUNT = Kind("a whole number from 1 to 1024", lambda value: type(value) is int and 1 <= value <= 1024)
-FLAG = Kind("true or false", lambda value: type(value) is bool)
+TEXTS = ValueKind(
+    "a list of texts", lambda value: isinstance(value, list) and all(isinstance(each, str) for each in value)
+)
+COMMAND = ValueKind(
+    "a list of texts, the first a program", lambda value: TEXTS.holds(value) and bool(value and value[0])
+)
+LIMIT = ValueKind("a number of seconds above 0", lambda value: type(value) in (int, float) and 0 < value < 1e6)
+NUMBER = ValueKind("a number of at least 0", lambda value: type(value) in (int, float) and 0 <= value < 1e6)
+COUNT = ValueKind("a whole number from 1 to 1024", lambda value: type(value) is int and 1 <= value <= 1024)
+FLAG = ValueKind("true or false", lambda value: type(value) is bool)
 MODEL = {"inputs": TEXTS, "tiny": TEXTS}
 CASE = {
-    "id": Kind(
+    "id": ValueKind(
         "at most 80 of a-z, 0-9, '.', '_' and '-'", lambda value: isinstance(value, str) and bool(ID.fullmatch(value))
     ),
     "implementation": TEXT,

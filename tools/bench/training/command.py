@@ -16,9 +16,10 @@ from rich.text import Text
 from megalite.base.entry import exit_code
 from megalite.base.errors import InputError
 from megalite.base.exit_codes import ExitCode
+from megalite_launch.base.arguments import above_zero
 from megalite_tools.bench.training.cases import Case, Target, read_plan
 from megalite_tools.bench.training.keeping import Keeper
-from megalite_tools.bench.training.parent import Machine, Runner
+from megalite_tools.bench.training.parent import CaseRunner, Machine
 from megalite_tools.bench.training.report import can_be_shown
 from megalite_tools.bench.training.rows import Rows
 
@@ -60,7 +61,12 @@ def _parser() -> argparse.ArgumentParser:
             "--device", choices=("cuda", "cpu"), default="cuda", help="where cases run (default: %(default)s)"
         )
         sub.add_argument("--tiny", action="store_true", help="tiny sizes, to rehearse a plan on a CPU")
-    run.add_argument("--seconds", type=_positive, default=520.0, help="to run cases in (default: %(default)s)")
+    run.add_argument(
+        "--seconds",
+        type=above_zero(),
+        default=520.0,
+        help="to run cases in (default: %(default)s)",
+    )
     run.add_argument("--part", type=int, metavar="N", help="only cases of this part of the plan")
     run.add_argument("--cases", nargs="+", metavar="ID", help="some of the plan's cases (default: all)")
     run.add_argument("--again", nargs="+", default=[], metavar="ID", help="cases to run though they have a row")
@@ -69,16 +75,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     one.add_argument("--case", required=True, metavar="ID", help="the case of the plan")
     return parser
-
-
-def _positive(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < 1e7:
-        raise argparse.ArgumentTypeError(f"{text!r} must be a number of seconds above 0")
-    return value
 
 
 def _cases(options: argparse.Namespace, command: str) -> int:
@@ -103,7 +99,7 @@ def _cases(options: argparse.Namespace, command: str) -> int:
         def begin(case: Case) -> None:
             status.update(Text(f"{case.id}, for at most {case.limit:.0f} s"))
 
-        runner = Runner(
+        runner = CaseRunner(
             folder=out,
             plan=plan,
             machine=machine,

@@ -49,7 +49,7 @@ class Start:
 
 
 @dataclass(frozen=True)
-class Step:
+class StepRecord:
     """One training step, from its record. Times are seconds."""
 
     number: int
@@ -79,7 +79,7 @@ class Save:
     def complete(self) -> float:
         return self.resumed + self.write
 
-    def overlaps(self, step: Step) -> bool:
+    def overlaps(self, step: StepRecord) -> bool:
         """Return whether the checkpoint was being written during some of the step."""
         return step.began < self.complete and self.resumed < step.ended
 
@@ -259,9 +259,9 @@ def _by_start(lines: Sequence[Line]) -> list[list[Line]]:
     return found
 
 
-def _steps(lines: Sequence[Line]) -> list[Step]:
+def _steps(lines: Sequence[Line]) -> list[StepRecord]:
     """The steps of one start."""
-    found: list[Step] = []
+    found: list[StepRecord] = []
     stall = 0.0  # since the step before
     for line in lines:
         if line.get("event") == "saving":
@@ -269,7 +269,7 @@ def _steps(lines: Sequence[Line]) -> list[Step]:
         elif "loss" in line:
             seconds, ended = line["step_seconds"], line["time"]
             wall = ended - found[-1].ended - stall if found else seconds
-            found.append(Step(line["step"], line["loss"], seconds, wall, line["data_wait_seconds"], ended))
+            found.append(StepRecord(line["step"], line["loss"], seconds, wall, line["data_wait_seconds"], ended))
             stall = 0.0
     return found
 
@@ -288,7 +288,7 @@ def _saves(lines: Sequence[Line]) -> list[Save]:
     return found
 
 
-def _start(start: Start, steps: Sequence[Step]) -> dict[str, float]:
+def _start(start: Start, steps: Sequence[StepRecord]) -> dict[str, float]:
     first, last = steps[0], steps[-1]
     return {
         "first_step": first.number,
@@ -300,7 +300,7 @@ def _start(start: Start, steps: Sequence[Step]) -> dict[str, float]:
     }
 
 
-def _speed(steps: Sequence[Step], tokens: int) -> dict[str, Any]:
+def _speed(steps: Sequence[StepRecord], tokens: int) -> dict[str, Any]:
     """Speed of the steps. tokens: of one step."""
     wall = _milliseconds([step.wall for step in steps])
     return {

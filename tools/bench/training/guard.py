@@ -31,7 +31,7 @@ ROUNDS = 20
 
 
 @dataclass(frozen=True)
-class Limits:
+class ProgramLimits:
     """Limits of a program: seconds that it may take, and bytes that its processes may hold together in host memory."""
 
     seconds: float
@@ -39,7 +39,7 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Ended:
+class ProgramEnd:
     """End of a program.
 
     code: its exit code, or the negative number of the signal that killed it. broken: the limit that it broke, `time` or
@@ -54,8 +54,8 @@ class Ended:
 
 
 def run_limited(
-    command: Sequence[str], environment: Mapping[str, str], limits: Limits, leader: Path, log: Path
-) -> Ended:
+    command: Sequence[str], environment: Mapping[str, str], limits: ProgramLimits, leader: Path, log: Path
+) -> ProgramEnd:
     """Run `command` until it ends or breaks a limit. Nothing of it is alive afterwards, whatever happens here.
 
     leader: a file that names the running process, for `end_leftover` in case this process is killed. log: a file for
@@ -86,7 +86,7 @@ def run_limited(
         tail = output.close()
         leader.unlink(missing_ok=True)
     code = -signal.SIGKILL if process.returncode is None else process.returncode
-    return Ended(code, broken, time.monotonic() - began, tail, peak)
+    return ProgramEnd(code, broken, time.monotonic() - began, tail, peak)
 
 
 def end_leftover(leader: Path) -> bool:
@@ -121,7 +121,7 @@ class _Output:
 
 
 def _watch(
-    process: subprocess.Popen[bytes], limits: Limits, began: float, output: _Output, mark: str
+    process: subprocess.Popen[bytes], limits: ProgramLimits, began: float, output: _Output, mark: str
 ) -> tuple[str, int]:
     """Read output until the program ends. Returns the limit that it broke, and its peak of memory."""
     pipe = process.stdout

@@ -17,7 +17,7 @@ from megalite.base.errors import InputError, counted, printable
 from megalite_launch.preflight.smi import SmiError, ask, table
 from megalite_tools.bench.training.agreement import judged
 from megalite_tools.bench.training.cases import Case, Target
-from megalite_tools.bench.training.guard import Ended, Limits, end_leftover, run_limited
+from megalite_tools.bench.training.guard import ProgramEnd, ProgramLimits, end_leftover, run_limited
 from megalite_tools.bench.training.junit import counts
 from megalite_tools.bench.training.prediction import predicted
 from megalite_tools.bench.training.report import can_be_shown
@@ -70,7 +70,7 @@ class Machine:
 
 
 @dataclass
-class Runner:
+class CaseRunner:
     """Runs cases in a work folder.
 
     left: seconds that are left, by a clock. say: tells people how a case has ended. begin: called before a case.
@@ -86,7 +86,7 @@ class Runner:
     say: Callable[[str], None]
     begin: Callable[[Case], None] = lambda _: None
     changed: Callable[[Mapping[str, Row]], None] = lambda _: None
-    started: Callable[[Sequence[str], Mapping[str, str], Limits, Path, Path], Ended] = run_limited
+    started: Callable[[Sequence[str], Mapping[str, str], ProgramLimits, Path, Path], ProgramEnd] = run_limited
     log: Path | None = None
     again: frozenset[str] = frozenset()
     rows: dict[str, Row] = field(init=False)  # in memory, whatever becomes of the folder
@@ -148,7 +148,7 @@ class Runner:
         return ""
 
     def _measured(self, case: Case) -> Row:
-        note, limits = self.machine.settle(), Limits(case.limit, HOST_SHARE * _free_memory())
+        note, limits = self.machine.settle(), ProgramLimits(case.limit, HOST_SHARE * _free_memory())
         self._files.begin(case.id)
         log = self.log or self.folder / "running.log"
         ended = self.started(self._command(case), self._environment(), limits, self.folder / "running", log)

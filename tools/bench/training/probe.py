@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from megalite_tools.bench.training.probe_device import copy, describe, host
-from megalite_tools.bench.training.probe_figures import OUT_OF_TIME, Clock, Figures, attempt, digits
+from megalite_tools.bench.training.probe_figures import OUT_OF_TIME, CallTimer, Figures, attempt, digits
 from megalite_tools.bench.training.probe_layers import attention, cross_entropy, optimizer
 from megalite_tools.bench.training.probe_products import gemm
 
@@ -42,7 +42,7 @@ def probe(
     """
     start = time.monotonic()
     found: dict[str, Any] = {SECONDS: {}}
-    clock = Clock(device)
+    clock = CallTimer(device)
     torch.manual_seed(0)
     for name, group in GROUPS.items():
         began = time.monotonic()

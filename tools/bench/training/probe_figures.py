@@ -18,7 +18,7 @@ OMISSION, ERROR = "not_measured", "error"  # keys of a figure that has no value
 OUT_OF_TIME = {OMISSION: "out of time"}
 
 
-class Clock:
+class CallTimer:
     """Times calls on one device: by events and with cold caches on CUDA, by the host's clock on a CPU."""
 
     def __init__(self, device: torch.device) -> None:
@@ -65,7 +65,7 @@ class Figures:
     tiny: whether sizes are those of a rehearsal. deadline: of `time.monotonic`; no figure starts after it.
     """
 
-    def __init__(self, clock: Clock, tiny: bool, deadline: float) -> None:
+    def __init__(self, clock: CallTimer, tiny: bool, deadline: float) -> None:
         self.clock, self.tiny, self.deadline = clock, tiny, deadline
         self.device = clock.device
         self.found: dict[str, Any] = {}

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megalite_kernels.benchmarks.timing import Call
-from megalite_kernels.compile_cases import LLAMAS, Shape
+from megalite_kernels.compile_cases import LLAMAS, ModelShape
 from megalite_tools.bench.training.probe_device import ask_smi, number
 from megalite_tools.bench.training.probe_figures import OMISSION, Figures, digits, timed
 
@@ -21,14 +21,14 @@ LOAD_COLUMNS = {"clocks.sm": "mhz", "power.draw": "watts", "temperature.gpu": "c
 FP8_CAPABILITY = (8, 9)  # the least compute capability with fp8 products
 MODELS = {  # and the tokens of a micro-batch; the sizes of 3B are those of configs/model/llama3.2_3b.yaml
     "Llama 3.2 1B": (LLAMAS["Llama 3.2 1B"], 16384),
-    "Llama 3.2 3B": (Shape(3072, 24, 8, 128, 8192), 8192),
+    "Llama 3.2 3B": (ModelShape(3072, 24, 8, 128, 8192), 8192),
     "Llama 3 8B": (LLAMAS["Llama 3 8B"], 16384),
 }
-TINY_MODELS = {"tiny": (Shape(64, 4, 2, 16, 96, 128), 32)}
+TINY_MODELS = {"tiny": (ModelShape(64, 4, 2, 16, 96, 128), 32)}
 
 
 @dataclass(frozen=True)
-class Product:
+class LinearProduct:
     """A linear layer of weight W `[columns, depth]` on x `[rows, depth]`: x·Wᵀ, or one of its gradients."""
 
     rows: int
@@ -62,24 +62,24 @@ class Product:
         return lambda: torch._scaled_mm(x, w.T, scale, scale, out_dtype=torch.bfloat16, use_fast_accum=fast)
 
 
-def linears(shape: Shape, rows: int) -> dict[str, Product]:
+def linears(shape: ModelShape, rows: int) -> dict[str, LinearProduct]:
     """Products of a layer, apart and joined as one product of all weights with the same input, and of the head."""
     q, kv = shape.heads * shape.head_size, shape.kv_heads * shape.head_size
     return {
-        "q": Product(rows, q, shape.width),
-        "k": Product(rows, kv, shape.width),
-        "qkv": Product(rows, q + 2 * kv, shape.width),
-        "out": Product(rows, shape.width, q),
-        "gate": Product(rows, shape.ffn, shape.width),
-        "gate and up": Product(rows, 2 * shape.ffn, shape.width),
-        "down": Product(rows, shape.width, shape.ffn),
-        "head": Product(rows, shape.vocabulary, shape.width),
+        "q": LinearProduct(rows, q, shape.width),
+        "k": LinearProduct(rows, kv, shape.width),
+        "qkv": LinearProduct(rows, q + 2 * kv, shape.width),
+        "out": LinearProduct(rows, shape.width, q),
+        "gate": LinearProduct(rows, shape.ffn, shape.width),
+        "gate and up": LinearProduct(rows, 2 * shape.ffn, shape.width),
+        "down": LinearProduct(rows, shape.width, shape.ffn),
+        "head": LinearProduct(rows, shape.vocabulary, shape.width),
     }
 
 
 def gemm(figures: Figures) -> None:
     """Time products in bf16, fp8 and fp32."""
-    square = Product(*(64,) * 3) if figures.tiny else Product(*(8192,) * 3)
+    square = LinearProduct(*(64,) * 3) if figures.tiny else LinearProduct(*(8192,) * 3)
     models = TINY_MODELS if figures.tiny else MODELS
     figures.measure("square", partial(_bf16, figures, square))
     figures.measure("square, sustained", partial(_sustained, figures, square))
@@ -90,7 +90,7 @@ def gemm(figures: Figures) -> None:
     gate = linears(shape, tokens)["gate"]
     kinds: tuple[Kind, ...] = ("input gradient", "weight gradient")
     for kind in kinds:
-        product = Product(gate.rows, gate.columns, gate.depth, kind)
+        product = LinearProduct(gate.rows, gate.columns, gate.depth, kind)
         figures.measure(f"{model}, gate, {kind}", partial(_bf16, figures, product))
     for name, product, fast in _fp8_products(square, models):
         figures.measure(name, partial(_fp8, figures, product, fast))
@@ -98,7 +98,9 @@ def gemm(figures: Figures) -> None:
         figures.measure(f"{model}, out, {precision}", partial(_fp32, figures, linears(shape, tokens)["out"], precision))
 
 
-def _fp8_products(square: Product, models: dict[str, tuple[Shape, int]]) -> list[tuple[str, Product, bool]]:
+def _fp8_products(
+    square: LinearProduct, models: dict[str, tuple[ModelShape, int]]
+) -> list[tuple[str, LinearProduct, bool]]:
     found = [("square, fp8", square, True), ("square, fp8, sums in fp32", square, False)]
     for model, (shape, tokens) in models.items():
         products = linears(shape, tokens)
@@ -106,17 +108,17 @@ def _fp8_products(square: Product, models: dict[str, tuple[Shape, int]]) -> list
     return found
 
 
-def _bf16(figures: Figures, product: Product) -> dict[str, Any]:
+def _bf16(figures: Figures, product: LinearProduct) -> dict[str, Any]:
     return _measured(figures, product, "bf16", product.run(figures.device, torch.bfloat16))
 
 
-def _fp8(figures: Figures, product: Product, fast: bool) -> dict[str, Any]:
+def _fp8(figures: Figures, product: LinearProduct, fast: bool) -> dict[str, Any]:
     if figures.device.type == "cuda" and torch.cuda.get_device_capability(figures.device) < FP8_CAPABILITY:
         return {OMISSION: "the GPU has no fp8"}
     return _measured(figures, product, "fp8", product.run_fp8(figures.device, fast))
 
 
-def _fp32(figures: Figures, product: Product, precision: str) -> dict[str, Any]:
+def _fp32(figures: Figures, product: LinearProduct, precision: str) -> dict[str, Any]:
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
     try:
@@ -125,13 +127,13 @@ def _fp32(figures: Figures, product: Product, precision: str) -> dict[str, Any]:
         torch.set_float32_matmul_precision(before)
 
 
-def _measured(figures: Figures, product: Product, precision: str, run: Run) -> dict[str, Any]:
+def _measured(figures: Figures, product: LinearProduct, precision: str, run: Run) -> dict[str, Any]:
     times = figures.clock.times(Call(lambda _: run()))
     sizes = [product.rows, product.columns, product.depth]
     return {"precision": precision, "sizes": sizes, **timed(times, tflops=product.flops / times.median / 1e12)}
 
 
-def _sustained(figures: Figures, product: Product) -> dict[str, Any]:
+def _sustained(figures: Figures, product: LinearProduct) -> dict[str, Any]:
     """A product again and again; clocks and power while it runs."""
     run = product.run(figures.device, torch.bfloat16)
     each = figures.clock.times(Call(lambda _: run())).median

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from megalite.base.errors import counted, printable
+from megalite_launch.base.texts import markdown_table
 from megalite_tools.bench.training.cases import MEGALITE, Case
 from megalite_tools.bench.training.rows import DISAGREEMENT, OK, Row
 
@@ -90,7 +91,7 @@ def _programs(rows: Iterable[Row], steps: Sequence[Row]) -> str:
         lines.append(
             [row["id"], row["status"], f"{row.get('seconds', 0):.0f}", told or _whole_run(row, steps), _why(row)]
         )
-    return table(["id", "status", "seconds", "result", "why"], lines)
+    return markdown_table(["id", "status", "seconds", "result", "why"], lines)
 
 
 def _whole_run(row: Row, steps: Sequence[Row]) -> str:
@@ -120,7 +121,7 @@ def _group(rows: Sequence[Row], gemm: float | None) -> str:
     for line in sorted(lines, key=lambda line: (line["ms"] is None, line["ms"])):
         ratio = "–" if best is None or line["ms"] is None else _ratio(line, best)
         shown.append([*line["cells"], ratio])
-    return table(STEPS, shown)
+    return markdown_table(STEPS, shown)
 
 
 def _fastest(rows: Iterable[Row]) -> str:
@@ -136,7 +137,7 @@ def _fastest(rows: Iterable[Row]) -> str:
         ratio = f"{ours['tok_s'] / row['tok_s']:.3f}" if ours else "–"
         lines.append([model, implementation, row["id"], f"{row['tok_s']:,.0f}", _percent(row.get("F")), ratio])
     heads = ["model", "implementation", "id", "tokens/s/GPU", "MFU full", "megalite ÷ this"]
-    return table(heads, lines) if lines else ""
+    return markdown_table(heads, lines) if lines else ""
 
 
 def _repeats(rows: Iterable[Row]) -> list[list[Row]]:
@@ -226,7 +227,7 @@ def _by_kind(rows: Sequence[Row]) -> str:
         numbers = [f"{row['ms_by_kind'][kind]:.1f}" if kind in row["ms_by_kind"] else "–" for kind in kinds]
         waits = "–" if row.get("syncs_per_step") is None else str(row["syncs_per_step"])
         lines.append([row["id"], *numbers, f"{row.get('kernels_per_step', 0):.0f}", waits])
-    return f"\nMilliseconds of a step by kind of kernel:\n\n{table(['id', *kinds, 'kernels', 'waits'], lines)}"
+    return f"\nMilliseconds of a step by kind of kernel:\n\n{markdown_table(['id', *kinds, 'kernels', 'waits'], lines)}"
 
 
 def _why(row: Row) -> str:
@@ -243,13 +244,3 @@ def _words(value: Any) -> str:
     if isinstance(value, list):
         return "; ".join(map(_words, value)) or "none"
     return printable(str(value))
-
-
-def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table of Markdown."""
-    lines = [list(heads), ["---"] * len(heads), *rows]
-    return "".join(f"| {' | '.join(map(_cell, line))} |\n" for line in lines)
-
-
-def _cell(value: object) -> str:
-    return printable(" ".join(str(value).split())).replace("|", "/")

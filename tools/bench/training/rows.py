@@ -12,7 +12,7 @@ from typing import Any
 
 from megalite.base.errors import InputError
 from megalite.base.files import read_object, write_object
-from megalite_tools.bench.training.guard import Ended
+from megalite_tools.bench.training.guard import ProgramEnd
 
 OK, FAILURE, OOM, TIMEOUT = "ok", "failed", "oom", "timeout"
 CRASH, DISAGREEMENT, REFUSAL = "crash", "disagrees", "refused"
@@ -70,7 +70,7 @@ def readable(path: Path) -> Row | None:
     return found if found.get("status") in STATUSES else None
 
 
-def finished(whole: Row | None, part: Row | None, ended: Ended) -> Row:
+def finished(whole: Row | None, part: Row | None, ended: ProgramEnd) -> Row:
     """The row of a training step, by what it has written and how it ended.
 
     whole, part: what it has written at its end, and before. A part whose status is ok has all that a table needs, so it
@@ -86,7 +86,7 @@ def finished(whole: Row | None, part: Row | None, ended: Ended) -> Row:
     return {**known, "status": status, "reason": reason + at, "tail": ended.tail}
 
 
-def ending(ended: Ended) -> tuple[str, str]:
+def ending(ended: ProgramEnd) -> tuple[str, str]:
     """Status and reason of a program by how it ended."""
     if ended.broken == "time":
         return TIMEOUT, "took longer than its limit"

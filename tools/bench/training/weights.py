@@ -9,7 +9,7 @@ from megalite.checkpoint.weights.maps.strips import Table, Theirs
 from megalite.config.schema import Model
 from megalite.model.init import fill_normal
 from megalite.plan.model.parametrization import standard_deviation
-from megalite.plan.model.roles import Kind
+from megalite.plan.model.roles import RoleKind
 from megalite.plan.model.weights import weights
 
 Weights = Mapping[str, Tensor]  # by name
@@ -21,9 +21,9 @@ def initial_weights(model: Model, seed: int, device: torch.device) -> dict[str, 
     for name, weight in weights(model).items():
         tensor = torch.empty(weight.shape, device=device)
         match weight.role.kind:
-            case Kind.NORM:
+            case RoleKind.NORM:
                 tensor.fill_(1)
-            case Kind.BIAS:
+            case RoleKind.BIAS:
                 tensor.zero_()
             case _:
                 std = standard_deviation(model, weight.role)

@@ -46,7 +46,7 @@ class Profile(Program):
     weighs_stages: bool = False
     balances: bool = False
     known: bool = True
-    kept: keeps.Kept = keeps.MEGATRON_2025
+    kept: keeps.KeptBytes = keeps.MEGATRON_2025
 
 
 # FSDP2 copies what it has gathered into parameters, 2 bytes read and 2 written, in both passes; gradients in bf16

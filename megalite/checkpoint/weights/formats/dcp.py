@@ -33,7 +33,7 @@ from megalite.checkpoint.store.manifest import INDEX, MANIFEST, STEP_NAME, Manif
 from megalite.checkpoint.store.progress import Training
 from megalite.checkpoint.store.state import progress_tensors
 from megalite.checkpoint.weights.formats.opened import Weights
-from megalite.checkpoint.weights.formats.output import Output, Plan, Put, Stream, Written
+from megalite.checkpoint.weights.formats.output import Output, OutputPlan, Put, Stream, Written
 from megalite.checkpoint.weights.formats.tokenizer import companions_of
 from megalite.checkpoint.weights.formats.torch_file import Planned, write_torch
 from megalite.checkpoint.weights.maps.strips import PREFIX, Theirs, stacked
@@ -48,7 +48,7 @@ PRECISIONS: Mapping[str, tuple[Literal["bf16", "fp32", "fp64"], ...]] = {
 
 
 @dataclass(frozen=True)
-class Part:
+class OutputTensor:
     """A tensor that is written."""
 
     name: str
@@ -60,13 +60,13 @@ class Part:
         return self.theirs.bytes(self.dtype)
 
 
-def plan(found: Weights, target: Path, dtype: str | None, files: int) -> Plan:
+def plan(found: Weights, target: Path, dtype: str | None, files: int) -> OutputPlan:
     """A checkpoint in about so many files of equal size; dtype: of all tensors, None: each keeps its own.
 
     Raises InputError where a run could not resume from it, though `found` has the states for that.
     """
     parts = list(_parts(found, dtype))
-    shares: list[list[Part]] = [[] for _ in range(files)]
+    shares: list[list[OutputTensor]] = [[] for _ in range(files)]
     loads = [0] * files
     for part in sorted(parts, key=lambda part: -part.bytes):
         least = loads.index(min(loads))
@@ -85,22 +85,22 @@ def plan(found: Weights, target: Path, dtype: str | None, files: int) -> Plan:
         outputs.append(Output(f"__{files}_0.distcp", 0, partial(_write_small, tensors)))
     texts, copies = companions_of(found)
     copies = {name: path for name, path in copies.items() if is_plain(name)}
-    return Plan(tuple(outputs), texts, copies, partial(_finish, found, target, parts))
+    return OutputPlan(tuple(outputs), texts, copies, partial(_finish, found, target, parts))
 
 
-def _parts(found: Weights, dtype: str | None) -> Iterable[Part]:
+def _parts(found: Weights, dtype: str | None) -> Iterable[OutputTensor]:
     """The weights and the states in the index of `found`."""
     forms, tensors = weights(found.model), found.index.tensors
     for name, form in forms.items():
-        yield Part(PREFIX + name, stacked([(name, form)]), dtype or tensors[PREFIX + name].dtype)
+        yield OutputTensor(PREFIX + name, stacked([(name, form)]), dtype or tensors[PREFIX + name].dtype)
     for name, stored in tensors.items():
         if not name.startswith(PREFIX):
             state, _, weight = name.removeprefix("optimizer.").partition(".")
             theirs = stacked([(weight, forms[weight])])
-            yield Part(name, replace(theirs, kind=f"optimizer.{state}."), dtype or stored.dtype)
+            yield OutputTensor(name, replace(theirs, kind=f"optimizer.{state}."), dtype or stored.dtype)
 
 
-def _refuse_unfit(training: Training, parts: Iterable[Part], target: Path) -> None:
+def _refuse_unfit(training: Training, parts: Iterable[OutputTensor], target: Path) -> None:
     parts = list(parts)
     for part in parts:
         if part.dtype not in PRECISIONS or part.dtype != parts[0].dtype:
@@ -111,11 +111,11 @@ def _refuse_unfit(training: Training, parts: Iterable[Part], target: Path) -> No
         raise InputError(f"{target}: must not be called {name}, as the run is at step {step}; call it step-{step:08d}")
 
 
-def _small(name: str, tensor: Tensor) -> Part:
-    return Part(name, Theirs(tuple(tensor.shape), ()), str(tensor.dtype).removeprefix("torch."))
+def _small(name: str, tensor: Tensor) -> OutputTensor:
+    return OutputTensor(name, Theirs(tuple(tensor.shape), ()), str(tensor.dtype).removeprefix("torch."))
 
 
-def _write(parts: Sequence[Part], stream: Stream, put: Put) -> list[list[Any]]:
+def _write(parts: Sequence[OutputTensor], stream: Stream, put: Put) -> list[list[Any]]:
     """Write a file of tensors. Returns of each: name, start and length of its archive, position of its elements."""
     places = []
     for part in parts:
@@ -134,7 +134,9 @@ def _write_small(tensors: Mapping[str, Tensor], stream: Stream, _: Put) -> list[
     return places
 
 
-def _finish(found: Weights, target: Path, parts: Sequence[Part], written: Mapping[str, Written]) -> dict[str, bytes]:
+def _finish(
+    found: Weights, target: Path, parts: Sequence[OutputTensor], written: Mapping[str, Written]
+) -> dict[str, bytes]:
     """The indexes and the manifest."""
     places = {name: (file, *at) for file, each in written.items() for name, *at in each.note or ()}
     chunks: list[Chunk] = []
@@ -157,7 +159,7 @@ def _finish(found: Weights, target: Path, parts: Sequence[Part], written: Mappin
     return {**small, MANIFEST: _manifest(found, target, parts, files).render().encode()}
 
 
-def _manifest(found: Weights, target: Path, parts: Sequence[Part], files: dict[str, File]) -> Manifest:
+def _manifest(found: Weights, target: Path, parts: Sequence[OutputTensor], files: dict[str, File]) -> Manifest:
     training = found.training
     config = Config(model=found.model) if training is None else training.config
     if training is not None:  # weights in another data type than before are those of a run of another precision

@@ -23,7 +23,7 @@ MAX_INDEX_BYTES = 1 << 28  # bytes of DCP's index
 RESERVED_FILES = (METADATA, INDEX, MANIFEST)  # files that hold no tensor
 
 
-class Part(NamedTuple):
+class IndexedPart(NamedTuple):
     """A part of a tensor, as described by DCP's index."""
 
     name: str
@@ -71,7 +71,7 @@ def _key(name: str, offsets: tuple[int, ...]) -> str:
     return f"{name} {offsets}"
 
 
-def _parts(name: Any, entry: Any, locations: dict[str, dict[str, Any]]) -> Iterator[Part]:
+def _parts(name: Any, entry: Any, locations: dict[str, dict[str, Any]]) -> Iterator[IndexedPart]:
     """The parts of a tensor, each taken from `locations`."""
     fields = _state(entry, "metadata.TensorStorageMetadata")
     properties, shape = fields["properties"], sizes(fields["size"])
@@ -88,10 +88,10 @@ def _parts(name: Any, entry: Any, locations: dict[str, dict[str, Any]]) -> Itera
         file, start, length = _text(location["relative_path"]), *sizes((location["offset"], location["length"]))
         if not is_plain(file) or file.lower() in RESERVED_FILES:
             raise ValueError(f"places {name} in {shortened(file)}, which is no file of tensors in its folder")
-        yield Part(name, dtype, shape, offsets, extent, file, start, length)
+        yield IndexedPart(name, dtype, shape, offsets, extent, file, start, length)
 
 
-def _chunks(path: Path, parts: Iterable[Part]) -> Iterator[Chunk]:
+def _chunks(path: Path, parts: Iterable[IndexedPart]) -> Iterator[Chunk]:
     """The positions of the elements of `parts`, looked up in the files themselves."""
     for file, group in groupby(sorted(parts, key=attrgetter("file", "start")), attrgetter("file")):
         with opened(path, file) as descriptor, told(path, file):
@@ -104,7 +104,7 @@ def _chunks(path: Path, parts: Iterable[Part]) -> Iterator[Chunk]:
                 yield Chunk(part.name, part.dtype, part.shape, file, position, part.offsets, part.sizes)
 
 
-def _position(descriptor: int, part: Part) -> int:
+def _position(descriptor: int, part: IndexedPart) -> int:
     """The position of a part's first element. Raises ValueError unless all follow it, the last dimension fastest."""
     archive = Archive(descriptor, part.start, part.length)
     dtype, shape, position = located(archive, read_pickle(archive.read("data.pkl")), part.name)

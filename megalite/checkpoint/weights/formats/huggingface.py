@@ -13,7 +13,7 @@ from megalite.base.files import as_json, read_object
 from megalite.checkpoint.store.disk import DamagedError, damage_of, opened
 from megalite.checkpoint.store.index import Index, Stored
 from megalite.checkpoint.weights.formats.opened import Weights, refuse_differences
-from megalite.checkpoint.weights.formats.output import Output, Plan, Put, Stream
+from megalite.checkpoint.weights.formats.output import Output, OutputPlan, Put, Stream
 from megalite.checkpoint.weights.formats.safetensors import INDEX, ONE_FILE, find, header, listed
 from megalite.checkpoint.weights.formats.tokenizer import tokenizer_files
 from megalite.checkpoint.weights.maps.families import CONFIG, MAX_CONFIG_BYTES, family_of, read_config
@@ -74,7 +74,7 @@ def _same(path: Path, files: Sequence[str], one: Stored, other: Stored) -> bool:
     return True
 
 
-def plan(found: Weights, dtype: str | None, shard: int | None) -> Plan:
+def plan(found: Weights, dtype: str | None, shard: int | None) -> OutputPlan:
     """A folder as transformers writes it.
 
     dtype: of all tensors; None: each keeps its own. shard: bytes of a file at most, unless one tensor has more; None:
@@ -113,8 +113,8 @@ def plan(found: Weights, dtype: str | None, shard: int | None) -> Plan:
     )
     if found.tokenizer is not None and not found.companions:
         written, copied = tokenizer_files(found.tokenizer, found.end)
-        return Plan(outputs, written | texts, copied)
-    return Plan(outputs, texts, beside)
+        return OutputPlan(outputs, written | texts, copied)
+    return OutputPlan(outputs, texts, beside)
 
 
 def model_type(found: Weights) -> str:

@@ -25,7 +25,7 @@ from megalite.checkpoint.weights.formats.megatron_folder import (
 )
 from megalite.checkpoint.weights.formats.megatron_write import saved_arguments
 from megalite.checkpoint.weights.formats.opened import Weights, refuse_differences
-from megalite.checkpoint.weights.formats.output import Output, Plan, Put, Stream
+from megalite.checkpoint.weights.formats.output import Output, OutputPlan, Put, Stream
 from megalite.checkpoint.weights.formats.torch_file import Planned, write_torch
 from megalite.checkpoint.weights.formats.torch_read import Saved, is_tensor
 from megalite.checkpoint.weights.maps.megatron import (
@@ -214,7 +214,7 @@ def _vocabulary(saved: Mapping[tuple[int, int], Saved], chunks: Mapping[tuple[in
     return rows
 
 
-def plan(found: Weights, split: Split = WHOLE_MODEL, dtype: str | None = None) -> Plan:
+def plan(found: Weights, split: Split = WHOLE_MODEL, dtype: str | None = None) -> OutputPlan:
     """Plan a folder of the weights `found`, divided by `split`, in `dtype`, or else in the one they have."""
     model, dtype = found.model, dtype or found.dtype
     check_split(model, split)
@@ -244,4 +244,4 @@ def plan(found: Weights, split: Split = WHOLE_MODEL, dtype: str | None = None) -
 
     outputs = tuple(output(*rank) for rank in product(range(split.tp), range(split.pp)))
     texts, copies = taken_along(found)
-    return Plan(outputs, texts | {TRACKER: f"{RELEASE}\n".encode()}, copies)
+    return OutputPlan(outputs, texts | {TRACKER: f"{RELEASE}\n".encode()}, copies)

@@ -10,7 +10,7 @@ from megalite.checkpoint.store.disk import DamagedError, damage_of
 from megalite.checkpoint.store.index import Chunk, Index
 from megalite.checkpoint.weights.formats.beside import beside, config_beside, taken_along
 from megalite.checkpoint.weights.formats.opened import Weights, refuse_differences
-from megalite.checkpoint.weights.formats.output import Output, Plan, Put, Stream
+from megalite.checkpoint.weights.formats.output import Output, OutputPlan, Put, Stream
 from megalite.checkpoint.weights.formats.torch_file import Planned, write_torch
 from megalite.checkpoint.weights.formats.torch_read import Saved, is_tensor
 from megalite.checkpoint.weights.maps.meta import (
@@ -107,7 +107,7 @@ def _told_model(path: Path, shapes: dict[str, tuple[int, ...]], files: int) -> M
     return model_of(values, str(path / PARAMS), by_rows[0], by_rows[1], tied)
 
 
-def plan(found: Weights, files: int = 1, dtype: str | None = None) -> Plan:
+def plan(found: Weights, files: int = 1, dtype: str | None = None) -> OutputPlan:
     """Plan a folder of the weights `found`, divided among `files`, in `dtype`, or else in the one they have."""
     model, dtype = found.model, dtype or found.dtype
     check_files(model, files)
@@ -124,4 +124,4 @@ def plan(found: Weights, files: int = 1, dtype: str | None = None) -> Plan:
 
     outputs = tuple(output(rank) for rank in range(files))
     texts, copies = taken_along(found)
-    return Plan(outputs, texts | {PARAMS: json.dumps(params_of(model)).encode()}, copies)
+    return OutputPlan(outputs, texts | {PARAMS: json.dumps(params_of(model)).encode()}, copies)

@@ -29,7 +29,7 @@ class Output:
     """A file to be written.
 
     name: in the target folder, with `/` between folders. bytes: of its tensors, which progress is counted in.
-    write: writes the file; what it returns is kept with the file's hash, for `Plan.finish`.
+    write: writes the file; what it returns is kept with the file's hash, for `OutputPlan.finish`.
     """
 
     name: str
@@ -48,7 +48,7 @@ class Written:
 
 
 @dataclass(frozen=True)
-class Plan:
+class OutputPlan:
     """All that a target folder will hold.
 
     outputs: large files. texts: small files by name. copies: files to be copied, by name. finish: makes further small

@@ -46,7 +46,7 @@ from megalite.checkpoint.weights.formats.megatron_folder import (
 )
 from megalite.checkpoint.weights.formats.megatron_write import pickled, saved_arguments
 from megalite.checkpoint.weights.formats.opened import Weights, refuse_differences
-from megalite.checkpoint.weights.formats.output import Note, Output, Plan, Put, Stream, Written
+from megalite.checkpoint.weights.formats.output import Note, Output, OutputPlan, Put, Stream, Written
 from megalite.checkpoint.weights.formats.torch_file import Planned, write_torch
 from megalite.checkpoint.weights.formats.torch_read import Saved
 from megalite.checkpoint.weights.maps.megatron import (
@@ -84,7 +84,7 @@ STATEFUL_MODULES = (QKV, "self_attention.linear_proj", "self_attention.core_atte
 
 
 @dataclass(frozen=True)
-class Part:
+class OutputPart:
     """A part of a tensor that is written."""
 
     name: str
@@ -253,7 +253,7 @@ def _sizes(path: Path, files: tuple[str, ...]) -> dict[str, int]:
     return sizes
 
 
-def plan(found: Weights, split: Split = WHOLE_MODEL, dtype: str | None = None) -> Plan:
+def plan(found: Weights, split: Split = WHOLE_MODEL, dtype: str | None = None) -> OutputPlan:
     """Plan a folder of the weights `found`, in `dtype`, or else in the one they have; states are in float32.
 
     split: only the padding of the vocabulary, and what the arguments say, depend on it.
@@ -291,7 +291,7 @@ def plan(found: Weights, split: Split = WHOLE_MODEL, dtype: str | None = None) -
         f"{folder}/{BACKEND_FILE}": json.dumps(SAVED_BACKENDS).encode(),
         f"{folder}/{empty}": pickled([None]),
     }
-    return Plan(outputs, texts, copied, finish)
+    return OutputPlan(outputs, texts, copied, finish)
 
 
 def _refuse_other_states(found: Weights) -> None:
@@ -303,7 +303,7 @@ def _refuse_other_states(found: Weights) -> None:
             )
 
 
-def _parts(model: Model, size: int, kinds: Mapping[str, tuple[str, str]]) -> Iterator[Part]:
+def _parts(model: Model, size: int, kinds: Mapping[str, tuple[str, str]]) -> Iterator[OutputPart]:
     """Yield all tensors in the order of writing, stacked ones as every layer's part.
 
     kinds: by the beginning of the tensors' names: the beginning of our names, and the data type.
@@ -312,15 +312,15 @@ def _parts(model: Model, size: int, kinds: Mapping[str, tuple[str, str]]) -> Ite
     for (kind, (ours, dtype)), (name, theirs) in product(kinds.items(), table.items()):
         theirs, shape = replace(theirs, kind=ours), theirs.shape
         if (found := LAYER.fullmatch(name)) is None:
-            yield Part(kind + name, theirs, (0,) * len(shape), dtype)
+            yield OutputPart(kind + name, theirs, (0,) * len(shape), dtype)
         else:
             number, stacked = int(name.removeprefix(LAYERS).partition(".")[0]), replace(theirs, shape=(1, *shape))
-            yield Part(kind + LAYERS + found[2], stacked, (number, *[0] * len(shape)), dtype)
+            yield OutputPart(kind + LAYERS + found[2], stacked, (number, *[0] * len(shape)), dtype)
 
 
-def _files(parts: Iterable[Part]) -> list[list[Part]]:
+def _files(parts: Iterable[OutputPart]) -> list[list[OutputPart]]:
     """The parts of every file."""
-    files: list[list[Part]] = [[]]
+    files: list[list[OutputPart]] = [[]]
     room = FILE_BYTES
     for part in parts:
         taken = part.theirs.bytes(part.dtype)
@@ -332,7 +332,7 @@ def _files(parts: Iterable[Part]) -> list[list[Part]]:
     return files
 
 
-def _output(name: str, parts: Sequence[Part]) -> Output:
+def _output(name: str, parts: Sequence[OutputPart]) -> Output:
     def write(stream: Stream, put: Put) -> list[Note]:
         notes = []
         for part in parts:

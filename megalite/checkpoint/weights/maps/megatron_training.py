@@ -9,7 +9,7 @@ from itertools import chain
 from typing import Any
 
 from megalite.base.errors import InputError
-from megalite.base.json_shape import Kind, misfits, whole
+from megalite.base.json_shape import ValueKind, misfits, whole
 from megalite.checkpoint.store.progress import Progress, Training, impossible
 from megalite.checkpoint.weights.maps.fields import Fields
 from megalite.config.convert import to_plain
@@ -33,9 +33,9 @@ PROGRESS_KEY = "megalite"  # names the progress that megalite writes beside Mega
 PROGRESS_FIELDS = {
     **dict.fromkeys(("step", "updates", "samples", "tokens", "bad_steps"), whole(0, 62)),
     "left_out": [
-        Kind("two whole numbers", lambda value: isinstance(value, list) and [*map(type, value)] == [int, int])
+        ValueKind("two whole numbers", lambda value: isinstance(value, list) and [*map(type, value)] == [int, int])
     ],
-    "losses": [Kind("a number", lambda value: type(value) is float)],
+    "losses": [ValueKind("a number", lambda value: type(value) is float)],
 }
 GROUP = {
     "wd_mult": 1.0,

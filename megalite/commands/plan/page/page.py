@@ -9,7 +9,6 @@ from rich.table import Table
 from megalite import __version__
 from megalite.base.errors import counted
 from megalite.base.html_tables import as_html
-from megalite.base.terminal import memory as memory_size
 from megalite.commands.plan.compare import comparison
 from megalite.commands.plan.explain import PARTS
 from megalite.commands.plan.page.bars import Bar, stacked
@@ -26,6 +25,7 @@ from megalite.layout_search.search import Found, Result, fullest_rank
 from megalite.plan.memory.peak import KINDS, Memory
 from megalite.plan.pipeline import micro_batches
 from megalite.schedule.draw import draw_svg, size_text
+from megalite_launch.base.texts import memory_text
 from megalite_launch.page.html import Key, escape, paragraph, section, wide
 from megalite_launch.page.style import COLOURS, document
 
@@ -123,10 +123,10 @@ def _head(asked: Asked, given: Sequence[str], heading: str) -> str:
         f"{model.kv_heads} of keys and values, MLPs of {model.ffn:,}, a vocabulary of {model.vocab_size:,}.",
         f"Batch: {counted(asked.config.batch.global_, 'sequence')} of {model.sequence_length:,} tokens a step"
         + (f"; the whole run has {asked.tokens:,.0f} tokens." if asked.tokens else "."),
-        f"Cluster {cluster.name}: {cluster.gpu.name} with {memory_size(cluster.gpu.memory)}; nodes of "
+        f"Cluster {cluster.name}: {cluster.gpu.name} with {memory_text(cluster.gpu.memory)}; nodes of "
         f"{'; islands of '.join(reversed(levels))}; between nodes "
         f"{cluster.network.bandwidth / 1e9:,.0f} GB/s for each GPU.",
-        f"Tensors may take {memory_size(asked.limit)} of a GPU. All times are predictions, with intervals of "
+        f"Tensors may take {memory_text(asked.limit)} of a GPU. All times are predictions, with intervals of "
         f"±{spread:.0%}.",
     ]
     command = escape(shlex.join(["megalite", *given]))
@@ -147,7 +147,7 @@ def _bars(names: Sequence[str], pairs: Sequence[tuple[Prediction, Memory]], limi
         for name, (of, _) in zip(names, pairs, strict=True)
     ]
     held = [
-        Bar(name, memory_size(memory.total), {kind: float(sum(memory.of(kind).values())) for kind in KINDS})
+        Bar(name, memory_text(memory.total), {kind: float(sum(memory.of(kind).values())) for kind in KINDS})
         for name, (_, memory) in zip(names, pairs, strict=True)
     ]
     return [
@@ -159,7 +159,7 @@ def _bars(names: Sequence[str], pairs: Sequence[tuple[Prediction, Memory]], limi
         section(
             "Where memory goes",
             paragraph("On the fullest pipeline rank at its peak.", "pale"),
-            stacked(held, MEMORY_KEYS, memory_size, ("limit", limit)),
+            stacked(held, MEMORY_KEYS, memory_text, ("limit", limit)),
         ),
     ]
 

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 
 from megalite.base.errors import counted
 from megalite.commands.plan.gpu_counts import Point, scaling
-from megalite.commands.plan.page.lines import Axis, Line, line_chart
 from megalite.commands.plan.request import Asked
 from megalite.commands.plan.tables import layout_text, pareto, run_unit
 from megalite.cost.layout_choice import choice_of
@@ -14,6 +13,7 @@ from megalite.cost.whole_run import run_of
 from megalite.layout_search.search import Result
 from megalite_launch.base.texts import scaled
 from megalite_launch.page.html import columns, paragraph, section, table
+from megalite_launch.page.lines import Axis, Line, line_chart
 
 BEST_LABEL, SAME_LABEL = "the fastest layout", "this layout with more data-parallel ranks"
 

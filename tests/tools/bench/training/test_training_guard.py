@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from megalite_tools.bench.training import guard
-from megalite_tools.bench.training.guard import MARK, TAIL_BYTES, Ended, Limits, end_leftover, run_limited
+from megalite_tools.bench.training.guard import MARK, TAIL_BYTES, ProgramEnd, ProgramLimits, end_leftover, run_limited
 
 QUICK = 0.5  # seconds to end on SIGINT
 
@@ -22,9 +22,9 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(guard, "PAUSE", 0.05)
 
 
-def run(tmp_path: Path, code: str, seconds: float = 20, memory: float = float("inf")) -> Ended:
+def run(tmp_path: Path, code: str, seconds: float = 20, memory: float = float("inf")) -> ProgramEnd:
     command = [sys.executable, "-S", "-c", code]
-    limits = Limits(seconds, memory)
+    limits = ProgramLimits(seconds, memory)
     ended = run_limited(command, os.environ, limits, tmp_path / "running", tmp_path / "log")
     assert not (tmp_path / "running").exists()
     return ended
@@ -114,7 +114,7 @@ def test_a_program_that_takes_too_much_memory_is_ended(tmp_path: Path) -> None:
 
 
 def test_a_program_that_is_not_there(tmp_path: Path) -> None:
-    ended = run_limited(["/nowhere/program"], os.environ, Limits(20), tmp_path / "running", tmp_path / "log")
+    ended = run_limited(["/nowhere/program"], os.environ, ProgramLimits(20), tmp_path / "running", tmp_path / "log")
     assert (ended.code, ended.tail) == (127, "/nowhere/program: cannot be started: No such file or directory\n")
 
 

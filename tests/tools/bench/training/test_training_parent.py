@@ -13,25 +13,25 @@ import pytest
 
 from megalite.base.errors import InputError
 from megalite_tools.bench.training.cases import Case, Target
-from megalite_tools.bench.training.guard import Ended, Limits
-from megalite_tools.bench.training.parent import ENDING_SECONDS, Machine, Runner, locked
+from megalite_tools.bench.training.guard import ProgramEnd, ProgramLimits
+from megalite_tools.bench.training.parent import ENDING_SECONDS, CaseRunner, Machine, locked
 from megalite_tools.bench.training.rows import Rows
 
 CPU = Target("cpu", True)
 TINY = ("model.layers=1", "model.width=32", "model.ffn=48", "model.vocab_size=64", "model.sequence_length=16")
 MEASURED = {"loss": [3.0, 2.0], "step_ms": {"median": 5.0, "p10": 4.0, "p90": 6.0}, "tok_s": 10.0}
-Answer = Callable[[str, Rows], Ended]
+Answer = Callable[[str, Rows], ProgramEnd]
 
 
 def case(name: str, **more: Any) -> Case:
     return Case(name, implementation="megalite", model="m", **{"inputs": TINY, **more})
 
 
-def ended(code: int = 0, broken: str = "", tail: str = "") -> Ended:
-    return Ended(code, broken, 1.0, tail, 0)
+def ended(code: int = 0, broken: str = "", tail: str = "") -> ProgramEnd:
+    return ProgramEnd(code, broken, 1.0, tail, 0)
 
 
-def ok(name: str, rows: Rows) -> Ended:
+def ok(name: str, rows: Rows) -> ProgramEnd:
     rows.write(name, {"id": name, "status": "ok", **MEASURED})
     return ended()
 
@@ -42,14 +42,14 @@ class Bench:
     def __init__(self, folder: Path, answer: Answer, seconds: float = 1000, gpus: int | None = None) -> None:
         self.now, self.lasts, self.ran, self.said = 0.0, 10.0, [], []  # type: ignore[var-annotated]
 
-        def started(command: Sequence[str], _: Mapping[str, str], limits: Limits, *files: Path) -> Ended:
+        def started(command: Sequence[str], _: Mapping[str, str], limits: ProgramLimits, *files: Path) -> ProgramEnd:
             name = command[command.index("--case") + 1] if "--case" in command else command[0]
             self.ran.append(name)
             self.now += min(self.lasts, limits.seconds)
             return answer(name, Rows(folder / "rows"))
 
         machine = Machine(CPU, gpus)
-        self.runner = Runner(
+        self.runner = CaseRunner(
             folder, Path("plan"), machine, "c0", lambda: seconds - self.now, self.said.append, started=started
         )
 
@@ -97,8 +97,8 @@ def test_a_case_that_does_not_fit_is_not_started_and_a_shorter_one_is(tmp_path: 
 
 
 @pytest.mark.parametrize("how", [ended(1), ended(-signal.SIGSEGV), ended(-signal.SIGINT, "time")])
-def test_an_implementation_is_given_up_after_two_failures_in_a_row(tmp_path: Path, how: Ended) -> None:
-    def answer(name: str, rows: Rows) -> Ended:
+def test_an_implementation_is_given_up_after_two_failures_in_a_row(tmp_path: Path, how: ProgramEnd) -> None:
+    def answer(name: str, rows: Rows) -> ProgramEnd:
         return how if name.startswith("bad") else ok(name, rows)
 
     compiled = (*TINY, "train.compile=true")
@@ -140,9 +140,9 @@ def test_sizes_that_do_not_fit_memory_do_not_give_an_implementation_up(tmp_path:
     ],
 )
 def test_whatever_a_case_leaves_becomes_a_row(
-    tmp_path: Path, written: str, how: Ended, status: str, reason: str
+    tmp_path: Path, written: str, how: ProgramEnd, status: str, reason: str
 ) -> None:
-    def answer(name: str, rows: Rows) -> Ended:
+    def answer(name: str, rows: Rows) -> ProgramEnd:
         rows.note(name, {"status": "crash", "stage": "building", "device": "d"})
         if written:
             (rows.folder / f"{name}.json").write_text(written)
@@ -156,7 +156,7 @@ def test_whatever_a_case_leaves_becomes_a_row(
 
 
 def test_what_was_measured_before_a_crash_is_kept(tmp_path: Path) -> None:
-    def answer(name: str, rows: Rows) -> Ended:
+    def answer(name: str, rows: Rows) -> ProgramEnd:
         rows.note(name, {"status": "ok", "stage": "profiling", **MEASURED})
         return ended(-signal.SIGSEGV)
 
@@ -168,7 +168,7 @@ def test_what_was_measured_before_a_crash_is_kept(tmp_path: Path) -> None:
 
 
 def test_losses_that_disagree_change_the_status_of_rows_that_are_there(tmp_path: Path) -> None:
-    def answer(name: str, rows: Rows) -> Ended:
+    def answer(name: str, rows: Rows) -> ProgramEnd:
         loss = [3.0, 2.0] if name == "ours" else [3.1, 2.0]
         rows.write(name, {"id": name, "status": "ok", **MEASURED, "loss": loss})
         return ended()
@@ -230,7 +230,7 @@ def test_a_row_stays_until_there_is_another(tmp_path: Path) -> None:
     bench.runner.run([case("a")])
     kept = bench.rows["a"]
 
-    def killed(*_: object) -> Ended:
+    def killed(*_: object) -> ProgramEnd:
         assert Rows(tmp_path / "rows").read() == {"a": kept}
         raise KeyboardInterrupt
 
@@ -245,7 +245,7 @@ def test_a_row_stays_until_there_is_another(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_started_has_no_row_and_is_tried_again(tmp_path: Path) -> None:
-    def fails(*_: object) -> Ended:
+    def fails(*_: object) -> ProgramEnd:
         raise OSError(11, "Resource temporarily unavailable")
 
     bench = Bench(tmp_path, ok)

@@ -38,7 +38,7 @@ def _most(plan: Plan, ranks: int) -> tuple[int, int]:
             for stage in plan.stages_of(rank)
             for layer in plan.layers[stage]
             for _, weight in layer_weights(model, plan.kinds[layer])
-            if weight.role.kind is Kind.MATRIX
+            if weight.trained and weight.role.kind is Kind.MATRIX
         ]
         flops, elements = Counter[int](), Counter[int]()
         for matrix, owner in zip(matrices, owners([matrix.flops for matrix in matrices], ranks), strict=True):

@@ -105,7 +105,7 @@ def stage_matrices(
     kinds, found = layer_kinds(model), []
     for layer in layers:
         for _, weight in layer_weights(model, kinds[layer]):
-            if weight.role.kind is Kind.MATRIX:
+            if weight.trained and weight.role.kind is Kind.MATRIX:
                 rows, columns = weight.shape
                 split = 1 if weight.role.into_stream else 0  # the dimension that tensor parallelism shares out
                 held = boxes((rows, columns), (replicas, shards, tp), ((2, split), (1, 0)))

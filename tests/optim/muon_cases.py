@@ -23,8 +23,9 @@ from megalite.dry_run.live_bytes import LiveBytes
 from megalite.optim.exchange import Arriving, Views
 from megalite.optim.muon import Muon, held_by
 from megalite.parallel.parameter import parameter, parameters
-from megalite.plan.model.roles import Kind
+from megalite.plan.model.roles import UP_PROJECTION, Kind
 from megalite.plan.muon import Box
+from megalite.plan.parts import part
 from megalite.plan.resolved import resolve
 from megalite.train.build import build
 from megalite.train.step import train_step
@@ -40,7 +41,7 @@ class Weight(nn.Module):
 
     def __init__(self, shape: tuple[int, int], split: int, mesh: Mesh) -> None:
         super().__init__()
-        self.weight = parameter(shape, mesh.tp, Shard(split))
+        self.weight = parameter(part.Weight(shape, UP_PROJECTION), mesh.tp, Shard(split))
 
 
 @dataclass(frozen=True)

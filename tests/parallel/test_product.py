@@ -18,6 +18,7 @@ from megalite.distributed.mesh import Mesh
 from megalite.parallel.product import PLAIN_PRODUCT, Plain, Prepared
 from megalite.parallel.tensor import ColumnLinear, Linear, columns, split_backward, use_product
 from megalite.plan.model.roles import UP_PROJECTION
+from megalite.plan.parts.part import Weight
 from megalite.train.build import Job, build_product
 
 
@@ -43,7 +44,8 @@ def mesh() -> Iterator[Mesh]:
 
 
 def layers(mesh: Mesh) -> list[ColumnLinear]:
-    made = [ColumnLinear(4, width, mesh.tp, UP_PROJECTION).double().to_empty(device="cpu") for width in (3, 2)]
+    weights = (Weight((width, 4), UP_PROJECTION) for width in (3, 2))
+    made = [ColumnLinear(weight, mesh.tp).double().to_empty(device="cpu") for weight in weights]
     for number, layer in enumerate(made):
         generator = torch.Generator().manual_seed(number)
         layer.weight.data.to_local().copy_(torch.randn(layer.weight.shape, generator=generator, dtype=torch.float64))

@@ -16,9 +16,10 @@ Item = tuple[str, str]  # a kind of `plan.memory`, or HOST, and a component of t
 
 @dataclass(frozen=True)
 class Weights:
-    """Numbers of elements: of parameters, and of all states that the optimizer keeps of these parameters."""
+    """Numbers of elements: of parameters, of those that are trained, and of all states that the optimizer keeps."""
 
     parameters: Parameters
+    trained: Parameters
     states: Parameters
 
     @cached_property
@@ -27,10 +28,16 @@ class Weights:
         return self.parameters.total
 
     @cached_property
-    def by_component(self) -> tuple[tuple[str, int, int], ...]:
-        """Each component of the model that has parameters here, with the numbers of parameters and state elements."""
-        both = zip(asdict(self.parameters).items(), asdict(self.states).values(), strict=True)
-        return tuple((name, count, states) for (name, count), states in both if count)
+    def gradients(self) -> int:
+        """The number of parameters that are trained, so have gradients."""
+        return self.trained.total
+
+    @cached_property
+    def by_component(self) -> tuple[tuple[str, int, int, int], ...]:
+        """Each component of the model that has parameters here, with the three numbers of its elements."""
+        all_of = (self.parameters, self.trained, self.states)
+        found = zip(asdict(self.parameters), *(asdict(each).values() for each in all_of), strict=True)
+        return tuple((name, count, trained, states) for name, count, trained, states in found if count)
 
 
 @dataclass(frozen=True)
@@ -39,7 +46,7 @@ class Unit:
 
     name: str
     weights: Weights  # on this rank, before data-parallel sharding
-    newest: int  # elements of the last weight
+    newest: int  # elements of the last weight that is trained
     kept: tuple[Kept, ...]
     forward: int  # temporaries of the forward pass, where it takes most
     backward: tuple[Moment, ...]  # in order

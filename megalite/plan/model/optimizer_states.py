@@ -2,17 +2,20 @@
 
 from megalite.config.schema import Optim
 from megalite.plan.model.roles import Kind, Role
+from megalite.plan.parts.part import Weight
 
 ADAMW_STATES = ("exp_avg", "exp_avg_sq")
 MUON_STATES = ("momentum_buffer",)
 
 
-def state_names(optim: Optim, role: Role) -> tuple[str, ...]:
-    """The states that the optimizer keeps of a parameter, by PyTorch's names.
+def state_names(optim: Optim, weight: Weight) -> tuple[str, ...]:
+    """The states that the optimizer keeps of a parameter, by PyTorch's names: none if it is not trained.
 
     Each state has the size, the placement and the data type of its parameter.
     """
-    return MUON_STATES if uses_muon(optim, role) else ADAMW_STATES
+    if not weight.trained:
+        return ()
+    return MUON_STATES if uses_muon(optim, weight.role) else ADAMW_STATES
 
 
 def uses_muon(optim: Optim, role: Role) -> bool:

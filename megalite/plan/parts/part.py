@@ -17,10 +17,15 @@ from megalite.plan.traffic.transfers import Transfers
 
 @dataclass(frozen=True)
 class Weight:
-    """A parameter of the model."""
+    """A parameter of the model.
+
+    trained: False for a weight that training leaves as it is. It has no gradient and no optimizer states; gradients of
+    inputs pass through it.
+    """
 
     shape: tuple[int, ...]
     role: Role
+    trained: bool = True
 
     @property
     def elements(self) -> int:
@@ -32,6 +37,10 @@ class Weight:
             return self.shape
         rows, *others = self.shape
         return (rows, others[0] // tp) if self.role.into_stream else (-(-rows // tp), *others)
+
+    def gradient(self, tp: int) -> int:
+        """Elements of the gradient on a tensor-parallel rank, 0 if there is none."""
+        return prod(self.part(tp)) if self.trained else 0
 
 
 class Product(NamedTuple):

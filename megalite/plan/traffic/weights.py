@@ -17,6 +17,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
+from operator import attrgetter
 
 from megalite.config.layers import LayerKind
 from megalite.plan.memory.walk import States
@@ -36,15 +37,22 @@ class Group:
     tp: int
     with_stage: bool = False  # gathered as long as the stage is in use, since its first and its last module need it
 
-    def padded(self, shards: int, matrices_only: bool = False) -> int:
+    def gathered(self, shards: int) -> int:
         """Elements on a tensor-parallel rank, with rows padded to a multiple of `shards`."""
-        wanted = (weight.part(self.tp) for weight in self.weights if put_off(weight) or not matrices_only)
-        return sum(-(-rows // shards) * shards * prod(others) for rows, *others in wanted)
+        return self._padded(self.weights, shards)
+
+    def reduced(self, shards: int, matrices_only: bool = False) -> int:
+        """Elements of gradients, as `gathered`."""
+        return self._padded(filter(put_off if matrices_only else attrgetter("trained"), self.weights), shards)
+
+    def _padded(self, weights: Iterable[Weight], shards: int) -> int:
+        parts = (weight.part(self.tp) for weight in weights)
+        return sum(-(-rows // shards) * shards * prod(others) for rows, *others in parts)
 
     @cached_property
     def partial(self) -> tuple[int, ...]:
         """Elements of each parameter whose gradient is a partial sum over tp."""
-        return tuple(weight.elements for weight in self.weights if not weight.role.split)
+        return tuple(weight.elements for weight in self.weights if weight.trained and not weight.role.split)
 
 
 @dataclass(frozen=True)
@@ -75,7 +83,7 @@ class WeightTraffic:
         """The gathering of `groups`."""
         each, shards, found = self.states.w, self.states.shards, Transfers()
         for group, times in Counter(groups).items() if shards > 1 else ():
-            transfer = Transfer("all_gather", "fsdp", each * group.padded(shards), TYPE_NAMES[each])
+            transfer = Transfer("all_gather", "fsdp", each * group.gathered(shards), TYPE_NAMES[each])
             found[transfer, f"{phase}: gather of the weights of {group.name}"] += times
         return found
 
@@ -88,7 +96,7 @@ class WeightTraffic:
         states, found = self.states, Transfers()
         each, shards, over = states.r, states.shards, axis_sizes(self.plan.config)["dp_replicate"]
         for group, times in Counter(self.groups).items():
-            size, purpose = each * group.padded(shards, matrices_only), f"gradients: sum of those of {group.name}"
+            size, purpose = each * group.reduced(shards, matrices_only), f"gradients: sum of those of {group.name}"
             if shards > 1 and size:
                 found[Transfer("reduce_scatter", "fsdp", size, TYPE_NAMES[each]), purpose] += times
             if over > 1 and replicas and size:
@@ -165,4 +173,4 @@ class Gathering:
 
 def put_off(weight: Weight) -> bool:
     """Return whether a split backward puts off the gradient of a weight, as it does for layers' matrices alone."""
-    return weight.role.kind is Kind.MATRIX
+    return weight.trained and weight.role.kind is Kind.MATRIX

@@ -4,8 +4,9 @@ FSDP2 handles the parameters of a group (the embedding, a layer, the head) as on
 parameter are padded to a multiple of the ranks. With D ranks, and w, r and p as in `plan.memory`:
 
     gather    w bytes for every padded element, over fsdp. zero1, zero2: once a step. zero3: see `Gathering`.
-    reduce    r bytes for every padded element, over fsdp, then 1/D of it over dp_replicate; when, the schedule says.
-              Where backward is split, only of the parameters whose gradients have been made since the last reduction.
+    reduce    r bytes for every padded element that is trained, over fsdp, then 1/D of it over dp_replicate. The
+              schedule says when. Where backward is split, only of the parameters whose gradients have been made since
+              the last reduction.
     partial   gradients of norms of the residual stream and of single heads are partial sums of tp's ranks. FSDP2 sums
               them when it reduces their group: in r, if the gradients of several actions have been added up or are
               handed over at the end of an action; else as backward makes them, in w. Without FSDP2, they are summed

@@ -71,7 +71,7 @@ def parts(job: Job) -> Parts:
     """This rank's parts of all weights and optimizer states, without padding, which is 0."""
     found: Parts = {}
     for name, param, _, shape in (each for stage in job.stages.values() for each in parameters(stage)):
-        states = job.optimizer.states_of(param).items()
+        states = job.optimizer.states_of(param).items() if param.requires_grad else ()
         here = {name: param, **{f"{name} {state}": tensor for state, tensor in states if state != "step"}}
         for key, tensor in here.items():
             part = RankPart.of(cut(tensor, shape))
@@ -134,7 +134,7 @@ def load_each(config: Config, paths: Sequence[Path], steps: int) -> list[Loaded]
             spoil(job)
         progress = restorer(job, config).all(path)
         loaded = parts(job)
-        states = [job.optimizer.states_of(param) for _, param in job.named_parameters()]
+        states = [job.optimizer.states_of(param) for _, param in job.named_parameters() if param.requires_grad]
         assert {state["step"].item() for state in states if "step" in state} == {progress.updates}
         results.append((progress, loaded, [], {}))
     progress, loaded, *_ = results.pop()

@@ -8,9 +8,9 @@ such a gradient is compared on the scale of all gradients, in every step, and su
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from operator import attrgetter
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -36,7 +36,7 @@ from megalite.distributed.start.local import launch
 from megalite.distributed.start.ranks import RankInfo, find_rank_info
 from megalite.distributed.start.signals import end_when_stopped
 from megalite.distributed.start.start import run_rank, start
-from megalite.parallel.parameter import box, cut, extra_state, parameters
+from megalite.parallel.parameter import box, cut, extra_state, parameters, trainable
 from megalite.plan.batches import global_batches, samples_after
 from megalite.plan.memory.fit import planned
 from megalite.plan.pipeline import table_of
@@ -135,7 +135,7 @@ def trace(config: Config, mesh: Mesh, steps: int) -> Trace:
     losses, norms, grads = [], [], []
     for step in range(steps):
         loss = gradients(job, random_batch(job, step))
-        grads.append(_parts(job, attrgetter("grad")))
+        grads.append(_gradients(job))
         reading = update(job, loss, step).read()
         losses.append(reading.loss)
         norms.append(reading.norm)
@@ -191,16 +191,20 @@ def micros_of(job: Job, samples: Tensor, pieces: int = 1) -> Micros:
     return Micros.cut_at(cut.reshape(-1, micro * pieces, length + 1), END_OF_DOCUMENT)
 
 
-def _parts(job: Job, of: Callable[[DTensor], DTensor] = lambda param: param) -> Parts:
-    """Parameters, or what each of them has, without padding."""
-    every = (found for stage in job.stages.values() for found in parameters(stage))
-    return [(found.name, RankPart.of(cut(of(found.value), found.shape))) for found in every]
+def _gradients(job: Job) -> Parts:
+    """The gradients of trained parameters, without padding."""
+    every = (found for stage in job.stages.values() for found in trainable(stage))
+    return _parts((found.name, found.value.grad, found.shape) for found in every)
 
 
 def _state(job: Job) -> Parts:
     """Parameters and extra state, without padding."""
-    every = (found for stage in job.stages.values() for found in extra_state(stage))
-    return _parts(job) + [(found.name, RankPart.of(cut(found.value, found.shape))) for found in every]
+    every = (found for of in (parameters, extra_state) for stage in job.stages.values() for found in of(stage))
+    return _parts((found.name, found.value, found.shape) for found in every)
+
+
+def _parts(tensors: Iterable[tuple[str, Any, tuple[int, ...]]]) -> Parts:
+    return [(name, RankPart.of(cut(tensor, shape))) for name, tensor, shape in tensors]
 
 
 def _differences(reference: Trace, found: Trace, steps: int, tolerance: float, mesh: Mesh) -> list[Difference]:

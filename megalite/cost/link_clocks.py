@@ -76,7 +76,7 @@ def partial_links(config: Config, net: Net, part: Part, element: int) -> Links:
 
 def elements(model: Model, part: Part, tp: int, shards: int) -> int:
     """Parameters of a part on a rank of tp, with rows padded as FSDP2 shards them."""
-    return _weights(model, part, tp).padded(shards)
+    return _weights(model, part, tp).gathered(shards)
 
 
 def _weights(model: Model, part: Part, tp: int) -> Weights:

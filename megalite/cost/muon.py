@@ -53,6 +53,6 @@ def _matrices(plan: Plan, rank: int) -> list[Matrix]:
         for stage in plan.stages_of(rank)
         for layer in plan.layers[stage]
         for _, weight in layer_weights(plan.config.model, plan.kinds[layer])
-        if weight.role.kind is RoleKind.MATRIX
+        if weight.trained and weight.role.kind is RoleKind.MATRIX
         for matrix in matrices_of(weight.shape, (), plan.config.optim.muon.steps)
     ]

@@ -108,7 +108,8 @@ def count_step(job: Job, batch: Micros, fake: FakeTensorMode | None = None) -> t
     """
     params = [param for _, param in job.named_parameters()]
     # States that do not exist yet are made now: without them, the first step of a run peaks lower than all others.
-    states = [state for param in params for state in job.optimizer.states_of(param).values()]
+    trained = [param for param in params if param.requires_grad]
+    states = [state for param in trained for state in job.optimizer.states_of(param).values()]
     live = LiveBytes(fake, lambda: job.activity.now[0])
     live.add(params, "parameters")
     kept_in = STATES_IN[job.config.optim.place]

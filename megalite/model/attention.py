@@ -13,7 +13,6 @@ from megalite.parallel.norm import scaled, split_rms_norm
 from megalite.parallel.parameter import parameter, part, whole
 from megalite.parallel.recompute import Cheap
 from megalite.parallel.tensor import columns
-from megalite.plan.model import roles
 from megalite.plan.parts.attention import GroupedQueryPart
 from megalite.plan.parts.part import Weight
 from megalite_kernels import qk_norm_rope, rms_norm, rope
@@ -22,10 +21,10 @@ from megalite_kernels import qk_norm_rope, rms_norm, rope
 class HeadNorm(nn.Module):
     """The norm of every query or key head, and its rotation in a layer with rotary positions."""
 
-    def __init__(self, width: int, eps: float, rotary: bool, tp: DeviceMesh, kernels: Kernels) -> None:
+    def __init__(self, weight: Weight, eps: float, rotary: bool, tp: DeviceMesh, kernels: Kernels) -> None:
         super().__init__()
-        self.roles = {"weight": roles.HEAD_NORM}
-        self.weight = parameter((width,), tp, Replicate())
+        self.roles = {"weight": weight.role}
+        self.weight = parameter(weight, tp, Replicate())
         self.eps = eps
         self.norm = Cheap(partial(qk_norm_rope if rotary else rms_norm, backend=kernels.rope))
 
@@ -39,7 +38,7 @@ class AllHeadsNorm(nn.Module):
     def __init__(self, weight: Weight, head_size: int, eps: float, tp: DeviceMesh, kernels: Kernels) -> None:
         super().__init__()
         self.roles = {"weight": weight.role}
-        self.weight = parameter(weight.shape, tp, Shard(0))
+        self.weight = parameter(weight, tp, Shard(0))
         self.head_size, self.eps = head_size, eps
         self.group = tp.get_group()
         self.rms_norm = partial(rms_norm, backend=kernels.rms_norm)
@@ -83,7 +82,8 @@ class Attention(nn.Module):
         self.q_norm: HeadNorm | AllHeadsNorm | None = None
         self.k_norm: HeadNorm | AllHeadsNorm | None = None
         if part.kind.norms == "head":
-            self.q_norm, self.k_norm = (HeadNorm(heads.width, eps, rotary, tp, kernels) for _ in range(2))
+            self.q_norm = HeadNorm(weights["q_norm.weight"], eps, rotary, tp, kernels)
+            self.k_norm = HeadNorm(weights["k_norm.weight"], eps, rotary, tp, kernels)
         elif part.kind.norms == "all":
             self.q_norm = AllHeadsNorm(weights["q_norm.weight"], heads.width, eps, tp, kernels)
             self.k_norm = AllHeadsNorm(weights["k_norm.weight"], heads.width, eps, tp, kernels)

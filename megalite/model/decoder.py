@@ -26,7 +26,7 @@ from megalite.parallel.context import Attention as Attend
 from megalite.parallel.linear import linears
 from megalite.parallel.parameter import part
 from megalite.parallel.tensor import ColumnLinear, VocabularyEmbedding
-from megalite.plan.model import roles
+from megalite.plan.model.weights import embedding, final_norm, head, layer_weights
 from megalite.plan.parts.attention import GroupedQueryPart
 from megalite.plan.parts.swiglu import SwiGLUPart
 from megalite_kernels import linear_cross_entropy
@@ -44,13 +44,18 @@ class Layer(nn.Module):
         # The last module before the stream takes the factor of the branch.
         of_norm, of_rest = (branch, 1.0) if "after" in kind.norms else (1.0, branch)
         of_first = 1.0 if self.before else of_norm
-        norm, attention = partial(Norm, model, tp, kernels), GroupedQueryPart(model.width, kind.attention)
-        self.attention_norm = norm(factor=of_first)
+        weights, attention = dict(layer_weights(model, kind)), GroupedQueryPart(model.width, kind.attention)
+
+        def norm(name: str, factor: float) -> Norm:
+            return Norm(weights[f"{name}.weight"], model.norm_eps, tp, kernels, factor)
+
+        self.attention_norm = norm("attention_norm", of_first)
         self.attention = Attention(attention, model.norm_eps, kind.rope is not None, tp, kernels, of_rest)
-        self.mlp_norm = norm(factor=of_first)
+        self.mlp_norm = norm("mlp_norm", of_first)
         self.mlp = MLP(SwiGLUPart(model.width, kind.feed_forward), tp, kernels, of_rest)
         if self.both:
-            self.attention_output_norm, self.mlp_output_norm = norm(factor=of_norm), norm(factor=of_norm)
+            self.attention_output_norm = norm("attention_output_norm", of_norm)
+            self.mlp_output_norm = norm("mlp_output_norm", of_norm)
 
     def forward(self, x: Tensor, angles: tuple[Tensor, ...], attend: Attend) -> Tensor:
         if not self.before:
@@ -78,8 +83,8 @@ class Head(nn.Module):
     def __init__(self, model: Model, tp: DeviceMesh, kernels: Kernels) -> None:
         super().__init__()
         self.group = tp.get_group()
-        self.norm = Norm(model, tp, kernels, roles.FINAL_NORM, multipliers(model).logits)
-        self.output = None if model.tie_embeddings else ColumnLinear(model.width, model.vocab_size, tp, roles.HEAD)
+        self.norm = Norm(final_norm(model), model.norm_eps, tp, kernels, multipliers(model).logits)
+        self.output = None if model.tie_embeddings else ColumnLinear(head(model), tp)
         self.cross_entropy = partial(linear_cross_entropy, vocabulary=model.vocab_size, backend=kernels.cross_entropy)
 
     def forward(self, x: Tensor, tied: Tensor | None, targets: Tensor | None) -> Tensor:
@@ -112,7 +117,7 @@ class Decoder(nn.Module):
         self.model, self.first, self.tied = model, first, last and model.tie_embeddings
         self.factor = multipliers(model).embedding
         self.group = tp.get_group()
-        self.embed = VocabularyEmbedding(model.vocab_size, model.width, tp) if first or self.tied else None
+        self.embed = VocabularyEmbedding(embedding(model), tp) if first or self.tied else None
         kinds = layer_kinds(model)
         self.kinds = [kinds[layer] for layer in layers]
         self.layers = nn.ModuleDict({str(layer): Layer(model, kinds[layer], tp, kernels) for layer in layers})

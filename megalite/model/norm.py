@@ -6,24 +6,21 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate
 
-from megalite.config.schema import Kernels, Model
+from megalite.config.schema import Kernels
 from megalite.parallel.parameter import parameter, whole
 from megalite.parallel.recompute import Cheap
-from megalite.plan.model import roles
-from megalite.plan.model.roles import Role
+from megalite.plan.parts.part import Weight
 from megalite_kernels import add_rms_norm, rms_norm
 
 
 class Norm(nn.Module):
     """RMSNorm, multiplied by `factor`: in the few weights, so that no pass over activations is added."""
 
-    def __init__(
-        self, model: Model, tp: DeviceMesh, kernels: Kernels, role: Role = roles.NORM, factor: float = 1.0
-    ) -> None:
+    def __init__(self, weight: Weight, eps: float, tp: DeviceMesh, kernels: Kernels, factor: float = 1.0) -> None:
         super().__init__()
-        self.roles = {"weight": role}
-        self.weight = parameter((model.width,), tp, Replicate())
-        self.eps, self.factor = model.norm_eps, factor
+        self.roles = {"weight": weight.role}
+        self.weight = parameter(weight, tp, Replicate())
+        self.eps, self.factor = eps, factor
         self.rms_norm = Cheap(partial(rms_norm, backend=kernels.rms_norm))
         self.add_rms_norm = partial(add_rms_norm, backend=kernels.rms_norm)
 

@@ -10,13 +10,9 @@ from megalite.plan.parts.part import Weight
 
 def column(weights: Mapping[str, Weight], name: str, tp: DeviceMesh) -> ColumnLinear:
     """The column-parallel layer of a weight, with the bias of its name if there is one."""
-    weight = weights[f"{name}.weight"]
-    outputs, inputs = weight.shape
-    return ColumnLinear(inputs, outputs, tp, weight.role, f"{name}.bias" in weights)
+    return ColumnLinear(weights[f"{name}.weight"], tp, weights.get(f"{name}.bias"))
 
 
 def row(weights: Mapping[str, Weight], name: str, tp: DeviceMesh, factor: float) -> RowLinear:
     """The row-parallel layer of a weight. factor: of its output."""
-    weight = weights[f"{name}.weight"]
-    outputs, inputs = weight.shape
-    return RowLinear(inputs, outputs, tp, weight.role, factor)
+    return RowLinear(weights[f"{name}.weight"], tp, factor)

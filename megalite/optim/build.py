@@ -54,13 +54,14 @@ def build_optimizer(
 
 
 def alike(parameters: Iterable[Parameter], model: Model, optim: Optim) -> list[dict[str, Any]]:
-    """Parameter groups: parameters with the same settings, those with weight decay first.
+    """Parameter groups: parameters with the same settings, those with weight decay first; of none, an empty group.
 
     `lr_scale` of a group is the factor of its learning rate, see `interface.set_rate`.
     """
     found: dict[Scales, list[Parameter]] = {}
     for parameter in parameters:
         found.setdefault(scales(model, optim, parameter.role), []).append(parameter)
+    alone = {Scales(1.0, 0.0, optim.eps): list[Parameter]()}  # PyTorch's optimizers need a group
     return [
         {
             "params": [parameter.value for parameter in group],
@@ -70,5 +71,5 @@ def alike(parameters: Iterable[Parameter], model: Model, optim: Optim) -> list[d
             "weight_decay": each.weight_decay,
             "eps": each.eps,
         }
-        for each, group in sorted(found.items(), key=lambda item: item[0].weight_decay == 0)
+        for each, group in sorted((found or alone).items(), key=lambda item: item[0].weight_decay == 0)
     ]

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from megalite.distributed.mesh import Mesh
-from megalite.parallel.parameter import Parameter, trainable
+from megalite.parallel.parameter import Parameter, parameters, trainable
 from megalite.plan.model.roles import EMBEDDING
 from megalite_kernels.grad_norm import grad_norm
 
@@ -65,8 +65,9 @@ def counted_norms(stages: Stages, placement: Sequence[int], mesh: Mesh, tied: bo
 
 @torch.no_grad()
 def parameter_norm(stages: Stages, placement: Sequence[int], mesh: Mesh, tied: bool) -> Tensor:
-    """The L2 norm of all parameters, the same in every layout. Collective."""
-    nothing = next(_trainable(stages)).value.to_local().new_zeros(1)  # a rank may count no parameter
+    """The L2 norm of all trained parameters, the same in every layout. Collective."""
+    (some, *_) = (found for stage in stages.values() for found in parameters(stage))
+    nothing = some.value.to_local().new_zeros(1)  # a rank may count no parameter
     counted = [param.to_local() for _, param in _counted(stages, placement, tied)]
     return grad_norm([nothing, *counted], groups=[mesh.world], backend="torch")
 

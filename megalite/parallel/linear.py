@@ -80,8 +80,9 @@ class _Linears(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         ctx.group, ctx.gradients, ctx.product, ctx.factor, ctx.params = group, gradients, product, factor, params
         mine = product.prepare(x)
-        ctx.inputs = len(mine)
-        ctx.save_for_backward(*mine, *weights)
+        kept = mine if any(ctx.needs_input_grad[6:]) else ()  # inputs are for the gradients of weights alone
+        ctx.inputs = len(kept)
+        ctx.save_for_backward(*kept, *weights)
         whole = _gather(mine, group)()
         return tuple(product.forward(whole, weight, factor) for weight in weights)
 
@@ -93,8 +94,8 @@ class _Linears(torch.autograd.Function):
         _, _, _, _, _, _, *wanted = ctx.needs_input_grad
         trained = [(param, grad) for param, grad, is_wanted in zip(ctx.params, grads, wanted, strict=True) if is_wanted]
         make = partial(_accumulate, trained, x, group, product, factor)
-        put_off = ctx.gradients is not None and ctx.gradients.later(make)
-        inputs = None if put_off or not trained else _gather(x, group)
+        put_off = not trained or (ctx.gradients is not None and ctx.gradients.later(make))
+        inputs = None if put_off else _gather(x, group)
         of_x = None
         for grad, weight in zip(grads, weights, strict=True) if ctx.needs_input_grad[0] else ():
             of_x = product.input_gradient(grad, weight, of_x, factor)
@@ -125,8 +126,6 @@ def _accumulate(
     factor: float,
 ) -> None:
     """Compute and add the weight gradients that were put off. trained: weights, and the gradients of their outputs."""
-    if not trained:
-        return
     whole = _gather(x, group)()
     for param, grad in trained:
         add_gradient(param, product.weight_gradient(grad, whole, factor))

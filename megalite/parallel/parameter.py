@@ -10,18 +10,19 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from megalite.plan.model.roles import Role
+from megalite.plan.parts.part import Weight
 
 
-def parameter(shape: tuple[int, ...], mesh: DeviceMesh, placement: Placement) -> nn.Parameter:
-    """A parameter of global `shape`, without values: this rank's part is on the meta device.
+def parameter(weight: Weight, mesh: DeviceMesh, placement: Placement) -> nn.Parameter:
+    """The parameter that `weight` describes, without values: this rank's part is on the meta device.
 
     All ranks have equally large parts. So a dimension that the mesh does not divide is padded, see `Parameter.shape`.
     """
-    return nn.Parameter(placed(shape, mesh, placement))
+    return nn.Parameter(placed(weight.shape, mesh, placement), requires_grad=weight.trained)
 
 
 def placed(shape: tuple[int, ...], mesh: DeviceMesh, placement: Placement) -> DTensor:
-    """A tensor as in `parameter`, but no parameter. As a buffer that its module's `roles` name, it is `extra_state`."""
+    """A tensor of global `shape`, laid out as a `parameter` is. As a buffer with a role, it is `extra_state`."""
     part = list(shape)
     if isinstance(placement, Shard):
         part[placement.dim] = -(-part[placement.dim] // mesh.size())
@@ -78,7 +79,7 @@ def _with_roles(module: Any, named: Iterable[tuple[str, Tensor]]) -> Iterator[Pa
 
 
 def trainable(stage: nn.Module) -> Iterator[Parameter]:
-    """The parameters of `stage` that training changes. All others have no gradients and no optimizer states."""
+    """The parameters of `stage` that training changes, `Weight.trained`."""
     return (found for found in parameters(stage) if found.value.requires_grad)
 
 

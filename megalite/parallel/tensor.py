@@ -6,8 +6,10 @@ A parameter is a DTensor on the `tp` mesh, so FSDP2, clipping and checkpoints kn
     t  tensor-parallel size
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
+import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -18,7 +20,7 @@ from megalite.distributed.collectives import reduce_scatter
 from megalite.parallel.linear import WeightGradients, linears
 from megalite.parallel.parameter import parameter, part
 from megalite.parallel.product import PLAIN_PRODUCT, Product
-from megalite.plan.model.roles import EMBEDDING, Role
+from megalite.plan.parts.part import Weight
 
 
 class Linear(nn.Module):
@@ -27,19 +29,19 @@ class Linear(nn.Module):
     gradients: WeightGradients | None = None
     product: Product = PLAIN_PRODUCT
 
-    def __init__(self, role: Role) -> None:
+    def __init__(self, weight: Weight) -> None:
         super().__init__()
-        self.roles = {"weight": role, "bias": role.bias}
+        self.roles = {"weight": weight.role, "bias": weight.role.bias}
 
 
 class ColumnLinear(Linear):
     """y = x Wᵀ + b, with output features, padded so that tp divides them, split over tp; see `columns`."""
 
-    def __init__(self, width_in: int, width_out: int, mesh: DeviceMesh, role: Role, bias: bool = False) -> None:
-        super().__init__(role)
-        self.rows = width_out
-        self.weight = parameter((width_out, width_in), mesh, Shard(0))
-        self.bias = parameter((width_out,), mesh, Shard(0)) if bias else None
+    def __init__(self, weight: Weight, mesh: DeviceMesh, bias: Weight | None = None) -> None:
+        super().__init__(weight)
+        self.rows = weight.shape[0]
+        self.weight = parameter(weight, mesh, Shard(0))
+        self.bias = None if bias is None else parameter(bias, mesh, Shard(0))
 
 
 def columns(x: Tensor, layers: Sequence[ColumnLinear], group: dist.ProcessGroup) -> list[Tensor]:
@@ -52,10 +54,10 @@ def columns(x: Tensor, layers: Sequence[ColumnLinear], group: dist.ProcessGroup)
 class RowLinear(Linear):
     """y = factor · x Wᵀ, the input features split over tp: `[s, b, in/t]` → `[s/t, b, out]`."""
 
-    def __init__(self, width_in: int, width_out: int, mesh: DeviceMesh, role: Role, factor: float = 1.0) -> None:
-        super().__init__(role)
+    def __init__(self, weight: Weight, mesh: DeviceMesh, factor: float = 1.0) -> None:
+        super().__init__(weight)
         self.factor = factor
-        self.weight = parameter((width_out, width_in), mesh, Shard(1))
+        self.weight = parameter(weight, mesh, Shard(1))
         self.group: dist.ProcessGroup = mesh.get_group()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -64,16 +66,24 @@ class RowLinear(Linear):
 
 
 class VocabularyEmbedding(nn.Module):
-    """An embedding table split by vocabulary, padded so that tp divides it: tokens `[s, b]` → `[s/t, b, d]`."""
+    """An embedding table split by vocabulary, padded so that tp divides it: tokens `[s, b]` → `[s/t, b, d]`.
 
-    def __init__(self, vocabulary: int, width: int, mesh: DeviceMesh) -> None:
+    If the table is not trained, its output still takes a gradient: every layer then runs backward alike.
+    """
+
+    def __init__(self, weight: Weight, mesh: DeviceMesh) -> None:
         super().__init__()
-        self.roles = {"weight": EMBEDDING}
-        self.rows = vocabulary
-        self.weight = parameter((vocabulary, width), mesh, Shard(0))
+        self.roles = {"weight": weight.role}
+        self.rows = weight.shape[0]
+        self.weight = parameter(weight, mesh, Shard(0))
         self.group: dist.ProcessGroup = mesh.get_group()
 
     def forward(self, tokens: Tensor) -> Tensor:
+        if self.weight.requires_grad or not torch.is_grad_enabled():
+            return self._looked_up(tokens)
+        return _TakesGradient.apply(torch.empty(0, device=tokens.device, requires_grad=True), self._looked_up, tokens)
+
+    def _looked_up(self, tokens: Tensor) -> Tensor:
         table = part(self.weight)
         if self.group.size() == 1:
             return F.embedding(tokens, table)
@@ -81,6 +91,18 @@ class VocabularyEmbedding(nn.Module):
         absent = (local < 0) | (local >= len(table))
         found = F.embedding(local.masked_fill(absent, 0), table).masked_fill(absent[..., None], 0)  # s b d
         return reduce_scatter(found, self.group)
+
+
+class _TakesGradient(torch.autograd.Function):
+    """`make(x)`, which takes a gradient though nothing in it is trained. leaf: any tensor that requires one."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: Tensor, make: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        return make(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None]:
+        return None, None, None
 
 
 def use_product(layers: nn.Module, product: Product) -> None:

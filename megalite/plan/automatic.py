@@ -24,7 +24,14 @@ from megalite.config.layers import LayerKind, layer_kinds
 from megalite.config.schema import Config, Model
 from megalite.plan.memory.activations import Activations
 from megalite.plan.memory.repeated_layers import parts_of
-from megalite.plan.model.size import by_stage, head_forward_flops, layer_forward_flops, layer_matrix_flops
+from megalite.plan.model.size import (
+    by_stage,
+    head_forward_flops,
+    head_weight_flops,
+    layer_forward_flops,
+    layer_matrix_flops,
+    layer_weight_flops,
+)
 from megalite.plan.recompute_modes import FORWARD_PASSES, GIB, Mode, every_nth
 from megalite.plan.split import split_of
 from megalite.schedule.actions import Table
@@ -180,7 +187,7 @@ def costs_of(config: Config) -> list[StageCosts]:
     layers = {stage: list(zip(own, modes[stage], strict=True)) for stage, own in enumerate(by_stage(kinds, split))}
     sizes = Activations(config)
     times = [_flops(config.model, layers[stage]) for stage in layers]
-    times[-1] = _with_head(times[-1], head_forward_flops(config.model), sizes.chunks_head)
+    times[-1] = _with_head(times[-1], config.model, sizes.chunks_head)
     unit = sum(forward for forward, _, _ in times) / len(times)
     found = []
     for stage, parts in parts_of(sizes, layers, len(split)).items():
@@ -199,17 +206,19 @@ def _flops(model: Model, layers: Sequence[tuple[LayerKind, Mode]]) -> Flops:
     def one(kind: LayerKind, mode: Mode) -> Flops:
         whole, matrices = layer_forward_flops(model, kind), layer_matrix_flops(model, kind)
         again = (FORWARD_PASSES[mode] - FORWARD_PASSES["none"]) * whole
-        return whole, matrices + 2 * (whole - matrices) + again, matrices
+        return whole, matrices + 2 * (whole - matrices) + again, layer_weight_flops(model, kind)
 
     each = [one(*layer) for layer in layers]
     forward, back, weight = (sum(column) for column in zip(*each, strict=True)) if each else (0.0, 0.0, 0.0)
     return forward, back, weight
 
 
-def _with_head(stage: Flops, head: float, chunks: bool) -> Flops:
+def _with_head(stage: Flops, model: Model, chunks: bool) -> Flops:
     """FLOPs of the last stage, with those of the head. chunks: the head makes its gradients in F, chunk by chunk."""
     forward, back, weight = stage
-    return (forward + 3 * head, back, weight) if chunks else (forward + head, back + 2 * head, weight)
+    head = head_forward_flops(model)
+    gradients = head + head_weight_flops(model)
+    return (forward + head + gradients, back, weight) if chunks else (forward + head, back + gradients, weight)
 
 
 def placement(config: Config) -> tuple[int, ...]:

@@ -121,7 +121,7 @@ def stage_matrices(
     kinds, found = layer_kinds(model), []
     for layer in layers:
         for _, weight in layer_weights(model, kinds[layer]):
-            if weight.role.kind is RoleKind.MATRIX:
+            if weight.trained and weight.role.kind is RoleKind.MATRIX:
                 held = boxes(weight.shape, (replicas, shards, tp), ((2, weight.split), (1, 0)))
                 found += matrices_of(weight.shape, held, steps)
     return found

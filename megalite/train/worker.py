@@ -123,7 +123,7 @@ def _train(
     job = build(plan, mesh, activity)
     at = "  ".join(f"{axis} {position}" for axis, position in mesh.coordinates.items())
     layers = ", ".join(layer for stage in job.stages.values() for layer in stage.layers)
-    log.info("at %s: layers %s, %d parameters here", at, layers, _parameters_here(job))
+    log.info("at %s: layers %s, %s here", at, layers, _parameters_here(job))
     recomputed = Counter(mode for stage in job.stages for mode in plan.modes[stage])
     log.info("recompute of layers: %s", ", ".join(f"{count} {mode}" for mode, count in recomputed.items()))
     batches = open_data(job)
@@ -270,8 +270,13 @@ def announce(report: Report, job: Job, batches: Batches, progress: Progress) -> 
         report.say(f"resuming at step {progress.step}, sample {progress.samples}")
 
 
-def _parameters_here(job: Job) -> int:
-    return sum(param.to_local().numel() for _, param in job.named_parameters() if isinstance(param, DTensor))
+def _parameters_here(job: Job) -> str:
+    """The number of parameters on this rank, and of those that are trained where it differs."""
+    found = Counter[bool]()
+    for _, param in job.named_parameters():
+        assert isinstance(param, DTensor)
+        found[param.requires_grad] += param.to_local().numel()
+    return f"{found.total()} parameters" + (f", {found[True]} of them trained," if found[False] else "")
 
 
 def gather_nodes(mesh: Mesh) -> list[str]:

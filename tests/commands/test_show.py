@@ -6,6 +6,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 import pytest
+from frozen_roles import ENDS, frozen
 
 from megalite.base import terminal
 from megalite.base.errors import InputError
@@ -14,6 +15,7 @@ from megalite.config.load import load
 from megalite.config.validate import check
 from megalite.cost.order_costs import costing_of
 from megalite.plan import pipeline
+from megalite.plan.model import roles
 from megalite.plan.pipeline import table_of
 from megalite.schedule.file import read
 from megalite.schedule.generate import build
@@ -67,6 +69,19 @@ def test_parameters_by_component_and_stage(show: Show) -> None:
     assert row(output, "0") == ["0-1", "0-7", "embedding", "2,270,232,576", "0.89"]
     assert row(output, "1") == ["2-3", "8-16", "1,963,008,000", "1.00"]
     assert row(output, "3") == ["6-7", "26-31", "final norm, head", "1,834,012,672", "0.90"]
+
+
+def test_trained_parameters_are_shown_apart(show: Show) -> None:
+    sizes = ["model.layers=4", "model.width=32", "model.heads=4", "model.ffn=64", "model.vocab_size=512"]
+    assert "trained" not in show(*sizes)
+    with frozen(ENDS | {roles.QUERY}):
+        output = show(*sizes)
+    assert row(output, "embedding")[:2] == [f"{512 * 32:,}", "0"]
+    total, trained = (int(cell.replace(",", "")) for cell in row(output, "total")[:2])
+    assert total - trained == 4 * 32 * 32 + 2 * 512 * 32 + 32
+    weights = 4 * (4 * 32 * 32 + 3 * 32 * 64) + 512 * 32
+    assert row(output, "full") == [f"{6 * weights - 2 * (4 * 32 * 32 + 512 * 32) + 4 * 12 * 32 * 256:,}"]
+    assert ", 4 · those that are not trained, +" in output
 
 
 def test_factors_of_a_parametrization_by_parameter(show: Show) -> None:

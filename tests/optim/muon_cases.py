@@ -24,8 +24,9 @@ from megalite.optim.exchange import Arriving, Views
 from megalite.optim.muon import Muon, held_by
 from megalite.optim.states import STORES
 from megalite.parallel.parameter import parameter, parameters
-from megalite.plan.model.roles import RoleKind
+from megalite.plan.model.roles import UP_PROJECTION, RoleKind
 from megalite.plan.muon import Box
+from megalite.plan.parts import part
 from megalite.plan.resolved import resolve
 from megalite.train.build import build
 from megalite.train.step import train_step
@@ -41,7 +42,7 @@ class Weight(nn.Module):
 
     def __init__(self, shape: tuple[int, ...], split: int, mesh: Mesh) -> None:
         super().__init__()
-        self.weight = parameter(shape, mesh.tp, Shard(split))
+        self.weight = parameter(part.Weight(shape, UP_PROJECTION), mesh.tp, Shard(split))
 
 
 @dataclass(frozen=True)

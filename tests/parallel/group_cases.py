@@ -15,6 +15,7 @@ from megalite.parallel.fsdp import shard
 from megalite.parallel.gradients import counted_norms, finish
 from megalite.parallel.parameter import parameter, part
 from megalite.plan.model.roles import DOWN_PROJECTION, GATE, Role
+from megalite.plan.parts.part import Weight
 from megalite.train.vital_signs import take_signs
 
 EXPERTS, REPLICAS, WIDTH = 2, 4, 8  # every expert is sharded over ranks of its own
@@ -26,7 +27,7 @@ Told = tuple[list[float], dict[str, Tensor]]
 class Matrix(nn.Module):
     def __init__(self, role: Role, tp: DeviceMesh) -> None:
         super().__init__()
-        self.weight = parameter((WIDTH, WIDTH), tp, Replicate())
+        self.weight = parameter(Weight((WIDTH, WIDTH), role), tp, Replicate())
         self.roles = {"weight": role}
 
     def forward(self, x: Tensor) -> Tensor:

@@ -26,7 +26,8 @@ from megalite.distributed.mesh import Mesh
 from megalite.parallel.parameter import whole
 from megalite.parallel.pipeline import Activation, Pipeline, StepInputs, TensorsInFlight
 from megalite.parallel.tensor import ColumnLinear, RowLinear, columns, parameter, split_backward
-from megalite.plan.model.roles import DOWN_PROJECTION, UP_PROJECTION
+from megalite.plan.model.roles import DOWN_PROJECTION, NORM, UP_PROJECTION
+from megalite.plan.parts.part import Weight
 from megalite.schedule.actions import Action, Kind, Table
 from megalite.schedule.generate import build, build_forward
 from megalite.schedule.simulate import simulate
@@ -62,10 +63,10 @@ class ToyStage(nn.Module):
         super().__init__()
         self.penalty = penalty
         self.first, self.second = (
-            ColumnLinear(WIDTH, WIDTH, tp, UP_PROJECTION),
-            RowLinear(WIDTH, WIDTH, tp, DOWN_PROJECTION),
+            ColumnLinear(Weight((WIDTH, WIDTH), UP_PROJECTION), tp),
+            RowLinear(Weight((WIDTH, WIDTH), DOWN_PROJECTION), tp),
         )
-        self.bias = parameter((WIDTH,), tp, torch.distributed.tensor.Replicate())
+        self.bias = parameter(Weight((WIDTH,), NORM), tp, torch.distributed.tensor.Replicate())
         self.group = tp.get_group()
         self.to(torch.float64).to_empty(device="cpu")
         for param, value in zip(self.weights(), values(number), strict=True):

@@ -13,10 +13,13 @@ from megalite.distributed.mesh import Mesh
 from megalite.parallel.norm import scaled, split_rms_norm
 from megalite.parallel.parameter import parameter, whole
 from megalite.parallel.tensor import ColumnLinear, RowLinear, VocabularyEmbedding, columns
-from megalite.plan.model.roles import DOWN_PROJECTION, UP_PROJECTION
+from megalite.plan.model.roles import DOWN_PROJECTION, EMBEDDING, NORM, UP_PROJECTION
+from megalite.plan.parts.part import Weight
 from megalite_kernels import rms_norm
 
 SEQUENCE, BATCH, WIDTH, FFN, VOCABULARY = 8, 3, 12, 20, 24
+UP, DOWN = Weight((FFN, WIDTH), UP_PROJECTION), Weight((WIDTH, FFN), DOWN_PROJECTION)
+TABLE = Weight((VOCABULARY, WIDTH), EMBEDDING)
 TP = pytest.mark.parametrize("tp", [1, 2, 4])
 
 
@@ -97,7 +100,7 @@ def test_reduce_scatter_and_its_gradient(tp: int, ranks: Ranks) -> None:
 
 def column(tp: int) -> tuple[Tensor, ...]:
     mesh = _mesh(tp)
-    layer = ColumnLinear(WIDTH, FFN, mesh.tp, UP_PROJECTION, bias=True)
+    layer = ColumnLinear(UP, mesh.tp, Weight((FFN,), UP_PROJECTION.bias))
     _materialize(layer)
     _fill(layer.weight, _random(FFN, WIDTH, seed=0), mesh, 0)
     _fill(layer.bias, _random(FFN, seed=1), mesh, 0)
@@ -123,7 +126,7 @@ def test_column_linear(tp: int, ranks: Ranks) -> None:
 
 def row(tp: int) -> tuple[Tensor, ...]:
     mesh = _mesh(tp)
-    layer = RowLinear(FFN, WIDTH, mesh.tp, DOWN_PROJECTION)
+    layer = RowLinear(DOWN, mesh.tp)
     _materialize(layer)
     _fill(layer.weight, _random(WIDTH, FFN, seed=0), mesh, 1)
     x = _mine(_random(SEQUENCE, BATCH, FFN, seed=1), mesh, -1)
@@ -147,8 +150,8 @@ def test_row_linear(tp: int, ranks: Ranks) -> None:
 def block(tp: int) -> tuple[Tensor, ...]:
     """Norm weight on the sequence part, gather, column, row, scatter: how a layer uses them."""
     mesh = _mesh(tp)
-    up, down = ColumnLinear(WIDTH, FFN, mesh.tp, UP_PROJECTION), RowLinear(FFN, WIDTH, mesh.tp, DOWN_PROJECTION)
-    scale = nn.ParameterDict({"weight": parameter((WIDTH,), mesh.tp, Replicate())})
+    up, down = ColumnLinear(UP, mesh.tp), RowLinear(DOWN, mesh.tp)
+    scale = nn.ParameterDict({"weight": parameter(Weight((WIDTH,), NORM), mesh.tp, Replicate())})
     for layer in (up, down, scale):
         _materialize(layer)
     _fill(up.weight, _random(FFN, WIDTH, seed=0), mesh, 0)
@@ -189,7 +192,7 @@ def _tokens() -> Tensor:
 
 def embed(tp: int) -> tuple[Tensor, ...]:
     mesh = _mesh(tp)
-    layer = VocabularyEmbedding(VOCABULARY, WIDTH, mesh.tp)
+    layer = VocabularyEmbedding(TABLE, mesh.tp)
     _materialize(layer)
     _fill(layer.weight, _random(VOCABULARY, WIDTH, seed=1), mesh, 0)
     y = layer(_tokens())
@@ -209,7 +212,7 @@ def test_vocabulary_embedding(tp: int, ranks: Ranks) -> None:
 
 
 def embed_outside() -> str:
-    layer = VocabularyEmbedding(VOCABULARY, WIDTH, _mesh(1).tp)
+    layer = VocabularyEmbedding(TABLE, _mesh(1).tp)
     _materialize(layer)
     try:
         layer(torch.full((SEQUENCE, BATCH), VOCABULARY))

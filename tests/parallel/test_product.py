@@ -1,6 +1,6 @@
 """Other matrix products take the place of PyTorch's, and weights that are not trained get no gradients."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import pytest
@@ -11,13 +11,13 @@ from torch.autograd.graph import saved_tensors_hooks
 from toy_jobs import advance, config_of, make, one_rank
 
 from megalite.base.errors import InputError
-from megalite.checkpoint.store.state import State
 from megalite.config.layout import Layout
 from megalite.config.rules.train import train_rules
 from megalite.distributed.mesh import Mesh
 from megalite.parallel.product import PLAIN_PRODUCT, Plain, Prepared
 from megalite.parallel.tensor import ColumnLinear, Linear, columns, split_backward, use_product
 from megalite.plan.model.roles import UP_PROJECTION
+from megalite.plan.parts.part import Weight
 from megalite.train.build import Job, build_product
 
 
@@ -42,8 +42,9 @@ def mesh() -> Iterator[Mesh]:
         yield found
 
 
-def layers(mesh: Mesh) -> list[ColumnLinear]:
-    made = [ColumnLinear(4, width, mesh.tp, UP_PROJECTION).double().to_empty(device="cpu") for width in (3, 2)]
+def layers(mesh: Mesh, trained: Sequence[bool] = (True, True)) -> list[ColumnLinear]:
+    weights = (Weight((width, 4), UP_PROJECTION, each) for width, each in zip((3, 2), trained, strict=True))
+    made = [ColumnLinear(weight, mesh.tp).double().to_empty(device="cpu") for weight in weights]
     for number, layer in enumerate(made):
         generator = torch.Generator().manual_seed(number)
         layer.weight.data.to_local().copy_(torch.randn(layer.weight.shape, generator=generator, dtype=torch.float64))
@@ -74,8 +75,7 @@ def test_each_of_the_three_products_is_replaced(mesh: Mesh) -> None:
 @pytest.mark.parametrize("puts_off", [False, True])
 def test_a_weight_that_is_not_trained_gets_no_gradient(puts_off: bool, mesh: Mesh) -> None:
     of_x, _, (_, second) = through(layers(mesh), mesh)
-    made = layers(mesh)
-    made[0].weight.requires_grad_(False)
+    made = layers(mesh, trained=(False, True))
     gradients = split_backward(torch.nn.ModuleList(made))
     if puts_off:
         with gradients.put_off() as waiting:
@@ -92,6 +92,21 @@ def test_a_weight_that_is_not_trained_gets_no_gradient(puts_off: bool, mesh: Mes
     assert second is not None
     assert of_weights[1] is not None
     assert torch.equal(of_weights[1], second)
+
+
+def test_layers_that_are_not_trained_keep_no_input_and_put_nothing_off(mesh: Mesh) -> None:
+    of_x, *_ = through(layers(mesh), mesh)
+    made, saved = layers(mesh, trained=(False, False)), list[torch.Size]()
+    gradients = split_backward(torch.nn.ModuleList(made))
+    with (
+        saved_tensors_hooks(lambda tensor: (saved.append(tensor.shape), tensor)[1], lambda kept: kept),
+        gradients.put_off() as waiting,
+    ):
+        found, _, of_weights = through(made, mesh)
+    assert torch.equal(found, of_x)
+    assert of_weights == [None, None]
+    assert waiting == []
+    assert (3, 2, 4) not in saved
 
 
 class Narrow:
@@ -199,19 +214,3 @@ def test_a_name_that_no_product_can_have_is_refused(name: str) -> None:
     config = config_of(Layout())
     (problem,) = train_rules(replace(config, train=replace(config.train, product=name)))
     assert str(problem).startswith(f'train.product = "{name}": must be plain, or')
-
-
-@pytest.mark.usefixtures("mesh")
-def test_a_job_trains_what_is_to_be_trained_and_nothing_else() -> None:
-    frozen = {"embed.weight", "layers.0.mlp.up.weight", "layers.0.attention_norm.weight"}
-    job = make(config_of(Layout()))
-    before = {name: param.full_tensor().clone() for name, param in job.named_parameters()}  # type: ignore[attr-defined]
-    for name, param in job.named_parameters():
-        param.requires_grad_(name not in frozen)
-    advance(job, 0, 2)
-    kept = {name for name, param in job.named_parameters() if torch.equal(before[name], param.full_tensor())}  # type: ignore[attr-defined]
-    assert kept == frozen
-    saved = State(job.stages, job.optimizer).tensors()
-    assert {name.removeprefix("model.") for name in saved if name.startswith("model.")} == before.keys()
-    moments = {name.split(".", 2)[2] for name in saved if name.startswith("optimizer.")}
-    assert moments == before.keys() - frozen

@@ -37,6 +37,7 @@ from megalite.plan.model.size import (
     layer_parameters,
     model_parameters,
     stage_parameters,
+    trained_parameters,
 )
 from megalite.plan.pipeline import actions, check_schedule, micro_batches, placement
 from megalite.plan.split import layers_of, split_of, stage_costs
@@ -146,11 +147,14 @@ def _layout_table(layout: Layout) -> Table:
 
 def _parameter_table(model: Model) -> Table:
     whole, layer = model_parameters(model), layer_parameters(model, layer_kinds(model)[0])
-    shown = table("component", "parameters", "in one layer", "share", text=("component",))
+    trained = trained_parameters(model)
+    apart = ["trained"] if trained != whole else []
+    shown = table("component", "parameters", *apart, "in one layer", "share", text=("component",))
     for component in (*(field.name for field in fields(Parameters)), "total"):
         count, inside = getattr(whole, component), getattr(layer, component)
         name = "head (the embedding's weight)" if component == "head" and model.tie_embeddings else component
-        shown.add_row(name, f"{count:,}", f"{inside:,}" if inside else "", f"{count / whole.total:.1%}")
+        counts = [f"{count:,}", *(f"{getattr(trained, component):,}" for _ in apart)]
+        shown.add_row(name, *counts, f"{inside:,}" if inside else "", f"{count / whole.total:.1%}")
     return shown
 
 
@@ -179,6 +183,8 @@ def _flops_table(model: Model) -> RenderableType:
         shown.add_row(attention, f"{flops_per_token(model, attention):,}")
     factors = " or ".join(f"{factor} ({attention})" for attention, factor in ATTENTION_FACTOR.items())
     weights = "6 · weights of matrices, with the head, without the embedding"
+    if trained_parameters(model) != model_parameters(model):
+        weights += ", 4 · those that are not trained"
     formula = f"{weights}, + {factors} · layers · q · s"
     if any(kind.attention.heads.scores.window_in(model.sequence_length) for kind in layer_kinds(model)):
         formula += "; in layers with a window of n tokens, 12 · q · n (full) or 12 · q · (n − n² / 2s) (causal)"

@@ -7,7 +7,7 @@ et al. 2022 (arXiv 2205.05198), without the tensors that fused kernels need not 
 
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -45,19 +45,20 @@ class Activations(Sizes):
 
     def embedding(self, with_head: bool) -> Unit:
         """The embedding's table and its look-up. with_head: the same stage has the head, which may use the table."""
-        ids = (ID_BYTES + 1) * self.tokens if self.t > 1 else 0
+        table = embedding(self.config.model)
+        ids, made = (ID_BYTES + 1) * self.tokens if self.t > 1 else 0, table.gradient(self.t)
         # The gathered gradient is copied to mask other ranks' tokens. Only the copy is left for the weight's gradient.
         masked = (Moment("mask", 2 * self.gathered),) if self.t > 1 else ()
-        moments = (*masked, Moment("lookup", self.gathered or self.stream, self.w * self._matrix))
+        moments = (*masked, Moment("lookup", self.gathered or self.stream, self.w * made)) if table.trained else ()
         tied = self.config.model.tie_embeddings and with_head
-        kept = (Kept("embedding", ids, "lookup"),)
-        weights = self._weights([embedding(self.config.model)])
-        return Unit("embedding", weights, self._matrix, kept, 2 * self.gathered, moments, with_stage=tied)
+        kept = (Kept("embedding", ids, "lookup"),) if table.trained else ()
+        return Unit("embedding", self._weights([table]), made, kept, 2 * self.gathered, moments, with_stage=tied)
 
     def tied_copy(self) -> Unit:
         """The last stage's copy of the embedding, which the head uses."""
-        weights = self._weights([head(self.config.model)])
-        return Unit("embedding", weights, self._matrix, (), 0, (), with_stage=True, copy=True)
+        table = head(self.config.model)
+        weights = self._weights([table])
+        return Unit("embedding", weights, table.gradient(self.t), (), 0, (), with_stage=True, copy=True)
 
     def layer(self, kind: LayerKind, mode: Mode) -> Unit:
         """A layer of `kind` that recomputes as `mode` says."""
@@ -72,7 +73,8 @@ class Activations(Sizes):
 
     def _layer(self, kind: LayerKind, mode: Mode) -> Unit:
         layer = Layer(self.config.model.width, kind)
-        everything, weights = layer.kept(self), [weight for _, weight in layer.weights()]
+        weights = [weight for _, weight in layer.weights()]
+        everything = layer.kept(self, with_input=mode == "full")
         remade = tuple(kept for kept in everything if not kept.given) if mode == "full" else ()
         cheap = tuple(kept for kept in everything if kept.cheap) if mode == "selective" else ()
         left = [kept for kept in everything if kept not in (*remade, *cheap)]
@@ -83,7 +85,7 @@ class Activations(Sizes):
         return Unit(
             "layer",
             self._weights(weights),
-            newest=math.prod(weights[-1].part(self.t)),
+            newest=_newest(weights, self.t),
             kept=tuple(kept for kept in left if kept.bytes < least),
             forward=2 * self.stream + self.gathered + sum(x.bytes for x in passing if x.component == last),
             backward=layer.backward(self),
@@ -109,25 +111,26 @@ class Activations(Sizes):
     def head(self) -> Unit:
         """The final norm, the output layer and the loss. The weight of a tied output layer is in the embedding."""
         model, tied, narrow = self.config.model, self.config.model.tie_embeddings, self.w < self.z
-        columns = self._columns
+        columns, output = self._columns, head(model)
+        made = output.gradient(self.t)
         chunk, several = self._chunk, self.chunks_head
         logits, inputs = chunk * columns * self.w, self.gathered or self.stream
         block = 2 * min(ROWS, chunk) * columns * self.z if narrow else 0  # a block lives until the next one is made
-        copies = chunk * (min(CLASSES, columns) + model.width) * self.z if narrow and several else 0
+        copies = chunk * (min(CLASSES, columns) + model.width) * self.z if narrow and several and made else 0
         kept = [
             Kept("norms", self.stream + self.statistic, "norm"),
             Kept("head", inputs + logits + self.z * chunk, "output"),
         ]
         if several:  # the gradient of the inputs, and the summed gradient of the weight
-            kept.append(Kept("head", inputs + self.z * self._matrix, "output"))
+            kept.append(Kept("head", inputs + self.z * made, "output"))
         backward = (
             Moment("loss", block),
-            Moment("output", copies if several else inputs, self.w * self._matrix),
+            Moment("output", copies if several else inputs, self.w * made),
             Moment("norm", self.norm),
         )
         forward = max(block, copies) + (logits if several and self.t > 1 else 0)
-        weights = self._weights([final_norm(model), *([] if tied else [head(model)])])
-        return Unit("head", weights, model.width if tied else self._matrix, tuple(kept), forward, backward)
+        own = [final_norm(model), *([] if tied else [output])]
+        return Unit("head", self._weights(own), _newest(own, self.t), tuple(kept), forward, backward)
 
     @property
     def chunks_head(self) -> bool:
@@ -162,22 +165,19 @@ class Activations(Sizes):
         return ID_BYTES * (self.config.batch.micro_size * (self.config.model.sequence_length + 1) + made * self.tokens)
 
     def _weights(self, weights: Iterable[Weight]) -> Weights:
-        """Parameters and optimizer states of `weights` on this rank, which has a part of those that tp splits.
-
-        Also the copies that an update on the host keeps.
-        """
+        """Elements of `weights` on this rank, which has a part of those that tp splits."""
 
         def elements(weight: Weight) -> int:
             return math.prod(weight.part(self.t))
 
         def states(weight: Weight) -> int:
-            return len(state_names(self.config.optim, weight.role)) * elements(weight)
+            return len(state_names(self.config.optim, weight)) * elements(weight)
 
         def copies(weight: Weight) -> int:
-            return host_copies(self.config.optim, weight.role) * elements(weight)
+            return host_copies(self.config.optim, weight) * elements(weight)
 
-        several = list(weights)
-        return Weights(*(Parameters.of(several, count) for count in (elements, states, copies)))
+        several, trained = list(weights), lambda weight: weight.gradient(self.t)
+        return Weights(*(Parameters.of(several, count) for count in (elements, trained, states, copies)))
 
     @property
     def _columns(self) -> int:
@@ -185,12 +185,12 @@ class Activations(Sizes):
         return embedding(self.config.model).part(self.t)[0]
 
     @property
-    def _matrix(self) -> int:
-        """Elements of the embedding, or of the head, on one rank."""
-        return self._columns * self.config.model.width
-
-    @property
     def repeats(self) -> bool:
         """Flag: attention of any layer repeats keys and values for every query head."""
         heads = {kind.attention.heads for kind in layer_kinds(self.config.model)}
         return any(AttentionMemory(self, each, normed=False).repeats for each in heads)
+
+
+def _newest(weights: Sequence[Weight], tp: int) -> int:
+    """Elements on a rank of the last of `weights` that is trained, 0 if none is."""
+    return next((weight.gradient(tp) for weight in reversed(weights) if weight.trained), 0)

@@ -4,7 +4,8 @@ The prediction walks through the rank's program, in the same table that the runn
 stages (`plan.activations`) keep activations from forward to backward, gradients accumulate or are reduced, and weights
 are gathered and freed.
 
-    P  parameters of the rank's stages before data-parallel sharding, N those of one part
+    P  parameters of the rank's stages before data-parallel sharding, N those of one part; for gradients and optimizer
+       states, only those that are trained
     D  ranks over which parameters are sharded: dp_shard · cp, or 1 with mode ddp
     w  bytes of a compute weight    p  bytes of a sharded parameter    r  bytes of a gradient on the network
 

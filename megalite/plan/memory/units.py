@@ -16,9 +16,10 @@ Item = tuple[str, str]  # a kind of `plan.memory`, or HOST, and a component of t
 
 @dataclass(frozen=True)
 class Weights:
-    """Numbers of elements: parameters, all states that the optimizer keeps of them, and copies beside these states."""
+    """Numbers of elements: parameters, those that are trained, all optimizer states, and copies beside these states."""
 
     parameters: Parameters
+    trained: Parameters
     states: Parameters
     copies: Parameters
 
@@ -28,11 +29,15 @@ class Weights:
         return self.parameters.total
 
     @cached_property
-    def by_component(self) -> tuple[tuple[str, int, int, int], ...]:
-        """Each component of the model that has parameters here, with the three numbers of elements."""
-        numbers = (asdict(each).values() for each in (self.parameters, self.states, self.copies))
-        rows = zip(asdict(self.parameters), *numbers, strict=True)
-        return tuple(row for row in rows if row[1])
+    def gradients(self) -> int:
+        """The number of parameters that are trained, so have gradients."""
+        return self.trained.total
+
+    @cached_property
+    def by_component(self) -> tuple[tuple[str, int, int, int, int], ...]:
+        """Each component of the model that has parameters here, with the four numbers of its elements."""
+        numbers = (asdict(each).values() for each in (self.parameters, self.trained, self.states, self.copies))
+        return tuple(row for row in zip(asdict(self.parameters), *numbers, strict=True) if row[1])
 
 
 @dataclass(frozen=True)
@@ -41,7 +46,7 @@ class Unit:
 
     name: str
     weights: Weights  # on this rank, before data-parallel sharding
-    newest: int  # elements of the last weight
+    newest: int  # elements of the last weight that is trained
     kept: tuple[Kept, ...]
     forward: int  # temporaries of the forward pass, where it takes most
     backward: tuple[Moment, ...]  # in order

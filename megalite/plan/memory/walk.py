@@ -169,7 +169,7 @@ class Walk:
         reduction = self.reductions[action]
         parts = self.parts[action.stage]
         # An embedding that the head of its stage uses too: the head's gradient waits, and is added to the look-up's.
-        waiting = parts[0].backward[-1].weights if parts[0].with_stage and not parts[0].copy else 0
+        waiting = self.states.w * parts[0].weights.gradients if parts[0].with_stage and not parts[0].copy else 0
         for index, part in self._through(action.stage, backwards=True):
             key = action.stage, index
             puts_off = split and part.puts_off
@@ -291,7 +291,7 @@ class Walk:
             self._hold_weights("gradients", part, states.r)
             self.whole.add(key)
         if states.r != states.w:
-            self._see((0 if summed else states.w * part.weights.total) + beside, what=GRADIENT_SUMMATION)
+            self._see((0 if summed else states.w * part.weights.gradients) + beside, what=GRADIENT_SUMMATION)
 
     def _reduce_all(self, action: Action) -> None:
         """Reduce the gradients of all parts in the order of the model, as FSDP2 does at the end of a backward pass."""
@@ -302,8 +302,8 @@ class Walk:
         """Reduce the gradients that a part has accumulated, or else those just made; `beside` more bytes are in use."""
         states, key, part = self.states, (action.stage, index), self.parts[action.stage][index]
         summed = key in self.whole
-        made = 0 if summed else states.w * part.weights.total
-        whole = states.r * part.weights.total
+        made = 0 if summed else states.w * part.weights.gradients
+        whole = states.r * part.weights.gradients
         self._release_reduced(action.stage)
         self._share(key, 0)
         self._see(made + beside + whole, what=GRADIENT_REDUCTION)
@@ -321,7 +321,7 @@ class Walk:
         waits = states.replicas and not self.reductions[action].replicas
         held, each = self.sharded.get(key, 0), states.r if waits else states.p
         if states.r != each:
-            more = each * part.weights.total // states.shards if held else 0
+            more = each * part.weights.gradients // states.shards if held else 0
             self._see(beside + copy + reduced + more, what=GRADIENT_REDUCTION)
         if held != each:
             self._hold_weights("gradients", part, each - held, states.shards)
@@ -357,7 +357,7 @@ class Walk:
         """Hold parameters and optimizer states of a part, which exist from the first step on."""
         states, kind = self.states, STATES_IN[self.config.optim.place]
         self._hold_weights("parameters", part, states.p, states.shards)
-        for component, _, moments, copies in part.weights.by_component:
+        for component, _, _, moments, copies in part.weights.by_component:
             self._hold(kind, component, part.times * (states.p * (moments + copies) // states.shards))
         if states.frees and part.with_stage:
             self._hold_weights("gathered weights", part, states.w)
@@ -366,16 +366,17 @@ class Walk:
         """Bytes of a part in a checkpoint. A background save copies them to host memory, which it keeps."""
         p, shards = self.states.p, self.states.shards
         rows = part.weights.by_component
-        return part.times * sum(p * count // shards for _, *saved, _ in rows for count in saved)
+        return part.times * sum(p * saved // shards for _, count, _, moments, _ in rows for saved in (count, moments))
 
     def _is_second_copy(self, stage: int, part: Unit) -> bool:
         """Return whether a part is a tied embedding that the rank's first stage has too; a checkpoint saves one."""
         return stage > 0 and part.copy and 0 in self.parts
 
     def _hold_weights(self, kind: str, part: Unit, each: int, shards: int = 1) -> None:
-        """Hold `each` bytes for every parameter of `part`, sharded over `shards` ranks; release if negative."""
-        for component, count, *_ in part.weights.by_component:
-            self._hold(kind, component, part.times * (each * count // shards))
+        """Hold `each` bytes for every parameter of `part`, of gradients for every trained one; release if negative."""
+        for component, count, trained, *_ in part.weights.by_component:
+            held = trained if kind == "gradients" else count
+            self._hold(kind, component, part.times * (each * held // shards))
 
     def _hold(self, kind: str, component: str, size: int) -> None:
         self.held[kind, component] += size

@@ -2,17 +2,20 @@
 
 from megalite.config.schema import Optim
 from megalite.plan.model.roles import Role, RoleKind
+from megalite.plan.parts.part import Weight
 
 ADAMW_STATES = ("exp_avg", "exp_avg_sq")
 MUON_STATES = ("momentum_buffer",)
 
 
-def state_names(optim: Optim, role: Role) -> tuple[str, ...]:
-    """The states that the optimizer keeps of a parameter, by PyTorch's names.
+def state_names(optim: Optim, weight: Weight) -> tuple[str, ...]:
+    """The states that the optimizer keeps of a parameter, by PyTorch's names: none if it is not trained.
 
     Each state has the size, the placement and the data type of its parameter.
     """
-    return MUON_STATES if uses_muon(optim, role) else ADAMW_STATES
+    if not weight.trained:
+        return ()
+    return MUON_STATES if uses_muon(optim, weight.role) else ADAMW_STATES
 
 
 def uses_muon(optim: Optim, role: Role) -> bool:
@@ -20,10 +23,11 @@ def uses_muon(optim: Optim, role: Role) -> bool:
     return optim.name == "muon" and role.kind is RoleKind.MATRIX
 
 
-def host_copies(optim: Optim, role: Role) -> int:
+def host_copies(optim: Optim, weight: Weight) -> int:
     """Number of copies of a parameter's size that are kept in host memory beside states there.
 
-    AdamW updates copies of the weight and its gradient where the states are. Muon's products need the device, which its
+    AdamW updates copies of a trained weight and its gradient where the states are. Muon's products need the device, which its
     states visit instead.
     """
-    return 0 if optim.place == "device" or uses_muon(optim, role) else 2
+    on_host = optim.place == "host" and weight.trained and not uses_muon(optim, weight.role)
+    return 2 if on_host else 0

@@ -13,7 +13,8 @@ from typing import Literal, TypeVar
 
 from megalite.config.layers import LayerKind, layer_kinds
 from megalite.config.schema import Model
-from megalite.plan.model.weights import embedding, final_norm, head, layer_weights
+from megalite.plan.model.roles import Kind
+from megalite.plan.model.weights import embedding, final_norm, head, layer_weights, weights
 from megalite.plan.parts.layer import Layer
 from megalite.plan.parts.part import Weight
 
@@ -61,6 +62,11 @@ def model_parameters(model: Model) -> Parameters:
     return alone
 
 
+def trained_parameters(model: Model) -> Parameters:
+    """Parameters of the whole model that training changes."""
+    return Parameters.of(weight for weight in weights(model).values() if weight.trained)
+
+
 def stage_parameters(model: Model, split: Sequence[int]) -> list[Parameters]:
     """Parameters on each pipeline stage, `split[i]` layers on stage i.
 
@@ -103,18 +109,31 @@ def layer_matrix_flops(model: Model, kind: LayerKind) -> int:
     return round(sum(2 * prod(product) for product in Layer(model.width, kind).products(1, 1)))
 
 
+def layer_weight_flops(model: Model, kind: LayerKind) -> int:
+    """Floating-point operations per token of the gradients of one layer's matrices, those that are trained."""
+    matrices = (weight for _, weight in layer_weights(model, kind) if weight.role.kind is Kind.MATRIX)
+    return sum(2 * weight.elements for weight in matrices if weight.trained)
+
+
 def head_forward_flops(model: Model) -> int:
     """Floating-point operations of the output layer's forward pass, per token."""
     return 2 * model.vocab_size * model.width
 
 
-def flops_per_token(model: Model, attention: Attention = "causal") -> int:
-    """Floating-point operations to train on one token; backward takes twice as many as forward.
+def head_weight_flops(model: Model) -> int:
+    """Floating-point operations of the gradient of the output layer's weight, per token; 0 if it is not trained."""
+    return head_forward_flops(model) * head(model).trained
 
-    With L layers without windows, each weight of a matrix takes 6, the head's included, and attention takes 6·L·q·s
-    (causal) or 12·L·q·s (full). The embedding lookup, norms and recomputation are not counted (PaLM, arXiv
-    2204.02311, app. B).
+
+def flops_per_token(model: Model, attention: Attention = "causal") -> int:
+    """Floating-point operations to train on one token; backward takes twice as many as forward if all is trained.
+
+    With L layers without windows, each weight of a matrix takes 6, the head's included, or 4 if it is not trained and
+    has no gradient. Attention takes 6·L·q·s (causal) or 12·L·q·s (full). The embedding lookup, norms and recomputation
+    are not counted (PaLM, arXiv 2204.02311, app. B).
     """
-    kinds = Counter(layer_kinds(model)).items()
-    layers = sum(count * layer_forward_flops(model, kind, attention) for kind, count in kinds)
-    return 3 * (layers + head_forward_flops(model))
+    found = 2 * head_forward_flops(model) + head_weight_flops(model)
+    for kind, count in Counter(layer_kinds(model)).items():
+        whole, matrices = layer_forward_flops(model, kind, attention), layer_matrix_flops(model, kind)
+        found += count * (3 * whole - matrices + layer_weight_flops(model, kind))
+    return found

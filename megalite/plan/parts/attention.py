@@ -10,7 +10,6 @@ method of attention needs (`plan.attention`); norms of queries and keys keep the
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from math import prod
 
 from megalite.config.layers import GroupedQuery, Heads
 from megalite.plan.memory.attention import AttentionMemory
@@ -77,20 +76,21 @@ class GroupedQueryPart(Gathered):
         gathered, heads = sizes.gathered, self.heads
         q, k, v, o = map(sizes.split, (heads.queries, heads.keys, heads.values, heads.outputs))
         gradients = {
-            name: sizes.w * prod(weight.part(sizes.t))
+            name: sizes.w * weight.gradient(sizes.t)
             for name, weight in self.weights()
             if weight.role.kind is not roles.RoleKind.NORM
         }
         output = gradients.pop("o.weight")
+        put_off = sum(size for name, size in (("q", q), ("k", k), ("v", v)) if gradients[f"{name}.weight"])
         return (
             Moment("output", max(own, gathered) + o, output, put_off=gathered or sizes.stream),
             Moment("attention", o + self._memory(sizes).backward),
             Moment("rope", q * (2 + sizes.z // sizes.w) + k + v),
             Moment(
                 "projections",
-                sizes.linear(q + k + v),
+                sizes.linear(q + k + v, self.trains_columns),
                 sum(gradients.values()),
-                put_off=q + k + v,
+                put_off=put_off,
                 again=gathered,
             ),
         )

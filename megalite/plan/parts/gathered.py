@@ -1,10 +1,16 @@
 """Transfers of a part that tensor parallelism splits by columns, then by rows."""
 
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Iterator
+
+from megalite.plan.model.roles import Kind
+from megalite.plan.parts.part import Weight
 from megalite.plan.parts.sizes import Sizes
 from megalite.plan.traffic.transfers import Transfers
 
 
-class Gathered:
+class Gathered(ABC):
     """A part that gathers its input over tp and scatters its output (sequence parallelism, arXiv 2205.05198).
 
     Backward does the conjugates, and gathers the input again for the gradients of weights. title: of the part, in the
@@ -12,6 +18,16 @@ class Gathered:
     """
 
     title: str
+
+    @abstractmethod
+    def weights(self) -> Iterator[tuple[str, Weight]]:
+        """All weights, each with its name inside of the part."""
+
+    @property
+    def trains_columns(self) -> bool:
+        """Flag: a matrix that takes the gathered input is trained, so its gradient needs that input."""
+        found = (weight for _, weight in self.weights() if weight.trained and weight.role.kind is Kind.MATRIX)
+        return any(not weight.role.into_stream for weight in found)
 
     def forward_transfers(self, sizes: Sizes, cp: int, phase: str) -> Transfers:
         return sizes.over_tp("all_gather", f"{phase}: gather of the input of {self.title}")
@@ -24,4 +40,6 @@ class Gathered:
         return gathered + sizes.over_tp("reduce_scatter", f"backward: scatter of the input gradient of {self.title}")
 
     def weight_transfers(self, sizes: Sizes) -> Transfers:
+        if not self.trains_columns:
+            return Counter()
         return sizes.over_tp("all_gather", f"weight gradients: gather of the input of {self.title}")

@@ -1,7 +1,7 @@
 """A layer made of its parts: attention, then a feed-forward, each with norms around it and added to the stream."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -49,8 +49,9 @@ class Layer:
         """The matrix products of a forward pass on one of `tp` ranks."""
         return [product for part in self.parts for product in part.products(tokens, tp)]
 
-    def kept(self, sizes: Sizes) -> tuple[Kept, ...]:
-        """The tensors that a layer without recompute keeps for backward."""
+    def kept(self, sizes: Sizes, with_input: bool = False) -> tuple[Kept, ...]:
+        """The tensors that a layer without recompute keeps for backward. with_input: its input, even if not needed."""
+        made = {moment.name for moment in self.backward(sizes) if moment.put_off}
         found = list[Kept]()
         for part in self.parts:
             first, (before, after) = part is self.parts[0], self._moments(part)
@@ -60,7 +61,18 @@ class Layer:
                     found.append(Kept("norms", sizes.stream, norm, given=given))
                     found.append(Kept("norms", sizes.statistic, norm))
             found += part.kept(sizes)
-        return tuple(found)
+        return tuple(self._needed(found, made, with_input))
+
+    def _needed(self, found: Iterable[Kept], made: Container[str], with_input: bool) -> Iterator[Kept]:
+        """The tensors without those that only gradients of weights need which are not trained.
+
+        made: the moments that make gradients of matrices.
+        """
+        for kept in found:
+            if not kept.for_weights or kept.for_weights in made:
+                yield kept
+            elif kept.until != kept.for_weights or (with_input and kept.given):
+                yield replace(kept, for_weights="")
 
     def backward(self, sizes: Sizes) -> tuple[Moment, ...]:
         """The moments of backward, in order. The gradient of the residual stream is held in all of them."""
@@ -72,7 +84,14 @@ class Layer:
             found += part.backward(sizes, own=sizes.stream if after else 0)
             if before:  # its gradient is beside that of the stream
                 found.append(Moment(before, sizes.norm))
-        return tuple(replace(moment, temporaries=sizes.stream + moment.temporaries) for moment in found)
+        return tuple(
+            replace(
+                moment,
+                temporaries=sizes.stream + moment.temporaries,
+                put_off=moment.put_off if moment.weights else 0,  # 0 where no weight is trained
+            )
+            for moment in found
+        )
 
     def forward_transfers(self, sizes: Sizes, cp: int, phase: str = "forward") -> Transfers:
         """Transfers of a forward pass. cp: the rank's place in its group of context parallelism."""

@@ -17,10 +17,15 @@ from megalite.plan.traffic.transfers import Transfers
 
 @dataclass(frozen=True)
 class Weight:
-    """A parameter of the model: a vector, a matrix, or a stack of matrices, which are its last two dimensions."""
+    """A parameter of the model: a vector, a matrix, or a stack of matrices, which are its last two dimensions.
+
+    trained: False for a weight that training leaves as it is. It has no gradient and no optimizer states; gradients of
+    inputs pass through it.
+    """
 
     shape: tuple[int, ...]
     role: Role
+    trained: bool = True
 
     @property
     def elements(self) -> int:
@@ -38,6 +43,10 @@ class Weight:
     def split(self) -> int:
         """The dimension that tensor parallelism splits, if any: columns of a projection into the stream, else rows."""
         return max(len(self.shape) - 2, 0) + self.role.into_stream
+
+    def gradient(self, tp: int) -> int:
+        """Elements of the gradient on a tensor-parallel rank, 0 if there is none."""
+        return prod(self.part(tp)) if self.trained else 0
 
 
 class Product(NamedTuple):

@@ -59,9 +59,12 @@ class Sizes:
         """Bytes in backward of a norm: a gradient, and three temporaries in float32 or wider."""
         return self.stream + 3 * self.stream * self.z // self.w
 
-    def linear(self, grads: int) -> int:
-        """Bytes in backward of linear layers of one input: `grads` of outputs, the gathered input, its gradient."""
-        return grads + (2 * self.gathered + self.stream if self.gathered else self.stream)
+    def linear(self, grads: int, trained: bool) -> int:
+        """Bytes in backward of linear layers of one input: `grads` of outputs, the gathered input, its gradient.
+
+        trained: some layer is, so that its weight's gradient needs the input.
+        """
+        return grads + self.stream + (self.gathered * (1 + trained) if self.gathered else 0)
 
     def over_tp(self, kind: str, purpose: str) -> Transfers:
         """A collective over tp of the residual stream."""

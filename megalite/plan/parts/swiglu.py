@@ -7,7 +7,6 @@ Kept are gate, up and their product, 3fwT/t; where norms are before the parts of
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from math import prod
 
 from megalite.config.layers import SwiGLU
 from megalite.plan.model import roles
@@ -47,9 +46,10 @@ class SwiGLUPart(Gathered):
 
     def backward(self, sizes: Sizes, own: int) -> tuple[Moment, ...]:
         f, gathered = sizes.split(self.kind.width), sizes.gathered
-        gate, up, down = (sizes.w * prod(weight.part(sizes.t)) for _, weight in self.weights())
+        gate, up, down = (sizes.w * weight.gradient(sizes.t) for _, weight in self.weights())
+        put_off = f * ((gate > 0) + (up > 0))
         return (
             Moment("down", max(own, gathered) + f, down, put_off=gathered or sizes.stream),
             Moment("swiglu", 3 * f),
-            Moment("gate and up", sizes.linear(2 * f), gate + up, put_off=2 * f, again=gathered),
+            Moment("gate and up", sizes.linear(2 * f, self.trains_columns), gate + up, put_off=put_off, again=gathered),
         )

@@ -22,6 +22,7 @@ from functools import cached_property
 from megalite.config.layers import LayerKind
 from megalite.config.schema import Config
 from megalite.plan.memory.activations import Activations, chunk_tokens
+from megalite.plan.model.weights import embedding
 from megalite.plan.parts.layer import Layer
 from megalite.plan.recompute_modes import Mode
 from megalite.plan.traffic.transfers import Transfers, over
@@ -40,9 +41,10 @@ class LayerTraffic:
 
     def embedding(self) -> tuple[Transfers, Transfers]:
         """Forward and backward of the look-up."""
+        gathered = self.sizes.over_tp("all_gather", "backward: gather of the embeddings' gradient")
         return (
             self.sizes.over_tp("reduce_scatter", "forward: scatter of the embeddings"),
-            self.sizes.over_tp("all_gather", "backward: gather of the embeddings' gradient"),
+            gathered if embedding(self.config.model).trained else Counter(),
         )
 
     def head(self) -> tuple[Transfers, Transfers]:

@@ -123,10 +123,11 @@ class StepTransfers:
 
     def _tied(self) -> Transfers:
         """The sum of the gradients of a tied embedding's two copies, if two ranks have them."""
-        ends = self.plan.placement[0], self.plan.placement[-1]
-        if not self.config.model.tie_embeddings or self.plan.stages == 1 or ends[0] == ends[1] or self.pp not in ends:
+        ends, table = (self.plan.placement[0], self.plan.placement[-1]), embedding(self.config.model)
+        tied = self.config.model.tie_embeddings and table.trained
+        if not tied or self.plan.stages == 1 or ends[0] == ends[1] or self.pp not in ends:
             return Counter()
-        rows, width = embedding(self.config.model).part(self.config.parallel.tp)
+        rows, width = table.part(self.config.parallel.tp)
         states = self.weights[min(self.weights) if self.pp == ends[0] else max(self.weights)].states
         each = -(-rows // states.shards)
         position = (self.at["dp_shard"] * self.config.parallel.cp + self.at["cp"]) if states.shards > 1 else 0

@@ -4,8 +4,9 @@ FSDP2 handles the parameters of a group (the embedding, a layer, the head) as on
 parameter are padded to a multiple of the ranks. With D ranks, and w, r and p as in `plan.memory`:
 
     gather    w bytes for every padded element, over fsdp. zero1, zero2: once a step. zero3: see `Gathering`.
-    reduce    r bytes for every padded element, over fsdp, then 1/D of it over dp_replicate; when, the schedule says.
-              Where backward is split, only of the parameters whose gradients have been made since the last reduction.
+    reduce    r bytes for every padded element that is trained, over fsdp, then 1/D of it over dp_replicate. The
+              schedule says when. Where backward is split, only of the parameters whose gradients have been made since
+              the last reduction.
     partial   gradients of norms of the residual stream and of single heads are partial sums of tp's ranks. FSDP2 sums
               them when it reduces their group: in r, if the gradients of several actions have been added up or are
               handed over at the end of an action; else as backward makes them, in w. Without FSDP2, they are summed
@@ -17,6 +18,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
+from operator import attrgetter
 
 from megalite.config.layers import LayerKind
 from megalite.plan.memory.walk import States
@@ -36,15 +38,22 @@ class Group:
     tp: int
     with_stage: bool = False  # gathered as long as the stage is in use, since its first and its last module need it
 
-    def padded(self, shards: int, matrices_only: bool = False) -> int:
+    def gathered(self, shards: int) -> int:
         """Elements on a tensor-parallel rank, with rows padded to a multiple of `shards`."""
-        wanted = (weight.part(self.tp) for weight in self.weights if put_off(weight) or not matrices_only)
-        return sum(-(-rows // shards) * shards * prod(others) for rows, *others in wanted)
+        return self._padded(self.weights, shards)
+
+    def reduced(self, shards: int, matrices_only: bool = False) -> int:
+        """Elements of gradients, as `gathered`."""
+        return self._padded(filter(put_off if matrices_only else attrgetter("trained"), self.weights), shards)
+
+    def _padded(self, weights: Iterable[Weight], shards: int) -> int:
+        parts = (weight.part(self.tp) for weight in weights)
+        return sum(-(-rows // shards) * shards * prod(others) for rows, *others in parts)
 
     @cached_property
     def partial(self) -> tuple[int, ...]:
         """Elements of each parameter whose gradient is a partial sum over tp."""
-        return tuple(weight.elements for weight in self.weights if not weight.role.split)
+        return tuple(weight.elements for weight in self.weights if weight.trained and not weight.role.split)
 
 
 @dataclass(frozen=True)
@@ -75,7 +84,7 @@ class WeightTraffic:
         """The gathering of `groups`."""
         each, shards, found = self.states.w, self.states.shards, Transfers()
         for group, times in Counter(groups).items() if shards > 1 else ():
-            transfer = Transfer("all_gather", "fsdp", each * group.padded(shards), TYPE_NAMES[each])
+            transfer = Transfer("all_gather", "fsdp", each * group.gathered(shards), TYPE_NAMES[each])
             found[transfer, f"{phase}: gather of the weights of {group.name}"] += times
         return found
 
@@ -88,7 +97,7 @@ class WeightTraffic:
         states, found = self.states, Transfers()
         each, shards, over = states.r, states.shards, axis_sizes(self.plan.config)["dp_replicate"]
         for group, times in Counter(self.groups).items():
-            size, purpose = each * group.padded(shards, matrices_only), f"gradients: sum of those of {group.name}"
+            size, purpose = each * group.reduced(shards, matrices_only), f"gradients: sum of those of {group.name}"
             if shards > 1 and size:
                 found[Transfer("reduce_scatter", "fsdp", size, TYPE_NAMES[each]), purpose] += times
             if over > 1 and replicas and size:
@@ -165,4 +174,4 @@ class Gathering:
 
 def put_off(weight: Weight) -> bool:
     """Return whether a split backward puts off the gradient of a weight, as it does for layers' matrices alone."""
-    return weight.role.kind is RoleKind.MATRIX
+    return weight.trained and weight.role.kind is RoleKind.MATRIX

@@ -71,11 +71,11 @@ class Activations(Sizes):
         return {}
 
     def _layer(self, kind: LayerKind, mode: Mode) -> Unit:
-        layer = Layer(self.config.model.width, kind)
-        everything, weights = layer.kept(self), [weight for _, weight in layer.weights()]
-        remade = tuple(kept for kept in everything if not kept.given) if mode == "full" else ()
-        cheap = tuple(kept for kept in everything if kept.cheap) if mode == "selective" else ()
-        left = [kept for kept in everything if kept not in (*remade, *cheap)]
+        layer, everything = Layer(self.config.model.width, kind), self._everything(kind)
+        weights = [weight for _, weight in layer.weights()]
+        again = [kept for kept in everything if _is_made_again(kept, mode)]
+        remade, cheap = tuple(again) if mode == "full" else (), tuple(again) if mode == "selective" else ()
+        left = [kept for kept in everything if not _is_made_again(kept, mode)]
         least = self.stream // OFFLOAD_SHARE if self.config.train.offload_activations else math.inf
         offloaded = tuple(kept for kept in left if kept.bytes >= least)
         passing = (*remade, *cheap, *offloaded)
@@ -95,8 +95,18 @@ class Activations(Sizes):
 
     def layer_bytes(self, kind: LayerKind, mode: Mode) -> int:
         """Bytes that a layer keeps from forward to backward, on the device and in host memory."""
-        part = self.layer(kind, mode)
-        return sum(kept.bytes for kept in (*part.kept, *part.offloaded))
+        return sum(kept.bytes for kept in self._everything(kind) if not _is_made_again(kept, mode))
+
+    def _everything(self, kind: LayerKind) -> tuple[Kept, ...]:
+        """Tensors that a layer without recompute keeps."""
+        if kind not in self._kept:
+            self._kept[kind] = Layer(self.config.model.width, kind).kept(self)
+        return self._kept[kind]
+
+    @cached_property
+    def _kept(self) -> dict[LayerKind, tuple[Kept, ...]]:
+        """By kind of layer: what was asked for."""
+        return {}
 
     def outside(self, stages: int) -> dict[int, int]:
         """By stage: bytes that the embedding and the head keep of a micro-batch; stages with neither are left out."""
@@ -188,3 +198,8 @@ class Activations(Sizes):
         """Flag: attention of any layer repeats keys and values for every query head."""
         heads = {kind.attention.heads for kind in layer_kinds(self.config.model)}
         return any(AttentionMemory(self, each, normed=False).repeats for each in heads)
+
+
+def _is_made_again(kept: Kept, mode: Mode) -> bool:
+    """Return whether recompute makes a tensor again in backward."""
+    return not kept.given if mode == "full" else kept.cheap and mode == "selective"

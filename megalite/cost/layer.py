@@ -4,8 +4,10 @@ A pass takes as long as its kernels, one after another, and the communication th
 as the host needs to launch them, if that is longer.
 """
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from functools import cached_property
+from operator import add
+from typing import NamedTuple
 
 from megalite.config.layers import Heads
 from megalite.cost.cluster import Cluster
@@ -25,9 +27,8 @@ ATTENTION_BACKWARD = 2.5  # operations of fused attention's backward, in those o
 REFERENCE_BYTES = 2  # bytes of an element in the precision that programs' bytes are counted in
 
 
-@dataclass(frozen=True)
-class Seconds:
-    """A time by what takes it.
+class Seconds(NamedTuple):
+    """A time by what takes it. A named tuple, as a search makes many.
 
     products: matrix products. attention: scores, and what is summed by them. passes: over memory. tensor, context:
     exposed communication of these kinds of parallelism. data: that of data parallelism. host: waiting for launches.
@@ -43,18 +44,18 @@ class Seconds:
     host: float = 0.0
     offload: float = 0.0
 
-    @cached_property
+    @property
     def total(self) -> float:
-        return float(sum(getattr(self, name) for name in KINDS))
+        return float(sum(self))
 
-    def __add__(self, other: "Seconds") -> "Seconds":
-        return Seconds(*(getattr(self, name) + getattr(other, name) for name in KINDS))
+    def __add__(self, other: "Seconds") -> "Seconds":  # type: ignore[override]
+        return Seconds._make(map(add, self, other))
 
-    def __mul__(self, times: float) -> "Seconds":
-        return Seconds(*(getattr(self, name) * times for name in KINDS))
+    def __mul__(self, times: float) -> "Seconds":  # type: ignore[override]
+        return Seconds._make([each * times for each in self])
 
 
-KINDS = tuple(field.name for field in fields(Seconds))
+KINDS = Seconds._fields
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,7 @@ class LayerModel:
             backward += Seconds(attention=forward.attention)
         elif recompute == "selective":
             backward += Seconds(products=(program.repeats or 0.0) * forward.products, passes=forward.passes)
-        inputs = _launched(replace(backward, products=backward.products - weights), launched[1])
+        inputs = _launched(backward._replace(products=backward.products - weights), launched[1])
         forward, backward = _launched(forward, launched[0]), _launched(backward, launched[1])
         if program.waits:
             waits = Seconds(host=program.waits)

@@ -61,7 +61,8 @@ class Estimate:
         found, layers = list(kinds), layer_kinds(config.model)
         numbers = {id(kind): found.index(kind) for kind in {id(kind): kind for kind in layers}.values()}
         self.order = [numbers[id(kind)] for kind in layers]  # index in `kinds` of every layer's kind
-        self._parameters = self.before(self.layer_parameters)
+        self._kinds, self._sizes = found, [self.layer_parameters[kind] for kind in found]  # quicker to ask by number
+        self._parameters = self.before(self._sizes)
         self.matrix = config.model.vocab_size * config.model.width
         self._all = self._parameters[-1] + self.matrix * (1 if config.model.tie_embeddings else 2)
         self._element = PRECISION_BYTES[config.train.precision]
@@ -73,15 +74,13 @@ class Estimate:
         self._placements: dict[tuple[int, int, bool], Sequence[int]] = {}
         self._scheduled: dict[tuple[object, ...], Config] = {}
         self._of_rank: dict[tuple[object, ...], float] = {}
-        self._kinds = found
         self._made_of: dict[tuple[object, ...], list[Alike]] = {}
         self._each_of: dict[tuple[object, ...], Each] = {}
         self._firsts: dict[tuple[object, ...], First] = {}
 
-    def before(self, each: Mapping[LayerKind, N]) -> tuple[N, ...]:
+    def before(self, each: Sequence[N]) -> tuple[N, ...]:
         """By kind of layer, what each has: the sums of all layers before each, and at last of all."""
-        values = [each[kind] for kind in self.kinds]
-        return tuple(accumulate(map(values.__getitem__, self.order), initial=0))
+        return tuple(accumulate(map(each.__getitem__, self.order), initial=0))
 
     def memory(self, choice: Choice) -> float:
         """Bytes that the fullest rank has at least: the first, with its activations, or one with an even share."""
@@ -166,21 +165,19 @@ class Estimate:
     def _stage(self, choice: Choice, order: Sequence[int], first: bool, last: bool) -> StageBytes:
         """Bytes that a stage holds. order: the kinds of its layers. first, last: whether it is the model's."""
         each, mode = self.each(choice), mode_of(choice)
-        kinds, sizes = [self._kinds[number] for number in order], self.sizes(choice)
-        modes = [mode] * len(kinds)
+        sizes, modes = self.sizes(choice), [mode] * len(order)
         if mixed(self.config, self.pins, choice):  # where it is for a budget, this is what is kept at least
             every = 1 if choice.recompute == "budget" else self.config.train.recompute_every
-            modes = every_nth("full" if choice.recompute == "budget" else mode, every, len(kinds))
-        parts = Counter(zip(kinds, modes, strict=True))
-        kept = left = 0
-        for (kind, recomputes), count in parts.items():
-            part = sizes.layer(kind, recomputes)
+            modes = every_nth("full" if choice.recompute == "budget" else mode, every, len(order))
+        kept = left = layers = 0
+        for (number, recomputes), count in Counter(zip(order, modes, strict=True)).items():
+            part = sizes.layer(self._kinds[number], recomputes)
             kept += count * part.kept_bytes
-            left += count * sum(held.total() for held in part.put_off.values())
-        layers = sum(self.layer_parameters[kind] for kind in kinds)
+            left += count * part.put_off_bytes
+            layers += count * self._sizes[number]
         ends = first + last if not self.config.model.tie_embeddings else first or last
         all_of = layers + ends * self.matrix
-        least = min([self.layer_parameters[kind] for kind in kinds] + [self.matrix] * bool(ends))
+        least = min([self._sizes[number] for number in {*order}] + [self.matrix] * bool(ends))
         return StageBytes(
             kept,
             left,

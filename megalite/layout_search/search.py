@@ -286,8 +286,7 @@ def _kept_at_once(plan: Plan, m: int) -> list[int]:
     of_layer = {}
     for layer in {layer for stage in range(plan.stages) for layer in plan.recomputed(stage)}:
         part = plan.sizes.layer(*layer)
-        left = sum(sum(held.values()) for held in part.put_off.values())
-        of_layer[layer] = sum(each.bytes for each in part.kept), left
+        of_layer[layer] = part.kept_bytes, part.put_off_bytes
     changes = []
     for stage in range(plan.stages):
         kept, left = (sum(of_layer[layer][what] for layer in plan.recomputed(stage)) for what in (0, 1))

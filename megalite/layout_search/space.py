@@ -188,13 +188,13 @@ class Space:
         if key not in self._times:
             mode = "none" if mixed(self.config, self.pins, choice) else mode_of(choice)
             config = self.estimate.sizes(choice).config
-            times = {kind: self.timer.layer(share_of(config, kind, mode)) for kind in self.kinds}
+            times = [self.timer.layer(share_of(config, kind, mode)) for kind in self.kinds]
             embedding, head = self.timer.ends(share_of(config, next(iter(self.kinds))))
             self._times[key] = Passes(
-                self.estimate.before({kind: time.forward.total for kind, time in times.items()}),
-                self.estimate.before({kind: time.backward.total for kind, time in times.items()}),
-                self.estimate.before({kind: time.weights for kind, time in times.items()}),
-                tuple((time.forward.total, time.backward.total, time.weights) for time in times.values()),
+                self.estimate.before([time.forward.total for time in times]),
+                self.estimate.before([time.backward.total for time in times]),
+                self.estimate.before([time.weights for time in times]),
+                tuple((time.forward.total, time.backward.total, time.weights) for time in times),
                 (embedding.forward.total, embedding.backward.total, embedding.weights),
                 (head.forward.total, head.backward.total, head.weights),
             )

@@ -4,7 +4,6 @@ All of it follows from what `schedule.clock` adds up: what a rank computes, what
 way of a micro-batch takes, and what is exchanged beside or between them.
 """
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -15,7 +14,7 @@ from megalite.cost.layout_choice import Choice
 from megalite.cost.link_clocks import Part
 from megalite.cost.network import Group
 from megalite.cost.predict import state_seconds
-from megalite.cost.schedule_tables import ROUNDS, enough
+from megalite.cost.schedule_tables import ROUNDS, Cost, enough
 from megalite.cost.stages import SPLIT_OVERHEAD, UNSPLIT_SCHEDULES, ZERO_BUBBLES, Shared, Timer, beside
 from megalite.layout_search.memory_bounds import SINGLE_REDUCTION_MODES, Estimate, mixed
 from megalite.layout_search.pipeline_bounds import (
@@ -32,6 +31,7 @@ from megalite.layout_search.pipeline_bounds import (
 )
 from megalite.layout_search.rank_waits import Ranks
 from megalite.schedule.actions import Kind
+from megalite.schedule.clock import Clock
 from megalite.schedule.generate import NAMES, SPLIT_SCHEDULES, V_SCHEDULES
 from megalite.schedule.orders import first_rounds
 
@@ -68,8 +68,9 @@ class Least:
         self._ranks: dict[tuple[object, ...], Ranks] = {}
         self._interleaved: dict[tuple[object, ...], list[Turns]] = {}
         self._waits: dict[tuple[object, ...], Waits] = {}
-        self._longest: dict[tuple[object, ...], tuple[list[tuple[Kind, int, int]], int]] = {}
+        self._longest: dict[tuple[Clock[Cost], int], tuple[list[tuple[Cost, int]], int]] = {}
         self._exchanged: dict[tuple[object, ...], Exchanged] = {}
+        self._sent_seconds: dict[tuple[object, ...], dict[Part, tuple[float, float, float]]] = {}
         self._longer_passes: dict[tuple[object, ...], Longer] = {}
         both = [(1.0, 0.0), (0.0, 1.0)] if config.optim.name == "muon" else [(1.0, 0.0)]
         self._updating = {place: min(state_seconds(*each, place, timer) for each in both) for place in PLACES}
@@ -182,23 +183,21 @@ class Least:
     def of_schedule(self, shape: Shape, choice: Choice) -> float:
         """Seconds of a layout of several pipeline ranks, from a chain of actions in its schedule.
 
-        The chain is the longest for the first layout that was asked for with this schedule, and a long one for others.
-        Gathers and reductions between its actions are left out. Raises InputError for a schedule that cannot run.
+        The chain is the longest for the first layout that was asked for with this schedule and tp, and a long one for
+        others. Gathers between its actions are left out, and sums over replicas beside backward passes. Raises
+        InputError for a schedule that cannot run.
         """
         m, data = shape.micro_batches, self._exchanges(choice)
         stages, hop = self._stages(shape, choice, data), self._hop(shape.choice)
-        few = enough(self.estimate.scheduled(choice), m)
-        key = choice.pp, choice.schedule, choice.virtual, few
+        config = choice.applied(self.config, self.pins)
+        few = enough(config, m)
+        clock = self.timer.tables.clock(config, few)
+        key = clock, choice.tp  # the more of tp, the longer are passes relative to transfers
         if key not in self._longest:
-            clock = self.timer.tables.clock(choice.applied(self.config, self.pins), few)
-            costs = [stages[cost.stage].get(cost.kind, 0.0) for cost in clock.classes]
-            found, hops = clock.longest(costs, hop)
-            counts = Counter[tuple[Kind, int]]()
-            for cost, count in zip(clock.classes, found, strict=True):
-                counts[cost.kind, cost.stage] += count
-            self._longest[key] = [(*what, count) for what, count in counts.items() if count], hops
+            found, hops = clock.longest([_seconds(cost, stages) for cost in clock.classes], hop)
+            self._longest[key] = [pair for pair in zip(clock.classes, found, strict=True) if pair[1]], hops
         chain, hops = self._longest[key]
-        computes = sum(count * stages[stage].get(kind, 0.0) for kind, stage, count in chain) + hops * hop
+        computes = sum(count * _seconds(cost, stages) for cost, count in chain) + hops * hop
         if few < m:
             computes += (m - few) * max(self._paces(stages, choice))
         first = self.estimate.split(choice)[0]
@@ -208,6 +207,7 @@ class Least:
     def _stages(self, shape: Shape, choice: Choice, data: Exchanged) -> list[dict[Kind, float]]:
         """Seconds of each stage's actions, at least."""
         split, passes, more = self.estimate.split(choice), shape.passes, self._longer(shape, choice, data)
+        of_whole = self._longer(shape, choice, data, whole=True)
         found, known = list[dict[Kind, float]](), dict[tuple[object, ...], dict[Kind, float]]()
         for stage, (first, last) in enumerate(pairwise([0, *accumulate(split)])):
             has = stage == 0, stage == len(split) - 1
@@ -217,14 +217,16 @@ class Least:
             )
             key = last - first, has, round(forward, 12), round(backward, 12)
             if key not in known:
-                there, back = more.exceeding(last - first, has)
+                (there, back), (_, whole) = (each.exceeding(last - first, has) for each in (more, of_whole))
                 back += backward + more.stage
                 weights += (last - first) * data.least.added + sum(has) * data.end.added
                 known[key] = {
                     Kind.F: forward + there + more.stage,
-                    Kind.B: back,
+                    Kind.B: backward + whole + more.stage,
                     Kind.I: (1 + SPLIT_OVERHEAD) * (back - weights),
                     Kind.W: (1 + SPLIT_OVERHEAD) * weights,
+                    Kind.REDUCE: (last - first) * (data.least.reduced + data.least.summed)
+                    + sum(has) * (data.end.reduced + data.end.summed),
                 }
             found.append(known[key])
         return found
@@ -233,7 +235,7 @@ class Least:
         """By rank: seconds of a micro-batch."""
         paces, halves = [0.0] * choice.pp, 1 + SPLIT_OVERHEAD * (choice.schedule in ZERO_BUBBLES)
         for seconds, rank in zip(stages, self.estimate.owners(choice), strict=True):
-            paces[rank] += seconds[Kind.F] + halves * seconds[Kind.B]
+            paces[rank] += seconds[Kind.F] + halves * (seconds[Kind.I] + seconds[Kind.W]) / (1 + SPLIT_OVERHEAD)
         return paces
 
     def _mean(self, shape: Shape, choice: Choice, data: Exchanged, whole: bool) -> float:
@@ -257,9 +259,12 @@ class Least:
         gathered = 2 * (data.all.gathered + 2 * data.end.gathered) * (choice.mode == "zero3")
         return shape.micro_batches * (gathered + data.all.reduced + 2 * data.end.reduced) / choice.pp
 
-    def _longer(self, shape: Shape, choice: Choice, data: Exchanged) -> Longer:
-        """Seconds that copies, gathers and reductions of each micro-batch add to passes."""
-        whole = choice.schedule in UNSPLIT_SCHEDULES
+    def _longer(self, shape: Shape, choice: Choice, data: Exchanged, whole: bool | None = None) -> Longer:
+        """Seconds that copies, gathers and reductions of each micro-batch add to passes.
+
+        whole: whether backward passes are; None: as all are under the schedule.
+        """
+        whole = choice.schedule in UNSPLIT_SCHEDULES if whole is None else whole
         key = shape, choice.mode, choice.replicas, whole, choice.offload_activations
         if (known := self._longer_passes.get(key)) is not None:
             return known
@@ -412,10 +417,12 @@ class Least:
         key = choice.tp, choice.cp, choice.replicas, choice.shards, choice.mode, choice.micro
         if key not in self._exchanged:
             shared = Shared(choice.applied(self.config, self.pins), self.timer.net)
-            passes = self.timer.kernels.passes
+            passes, sent = self.timer.kernels.passes, self._sent_seconds.setdefault(key[:-1], {})
 
             def moved(part: Part, parameters: float) -> Moved:
-                return Moved(*shared.seconds(part), *(passes(each * parameters) for each in copies))
+                if part not in sent:
+                    sent[part] = shared.seconds(part)
+                return Moved(*sent[part], *(passes(each * parameters) for each in copies))
 
             copies = shared.copied, shared.added
             parameters = self.estimate.layer_parameters
@@ -433,3 +440,8 @@ class Least:
                 passes(shared.last),
             )
         return self._exchanged[key]
+
+
+def _seconds(cost: Cost, stages: Sequence[Mapping[Kind, float]]) -> float:
+    """Seconds of an action at least. A reduction beside a backward pass has none of its own."""
+    return 0.0 if cost.kind is Kind.REDUCE and not cost.split else stages[cost.stage].get(cost.kind, 0.0)

@@ -95,6 +95,8 @@ class Load:
     """Work of pipeline ranks for a micro-batch.
 
     halves: seconds of backward for one second of a whole pass. layer: seconds, on average. embedding, head: seconds.
+    flights: micro-batches in flight. kept: bytes that a layer keeps of one unless they are offloaded, shared by the
+    stages of a rank.
     """
 
     ranks: Ranks
@@ -102,6 +104,8 @@ class Load:
     layer: float
     embedding: float
     head: float
+    flights: Flights
+    kept: float
 
     @cached_property
     def outer(self) -> list[float]:
@@ -197,7 +201,10 @@ class Moves:
         needed: bytes that the lightest of these layouts is estimated to need under the default split.
         """
         free = pipeline.pp > 1 and pipeline.split is None and pipeline.schedule in NAMES
-        if not free or needed > self.missed * self.limit or not self._may_fit(shape, pipeline):
+        if not free or needed > self.missed * self.limit:
+            return None
+        load = self._load(shape, pipeline)
+        if not self._may_fit(shape, load, self._states(load, pipeline), pipeline.offload_activations):
             return None
         return self.least.of_any_split(shape, pipeline)
 
@@ -206,27 +213,29 @@ class Moves:
     ) -> Iterator[tuple[float, Choice]]:
         """Yield the layouts of a pipeline whose layers are moved, with bounds."""
         load, known = self._load(shape, pipeline), dict[tuple[float, bool], bool]()
-        kept, chunks, default = self._kept(pipeline, load), self._flying(shape, pipeline).most, load.ranks.default
-        matrices = self._matrices(load)
+        chunks, default, matrices = load.flights.most, load.ranks.default, self._matrices(load)
         ranks = [  # under the default split: bytes of activations, and parameters
-            (default[rank] * chunks[rank] * kept, default[rank] * self._smallest + matrices[rank])
+            (default[rank] * chunks[rank] * load.kept, default[rank] * self._smallest + matrices[rank])
             for rank in load.ranks.firsts
         ]
         for bound, layout in layouts:
-            key = states, offloads = self._states(shape, layout), layout.offload_activations
+            key = states, offloads = self._states(load, layout), layout.offload_activations
             if key not in known:
                 needed = max([each * (not offloads) + states * parameters for each, parameters in ranks])
                 near = needed > MIN_LIMIT_FACTOR * self.limit or load.slow
-                known[key] = near and needed <= self.missed * self.limit and self._may_fit(shape, layout)
+                known[key] = (
+                    near and needed <= self.missed * self.limit and self._may_fit(shape, load, states, offloads)
+                )
             if known[key]:
                 yield max(bound, self.least.of_unsplit(shape, layout)) if self._alike else bound, layout
 
-    def _may_fit(self, shape: Shape, layout: Choice) -> bool:
-        """Return whether there may be a split that fits; no layout whose ranks share more states has one otherwise."""
-        layers, chunks = shape.passes.layers, self._flying(shape, layout).most
-        states, load = self._states(shape, layout) * self._smallest, self._load(shape, layout)
-        kept = 0.0 if layout.offload_activations else self._kept(layout, load)
-        limit, ranks = self.limit, len(chunks)
+    def _may_fit(self, shape: Shape, load: Load, states: float, offloads: bool) -> bool:
+        """Return whether there may be a split that fits; no layout whose ranks share more states has one otherwise.
+
+        states: bytes for each parameter of a rank. offloads: activations are offloaded.
+        """
+        layers, chunks, states = shape.passes.layers, load.flights.most, states * self._smallest
+        kept, limit, ranks = 0.0 if offloads else load.kept, self.limit, len(chunks)
         if (states + chunks[0] * kept) * -(-layers // ranks) <= limit:  # the first rank holds most
             return True
         if (states + chunks[-1] * kept) * layers > limit * ranks:
@@ -240,7 +249,7 @@ class Moves:
     def splits(self, shape: Shape, layout: Choice) -> Iterator[tuple[float, tuple[int, ...]]]:
         """The splits of a layout, each with a lower bound of its seconds."""
         load = self._load(shape, layout)
-        held, fitting, known = self._held(shape, layout, load), 0, {tuple(load.ranks.default)}
+        held, fitting, known = self._held(layout, load), 0, {tuple(load.ranks.default)}
         rooms, layers = held.rooms(self.limit), shape.passes.layers
         layer, whole = self._layer(shape, layout), layout.schedule in UNSPLIT_SCHEDULES
         for most in load.levels:
@@ -285,12 +294,15 @@ class Moves:
         key = shape, choice.schedule, choice.virtual
         if key not in self._loads:
             passes, halves = shape.passes, 1 + SPLIT_OVERHEAD * (choice.schedule in ZERO_BUBBLES)
+            ranks, virtual = self._ranks_of(choice), choice.virtual or SCHEDULES[choice.schedule]
             self._loads[key] = Load(
-                self._ranks_of(choice),
+                ranks,
                 halves,
                 (passes.forward[-1] + halves * passes.backward[-1]) / passes.layers,
                 passes.embedding[0] + halves * passes.embedding[1],
                 passes.head[0] + halves * passes.head[1],
+                flights(choice.schedule, choice.pp, shape.micro_batches, virtual),
+                min(self.estimate.kept(choice)) / len(ranks.stages[0]),
             )
         return self._loads[key]
 
@@ -300,32 +312,23 @@ class Moves:
             self._ranks[key] = ranks_of(self.estimate.split(choice), self.estimate.owners(choice))
         return self._ranks[key]
 
-    def _states(self, shape: Shape, choice: Choice) -> float:
+    def _states(self, load: Load, choice: Choice) -> float:
         """Bytes for each parameter of a rank."""
         each = self.estimate.each(choice)
         states = each.states + each.gathered
-        if self._flying(shape, choice).beside:
+        if load.flights.beside:
             states += each.whole if choice.mode in SINGLE_REDUCTION_MODES else each.reduced
         return states
-
-    def _flying(self, shape: Shape, choice: Choice) -> Flights:
-        virtual = choice.virtual or SCHEDULES[choice.schedule]
-        return flights(choice.schedule, choice.pp, shape.micro_batches, virtual)
-
-    def _kept(self, choice: Choice, load: Load) -> float:
-        """Bytes that a layer keeps of a micro-batch unless they are offloaded, shared by the stages of a rank."""
-        return min(self.estimate.kept(choice)) / len(load.ranks.stages[0])
 
     def _matrices(self, load: Load) -> list[int]:
         """Parameters of the embedding and the head on each rank."""
         tied, matrix = self.estimate.config.model.tie_embeddings, self.estimate.matrix
         return [matrix * (min(1, ends) if tied else ends) for ends in load.ranks.ends]
 
-    def _held(self, shape: Shape, choice: Choice, load: Load) -> Held:
+    def _held(self, choice: Choice, load: Load) -> Held:
         """Bytes that the ranks of a layout hold."""
-        states = self._states(shape, choice)
-        kept = 0.0 if choice.offload_activations else self._kept(choice, load)
+        states, kept = self._states(load, choice), 0.0 if choice.offload_activations else load.kept
         return Held(
-            [states * self._smallest + number * kept for number in self._flying(shape, choice).most],
+            [states * self._smallest + number * kept for number in load.flights.most],
             [states * matrices for matrices in self._matrices(load)],
         )

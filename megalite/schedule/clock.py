@@ -91,7 +91,7 @@ class Clock(Generic[Class]):
         return max(computed, *(ends[last] for last in self._sent)), computed
 
     def longest(self, costs: Sequence[float], transfer: float) -> tuple[list[int], int]:
-        """A chain of actions that wait for each other, and of which the last compute ends last.
+        """A chain of actions that wait for each other, and of which the last ends last.
 
         Returns how many of each of `classes` are in it, and how many transfers. Under other costs, a step takes at
         least as long as this chain.
@@ -106,7 +106,7 @@ class Clock(Generic[Class]):
             ends.append(start + costs[number])
             chosen.append(after)
         found, transfers = [0] * len(self.classes), 0
-        last = max(self._computed, key=ends.__getitem__)
+        last = max(*self._computed, *self._sent, key=ends.__getitem__)
         while last != NO_STEP:
             found[self._steps[last - 1][3]] += 1
             last = chosen[last]

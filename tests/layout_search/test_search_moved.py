@@ -10,7 +10,7 @@ from megalite.config.load import load
 from megalite.cost.cluster import load_cluster
 from megalite.cost.predict import Trial
 from megalite.cost.stages import Timer
-from megalite.layout_search.micro_batches_in_flight import flights
+from megalite.layout_search.micro_batches_in_flight import Flights, flights
 from megalite.layout_search.pipeline_bounds import slowest, slowest_waiting
 from megalite.layout_search.search import _all_ranks, _plan, search
 from megalite.layout_search.space import Space
@@ -20,6 +20,7 @@ from megalite.schedule.generate import NAMES, orders_of
 
 GIB = 2**30
 TIMERS = {name: Timer(load_cluster(name)) for name in ("h100_sxm", "rtx4090")}
+NO_FLIGHTS = Flights((), False)
 FEW = {"parallel.tp": 1, "parallel.cp": 1, "batch.micro": 1, "train.recompute": "none"}
 CASES = [  # model, keys, GPUs, cluster, share of what the fastest layout needs, pins
     ("llama3.2_1b", ["batch.global=16"], 4, "h100_sxm", 0.93, {**FEW, "parallel.pp": 4}),
@@ -103,7 +104,7 @@ def test_no_bound_of_a_moved_split_is_above_its_time() -> None:
             ranks = [sum(split[stage] for stage in own) for own in load_of.ranks.stages]
             walked = _all_ranks(plan, space.timer)
             uneven = max(split) * max(space.estimate.kept(choice)) * 2 * choice.pp  # stages of a rank may differ
-            assert space.moves._held(shape, layout, load_of).most(ranks) <= walked + uneven * (schedule != "1f1b")
+            assert space.moves._held(layout, load_of).most(ranks) <= walked + uneven * (schedule != "1f1b")
             checked += 1
     assert checked == 20
     assert median(close) > 0.85
@@ -113,7 +114,7 @@ def loads() -> list[Load]:
     """Pipelines of three ranks with one, two and four stages each, whose ends take longer than layers, or less."""
     ends = [(0.0, 0.0), (0.2, 1.3), (0.1, 2.6)]
     return [
-        Load(ranks_of([4 // stages] * (3 * stages), [*range(3)] * stages), 1.0, 1.0, *each)
+        Load(ranks_of([4 // stages] * (3 * stages), [*range(3)] * stages), 1.0, 1.0, *each, NO_FLIGHTS, 0.0)
         for stages in (1, 2, 4)
         for each in ends
     ]
@@ -155,7 +156,7 @@ def test_no_split_makes_ranks_wait_and_compute_for_less_than_is_told() -> None:
         ends, before = (draw.choice([0.0, 4.0]), draw.uniform(0, 3)), layer * draw.choice([0.1, 0.6, 1.0])
         cases.append((stages, p, stages * p + draw.randrange(8), layer, *ends, before))
     for stages, p, layers, layer, embedding, head, before in cases:
-        load_of = Load(ranks_of([1] * (stages * p), [*range(p)] * stages), 1.0, layer, embedding, head)
+        load_of = Load(ranks_of([1] * (stages * p), [*range(p)] * stages), 1.0, layer, embedding, head, NO_FLIGHTS, 0.0)
         best = float("inf")
         for ranks in product(range(layers + 1), repeat=p):
             if sum(ranks) == layers and all(map(int.__ge__, ranks, load_of.ranks.fewest)):
@@ -210,7 +211,7 @@ def test_layers_are_moved_where_memory_is_short_or_a_rank_slow_and_nowhere_else(
             wanted = {layout for _, layout in space.moves.wanted(shape, pipeline, layouts)}
             for _, layout in layouts:
                 load_of = space.moves._load(shape, layout)
-                share = space.moves._held(shape, layout, load_of).most(load_of.ranks.default) / (gib * GIB)
+                share = space.moves._held(layout, load_of).most(load_of.ranks.default) / (gib * GIB)
                 reason = (share > MIN_LIMIT_FACTOR or load_of.slow) and share <= MAX_LIMIT_FACTOR
                 assert (layout in wanted) <= reason
                 assert layout in wanted or not reason or not list(space.moves.splits(shape, layout))

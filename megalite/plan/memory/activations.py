@@ -72,12 +72,11 @@ class Activations(Sizes):
         return {}
 
     def _layer(self, kind: LayerKind, mode: Mode) -> Unit:
-        layer = Layer(self.config.model.width, kind)
+        layer, everything = Layer(self.config.model.width, kind), self._everything(kind, mode)
         weights = [weight for _, weight in layer.weights()]
-        everything = layer.kept(self, with_input=mode == "full")
-        remade = tuple(kept for kept in everything if not kept.given) if mode == "full" else ()
-        cheap = tuple(kept for kept in everything if kept.cheap) if mode == "selective" else ()
-        left = [kept for kept in everything if kept not in (*remade, *cheap)]
+        again = [kept for kept in everything if _is_made_again(kept, mode)]
+        remade, cheap = tuple(again) if mode == "full" else (), tuple(again) if mode == "selective" else ()
+        left = [kept for kept in everything if not _is_made_again(kept, mode)]
         least = self.stream // OFFLOAD_SHARE if self.config.train.offload_activations else math.inf
         offloaded = tuple(kept for kept in left if kept.bytes >= least)
         passing = (*remade, *cheap, *offloaded)
@@ -97,8 +96,19 @@ class Activations(Sizes):
 
     def layer_bytes(self, kind: LayerKind, mode: Mode) -> int:
         """Bytes that a layer keeps from forward to backward, on the device and in host memory."""
-        part = self.layer(kind, mode)
-        return sum(kept.bytes for kept in (*part.kept, *part.offloaded))
+        return sum(kept.bytes for kept in self._everything(kind, mode) if not _is_made_again(kept, mode))
+
+    def _everything(self, kind: LayerKind, mode: Mode) -> tuple[Kept, ...]:
+        """Tensors that a layer without recompute keeps; for full recompute, its input whether needed or not."""
+        key = kind, mode == "full"
+        if key not in self._kept:
+            self._kept[key] = Layer(self.config.model.width, kind).kept(self, with_input=mode == "full")
+        return self._kept[key]
+
+    @cached_property
+    def _kept(self) -> dict[tuple[LayerKind, bool], tuple[Kept, ...]]:
+        """By kind of layer: what was asked for."""
+        return {}
 
     def outside(self, stages: int) -> dict[int, int]:
         """By stage: bytes that the embedding and the head keep of a micro-batch; stages with neither are left out."""
@@ -194,3 +204,8 @@ class Activations(Sizes):
 def _newest(weights: Sequence[Weight], tp: int) -> int:
     """Elements on a rank of the last of `weights` that is trained, 0 if none is."""
     return next((weight.gradient(tp) for weight in reversed(weights) if weight.trained), 0)
+
+
+def _is_made_again(kept: Kept, mode: Mode) -> bool:
+    """Return whether recompute makes a tensor again in backward."""
+    return not kept.given if mode == "full" else kept.cheap and mode == "selective"

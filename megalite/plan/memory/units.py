@@ -102,6 +102,11 @@ class Unit:
         return sum(kept.bytes for kept in self.kept)
 
     @cached_property
+    def put_off_bytes(self) -> int:
+        """Bytes that an I leaves to its W."""
+        return sum(held.total() for held in self.put_off.values())
+
+    @cached_property
     def change(self) -> dict[tuple[str, bool], int]:
         """By moment of backward, and whether weight gradients are put off: by how much it changes the bytes kept."""
         freed = {at.name: self.freed[at.name].total() for at in self.backward}

@@ -26,8 +26,8 @@ def uses_muon(optim: Optim, role: Role) -> bool:
 def host_copies(optim: Optim, weight: Weight) -> int:
     """Number of copies of a parameter's size that are kept in host memory beside states there.
 
-    AdamW updates copies of a trained weight and its gradient where the states are. Muon's products need the device, which its
-    states visit instead.
+    AdamW updates copies of a trained weight and its gradient where the states are. Muon's products need the device,
+    which its states visit instead.
     """
     on_host = optim.place == "host" and weight.trained and not uses_muon(optim, weight.role)
     return 2 if on_host else 0

@@ -3,6 +3,7 @@
 import random
 from collections import Counter
 from collections.abc import Iterator
+from operator import mul
 from statistics import median
 
 import pytest
@@ -11,6 +12,7 @@ from megalite.config.load import load
 from megalite.cost.cluster import load_cluster
 from megalite.cost.layout_choice import Choice
 from megalite.cost.predict import Trial
+from megalite.cost.schedule_tables import named_clock
 from megalite.cost.stages import Timer
 from megalite.layout_search.micro_batches_in_flight import flight
 from megalite.layout_search.pipeline_bounds import halved, longest_path
@@ -116,6 +118,15 @@ def test_a_chain_of_actions_takes_as_long_as_its_step_and_no_longer_than_others(
 
     assert seconds(first) == pytest.approx(clock.run(first, 0.1)[0])
     assert seconds(other) <= clock.run(other, 0.1)[0] * (1 + 1e-9)
+
+
+def test_a_chain_ends_with_what_is_reduced_last() -> None:
+    clock = named_clock(*orders_of("dualpipev", 4, 9), 9, "zero1")
+    costs = [5.0 if cost.kind is Kind.REDUCE else 1.0 for cost in clock.classes]
+    chain, hops = clock.longest(costs, 0.1)
+    ended, computed = clock.run(costs, 0.1)
+    assert sum(map(mul, chain, costs)) + hops * 0.1 == pytest.approx(ended)
+    assert ended > computed
 
 
 @pytest.mark.parametrize("schedule", NAMES)

@@ -1,4 +1,4 @@
-"""What makes two configurations the same: as texts, on all ranks of a job, and as runs of an experiment."""
+"""The identity of a configuration: as a text, on all ranks of a job, and as a run of an experiment."""
 
 import hashlib
 import json

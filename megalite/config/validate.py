@@ -41,7 +41,7 @@ def validate(config: Config, world_size: int | None = None) -> list[Problem]:
     """
     model, parallel = config.model, config.parallel
     dp = parallel.dp_replicate * shards(parallel, world_size)
-    limits = parallel.pipeline.searched or parallel.data.mode == "auto"  # what batch.memory decides beside the batch
+    limits = parallel.pipeline.searched or parallel.data.mode == "auto"  # batch.memory decides these too
     return [
         *run_rules(config.run),
         *log_rules(config.log),

@@ -13,7 +13,7 @@ from typing import Literal, TypeVar
 
 from megalite.config.layers import LayerKind, layer_kinds
 from megalite.config.schema import Model
-from megalite.plan.model.roles import Kind
+from megalite.plan.model.roles import RoleKind
 from megalite.plan.model.weights import embedding, final_norm, head, layer_weights, weights
 from megalite.plan.parts.layer import Layer
 from megalite.plan.parts.part import Weight
@@ -111,7 +111,7 @@ def layer_matrix_flops(model: Model, kind: LayerKind) -> int:
 
 def layer_weight_flops(model: Model, kind: LayerKind) -> int:
     """Floating-point operations per token of the gradients of one layer's matrices, those that are trained."""
-    matrices = (weight for _, weight in layer_weights(model, kind) if weight.role.kind is Kind.MATRIX)
+    matrices = (weight for _, weight in layer_weights(model, kind) if weight.role.kind is RoleKind.MATRIX)
     return sum(2 * weight.elements for weight in matrices if weight.trained)
 
 

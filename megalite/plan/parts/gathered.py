@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterator
 
-from megalite.plan.model.roles import Kind
+from megalite.plan.model.roles import RoleKind
 from megalite.plan.parts.part import Weight
 from megalite.plan.parts.sizes import Sizes
 from megalite.plan.traffic.transfers import Transfers
@@ -26,7 +26,7 @@ class Gathered(ABC):
     @property
     def trains_columns(self) -> bool:
         """Flag: a matrix that takes the gathered input is trained, so its gradient needs that input."""
-        found = (weight for _, weight in self.weights() if weight.trained and weight.role.kind is Kind.MATRIX)
+        found = (weight for _, weight in self.weights() if weight.trained and weight.role.kind is RoleKind.MATRIX)
         return any(not weight.role.into_stream for weight in found)
 
     def forward_transfers(self, sizes: Sizes, cp: int, phase: str) -> Transfers:

@@ -13,7 +13,7 @@ from megalite.cost.stages import Timer
 from megalite.experiment.cell import Cell
 from megalite.experiment.expand import Expanded
 from megalite.layout_search.search import fullest_rank
-from megalite.plan.memory.fit import TENSOR_SHARE
+from megalite.plan.memory.fit import TENSOR_SHARE, fitted
 from megalite.plan.model.size import flops_per_token, model_parameters
 
 SAVED_BYTES = 12  # bytes of a parameter with AdamW's moments
@@ -124,9 +124,8 @@ class Estimator:
             return True
         key = _timed_by(cell)
         if key not in self._fitting:
-            self._fitting[key] = (
-                fullest_rank(_numbered(cell.config), self.timer).total <= TENSOR_SHARE * self.cluster.gpu.memory
-            )
+            needed = fullest_rank(_started(cell.config, self.cluster), self.timer).total
+            self._fitting[key] = needed <= TENSOR_SHARE * self.cluster.gpu.memory
         return self._fitting[key]
 
     def step(self, cell: Cell) -> tuple[float, str] | None:
@@ -149,7 +148,8 @@ class Estimator:
         if self.launch.flops_per_second is not None:
             return tokens * each / self.launch.flops_per_second, "launch.flops_per_second"
         if self.cluster is not None:
-            return predict(_numbered(cell.config), self.cluster, self.timer).seconds, f"planner, {self.cluster.name}"
+            config = _started(cell.config, self.cluster)
+            return predict(config, self.cluster, self.timer).seconds, f"planner, {self.cluster.name}"
         if self.measured:
             return _between(others, tokens * each), "measured on other sizes"
         return None
@@ -235,9 +235,11 @@ def _saves(cell: Cell) -> float:
     return size / WRITE_BANDWIDTH + times * size / (COPY_BANDWIDTH if checkpoint.async_ else WRITE_BANDWIDTH)
 
 
-def _numbered(config: Config) -> Config:
-    """With a number as batch.micro: where it is found at the start, 1 is a careful guess."""
-    return config if config.batch.micro != "auto" else replace(config, batch=replace(config.batch, micro=1))
+def _started(config: Config, cluster: Cluster) -> Config:
+    """With what a start chooses: the data-parallel mode that fits; for batch.micro = auto, 1 is a careful guess."""
+    if config.batch.micro == "auto":
+        config = replace(config, batch=replace(config.batch, micro=1))
+    return fitted(config, round(TENSOR_SHARE * cluster.gpu.memory))
 
 
 def check_budget(costs: Costs, expanded: Expanded, spent: float = 0.0) -> None:

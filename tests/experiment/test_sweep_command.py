@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 from faked import BASE, Faked
 
+from megalite_launch.base.texts import lasting
+
 ENDS = ["done", "oom", "diverged", "unsaved", "bad", "crash", "lie", "hang", "lost"]
 STATES = ["done", "oom", "diverged", "failed", "failed", "failed", "failed", "timeout", "failed"]
 RATES = [round(0.01 * (number + 1), 2) for number in range(len(ENDS))]
@@ -181,7 +183,7 @@ def test_the_cost_of_a_run_is_told_from_those_that_were_measured(tmp_path: Path)
     assert "measured on other sizes" in told
     line = next(line for line in told.splitlines() if line.startswith("width16-lr0.02"))
     assert line.split()[-1] == "measured"
-    assert f" {round(faked.statuses()['lr0.01']['seconds'])} s " in line  # with the start-up of the first
+    assert f" {lasting(faked.statuses()['lr0.01']['seconds'])} " in line  # with the start-up of the first
 
 
 def test_successive_halving(tmp_path: Path) -> None:

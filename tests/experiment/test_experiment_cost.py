@@ -1,10 +1,12 @@
 """What runs are told to take, from those that were measured."""
 
 from dataclasses import replace
+from typing import Literal
 
 import pytest
 from expanding import Expander
 
+from megalite.config.schema import DataMode
 from megalite.experiment.cell import Cell
 from megalite.experiment.cost import Estimator, MeasuredStep, estimate
 from megalite.experiment.expand import Expanded
@@ -66,3 +68,21 @@ def test_steps_of_one_size_tell_nothing_of_their_least_time(widths: Expanded) ->
     estimator = Estimator(widths, [measured(small)])
     ratio = measured(large).flops / measured(small).flops
     assert estimator.step(large) == (pytest.approx(true_step(small) * ratio), "measured on other sizes")
+
+
+def test_the_planner_times_the_mode_that_a_start_chooses(widths: Expanded) -> None:
+    """Small models fit a GPU whole, and gather their weights once a step."""
+    widths.setup.experiment.launch.cluster = "h100_sxm"
+    estimator = Estimator(widths)
+    cell = replace(widths.cells[-1], gpus=4)
+    parallel, batch = replace(cell.config.parallel, dp_shard=4), replace(cell.config.batch, micro=1)
+
+    def seconds(mode: DataMode | Literal["auto"]) -> float:
+        data = replace(parallel.data, mode=mode)
+        config = replace(cell.config, parallel=replace(parallel, data=data), batch=batch)
+        found = estimator.step(replace(cell, config=config))
+        assert found is not None
+        assert found[1] == "planner, h100_sxm"
+        return found[0]
+
+    assert seconds("auto") == seconds("zero1") < seconds("zero3")

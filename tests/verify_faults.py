@@ -139,12 +139,11 @@ def muon_scale_of_a_shard() -> AbstractContextManager[Any]:
     """The shape of the part that a rank holds, in place of that of the matrix."""
     correct = Muon._apply
 
-    def apply(optimizer: Muon, updates: Any, params: Any) -> None:
+    def apply(optimizer: Muon, updates: Any, targets: Any) -> None:
         for index, parts in updates.items():
-            param, _ = params[index]
-            shape = muon.local(param).shape
+            shape = targets[index].part(targets[index].param).shape
             with patch.object(muon, "scale", lambda rule, *whole, shape=shape: scale(rule, *shape)):
-                correct(optimizer, {index: parts}, params)
+                correct(optimizer, {index: parts}, targets)
 
     return patch.object(Muon, "_apply", apply)
 

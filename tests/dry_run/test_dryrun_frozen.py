@@ -30,7 +30,11 @@ CASES: dict[str, Case] = {
     "inputs, norms after, offloaded": (INPUTS, {**POST, "train.offload_activations": True}, 0),
     "inputs, zb_h1, tp": (INPUTS, {**TP, **pipeline("zb_h1"), **data("zero3", dp_shard=2)}, 0),
     "some, tp, muon, zero3": (SOME, {**TP, **MUON, **data("zero3", dp_shard=2)}, 0),
-    "some, biases, zb_h1, selective recompute": (SOME, {**NORMED, **SELECTIVE, **pipeline("zb_h1")}, 0),
+    "some, biases, zb_h1, selective recompute": (
+        SOME,
+        {**NORMED, **SELECTIVE, **pipeline("zb_h1"), "parallel.data.mode": "zero3"},
+        0,
+    ),
     "ends, tied, tp": (ENDS, {**TIED, **TP, **data("zero3", dp_shard=2)}, 0),
     "ends, tied, last of 2 stages": (ENDS, {**TIED, **pipeline("1f1b"), **data("zero2", dp_shard=2)}, 1),
     "ends, ddp": (ENDS, data("ddp", dp_shard=2), 0),

@@ -67,14 +67,14 @@ def test_faults_are_found() -> None:
 NARROW_ROWS = """
 import sys, torch
 from types import SimpleNamespace
-from megalite_kernels.compile_cases import Case, meta
+from megalite_kernels.compile_cases import CompileCase, meta
 from megalite_kernels.compile_report import SHARED_BYTES, compile_module
 import megalite_kernels.add_rms_norm
 norm = sys.modules["megalite_kernels.rms_norm"]
 norm.shared_memory = lambda device: SHARED_BYTES[90]
 x, weight, inverse = meta(65536, 1, dtype=torch.float64), meta(1, dtype=torch.float64), meta(65536, dtype=torch.float64)
 launch = lambda: norm.launch_backward(x, weight, inverse, x, x)
-sys.modules["narrow_rows"] = SimpleNamespace(compile_cases=lambda: [Case("norm", "", torch.float64, launch, False)])
+sys.modules["narrow_rows"] = SimpleNamespace(compile_cases=lambda: [CompileCase("norm", "", torch.float64, launch, False)])
 (kernel,) = compile_module("narrow_rows", 90)
 print(kernel.shared <= SHARED_BYTES[90], kernel.shared)
 """

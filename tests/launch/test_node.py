@@ -109,7 +109,7 @@ def test_a_rank_that_lost_contact_is_not_the_cause(codes: tuple[int, ...], expec
         (["--nodes", "1", "--node-rank", "0", "--ranks", "1", "--master", "a b"], "name or address"),
         (
             ["--nodes", "1", "--node-rank", "0", "--ranks", "1", "--master", "a", "--port", "0"],
-            "from 1 to 65535",
+            "from 1 to 65,535",
         ),
         (["--nodes", "1", "--node-rank", "0", "--ranks", "1", "--master", "a"], "no-such-program: cannot be started"),
     ],

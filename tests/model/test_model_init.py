@@ -203,7 +203,7 @@ class Experts(nn.Module):
         self.roles = {"up": roles.UP_PROJECTION, "down": roles.DOWN_PROJECTION}
         for name, shape in shapes.items():
             weight = Weight(shape, self.roles[name])
-            setattr(self, name, parameter(shape, mesh.tp, Shard(weight.split)))
+            setattr(self, name, parameter(weight, mesh.tp, Shard(weight.split)))
             assert weight.part(2) == tuple(size // (1 + (dim == weight.split)) for dim, size in enumerate(shape))
 
 

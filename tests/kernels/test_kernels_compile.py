@@ -74,7 +74,8 @@ norm = sys.modules["megalite_kernels.rms_norm"]
 norm.shared_memory = lambda device: SHARED_BYTES[90]
 x, weight, inverse = meta(65536, 1, dtype=torch.float64), meta(1, dtype=torch.float64), meta(65536, dtype=torch.float64)
 launch = lambda: norm.launch_backward(x, weight, inverse, x, x)
-sys.modules["narrow_rows"] = SimpleNamespace(compile_cases=lambda: [CompileCase("norm", "", torch.float64, launch, False)])
+case = CompileCase("norm", "", torch.float64, launch, False)
+sys.modules["narrow_rows"] = SimpleNamespace(compile_cases=lambda: [case])
 (kernel,) = compile_module("narrow_rows", 90)
 print(kernel.shared <= SHARED_BYTES[90], kernel.shared)
 """

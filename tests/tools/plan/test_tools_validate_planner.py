@@ -133,7 +133,7 @@ def test_the_tables_in_the_docs_are_what_the_command_finds(
 
 
 def check_other_planners(page: str, out: str) -> None:
-    printed = [re.split(r" {2,}", line.strip()) for line in out.partition(" planner ")[2].splitlines()]
+    printed = [re.split(r" {2,}", line.strip()) for line in out.partition("\nplanner ")[2].splitlines()]
     table = page.partition("| planner | runs of |")[2].partition("\n\n")[0]
     rows = [cells(line) for line in table.splitlines()[2:]]
     planner = ""

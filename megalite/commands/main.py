@@ -76,15 +76,43 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         command = commands.add_parser(name, help=summary, description=f"{summary[0].upper()}{summary[1:]}.")
         metavar, about = INPUTS.get(name, ("CONFIG | KEY=VALUE", "a YAML file or a name, or a key that is changed"))
         command.add_argument("arguments", nargs="*", metavar=metavar, help=about)
-    train, verify, plan, show = (commands.choices[name] for name in ("train", "verify", "plan", "show"))
-    quickstart = commands.choices["quickstart"]
+    for name, options in OPTIONS.items():
+        options(commands.choices[name])
+    given = sys.argv[1:] if argv is None else argv
+    if given and not given[0].startswith("-") and given[0] not in COMMANDS:
+        parser.error(f"argument COMMAND: invalid choice: {given[0]!r}{_near(given[0], COMMANDS)}")
+    args, rest = parser.parse_known_args(argv)
+    # argparse takes positional arguments from one side of an option only; the others are left here.
+    command = commands.choices[args.command]
+    if unknown := [argument for argument in rest if argument.startswith("-")]:
+        known = command.format_usage().replace("[", " ").replace("]", " ").split()
+        near = _near(unknown[0].partition("=")[0], [word for word in known if word.startswith("--")])
+        command.error(f"unrecognized arguments: {' '.join(unknown)}{near}")
+    _check_options(args, command)
+    args.given = list(given)
+    args.files, args.overrides = files_and_overrides([*args.arguments, *rest])
+    return args
+
+
+def _check_options(args: argparse.Namespace, command: argparse.ArgumentParser) -> None:
+    """Ends the program if options do not go together."""
+    if args.command == "train" and args.world_size is not None and not args.check:
+        command.error("argument --world-size: needs --check")
+    if args.command == "show" and args.measure and not args.memory:
+        command.error("argument --measure: needs --memory")
+    if args.command == "show" and args.memory and args.schedule is not None:
+        command.error("argument --memory: not allowed with argument --schedule; each is shown by itself")
+
+
+def _quickstart_options(quickstart: argparse.ArgumentParser) -> None:
     quickstart.epilog = "data/quickstart and runs/quickstart are made anew."
     quickstart.add_argument("--steps", type=COUNT, default=900, metavar="N", help="training steps (default: 900)")
     quickstart.add_argument(
         "--data", action="store_true", help="only make the data of the experiments: data/quickstart and data/ladder"
     )
-    _plan_options(plan)
-    plan.epilog = EXAMPLE
+
+
+def _train_options(train: argparse.ArgumentParser) -> None:
     train.add_argument(
         "--check",
         action="store_true",
@@ -94,6 +122,9 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     train.add_argument(
         "--resolved", action="store_true", help="print the configuration as one YAML file, unchecked, and end"
     )
+
+
+def _verify_options(verify: argparse.ArgumentParser) -> None:
     verify.add_argument(
         "--steps",
         type=VERIFY_STEPS,
@@ -104,6 +135,9 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     verify.add_argument(
         "--tolerance", type=_tolerance, default=1e-10, metavar="X", help="largest difference allowed (default: 1e-10)"
     )
+
+
+def _show_options(show: argparse.ArgumentParser) -> None:
     show.add_argument(
         "--write", metavar="FILE", help="save the model, of a folder of weights for example, as a configuration FILE"
     )
@@ -128,25 +162,6 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         help="in place of run.cluster: also print whether it fits there, step time, duration and cost; with --memory, "
         "whether it fits; with --schedule, an auto order for it",
     )
-    given = sys.argv[1:] if argv is None else argv
-    if given and not given[0].startswith("-") and given[0] not in COMMANDS:
-        parser.error(f"argument COMMAND: invalid choice: {given[0]!r}{_near(given[0], COMMANDS)}")
-    args, rest = parser.parse_known_args(argv)
-    # argparse takes positional arguments from one side of an option only; the others are left here.
-    command = commands.choices[args.command]
-    if unknown := [argument for argument in rest if argument.startswith("-")]:
-        known = command.format_usage().replace("[", " ").replace("]", " ").split()
-        near = _near(unknown[0].partition("=")[0], [word for word in known if word.startswith("--")])
-        command.error(f"unrecognized arguments: {' '.join(unknown)}{near}")
-    if args.command == "train" and args.world_size is not None and not args.check:
-        command.error("argument --world-size: needs --check")
-    if args.command == "show" and args.measure and not args.memory:
-        command.error("argument --measure: needs --memory")
-    if args.command == "show" and args.memory and args.schedule is not None:
-        command.error("argument --memory: not allowed with argument --schedule; each is shown by itself")
-    args.given = list(given)
-    args.files, args.overrides = files_and_overrides([*args.arguments, *rest])
-    return args
 
 
 EXAMPLE = "Example: megalite plan llama3_8b --cluster h100 --gpus 64-512 --tokens 1T --days 30"
@@ -154,6 +169,7 @@ EXAMPLE = "Example: megalite plan llama3_8b --cluster h100 --gpus 64-512 --token
 
 def _plan_options(plan: argparse.ArgumentParser) -> None:
     """The options of `megalite plan`. A key that is given as KEY=VALUE is pinned: the search keeps its value."""
+    plan.epilog = EXAMPLE
     add = plan.add_argument
     compared = "number of GPUs; several, or those from A to B by halves of doublings, are compared"
     add("--gpus", type=gpu_counts, metavar="N|N,N|A-B", help=compared)
@@ -185,6 +201,15 @@ def _plan_options(plan: argparse.ArgumentParser) -> None:
         "--schedule", metavar="FILE", help="search an order for the pipeline of the fastest layout, and save it (.yaml)"
     )
     add("--html", metavar="FILE", help="save a page with pictures, which needs no network")
+
+
+OPTIONS = {
+    "quickstart": _quickstart_options,
+    "train": _train_options,
+    "verify": _verify_options,
+    "plan": _plan_options,
+    "show": _show_options,
+}
 
 
 def _near(word: str, known: Iterable[str]) -> str:

@@ -34,8 +34,9 @@ from megalite.plan.recompute_modes import Mode
 from megalite.plan.resolved import Plan, resolve
 from megalite.schedule.problem import Beside, StageCosts
 
-# By which halves of a backward pass take longer than the whole: of arXiv 2401.10241 (Zero Bubble), table 4 has speeds
-# of 1F1B and ZB-2p, table 5 their bubbles; without these, ZB-2p is 2.4 % slower, and backward is two thirds of a step.
+# Share by which halves of a backward pass take longer than the whole. In arXiv 2401.10241 (Zero Bubble), table 4 tells
+# how fast 1F1B and ZB-2p are, table 5 their bubbles; without these, ZB-2p is 2.4 % slower, and backward is two thirds
+# of a step.
 SPLIT_OVERHEAD = 0.035
 ZERO_BUBBLES = ("zb_h1", "zb_h2", "zbv")  # they split all backward passes; reductions follow each W
 UNSPLIT_SCHEDULES = ("1f1b", "gpipe", "interleaved_1f1b")  # backward passes are whole

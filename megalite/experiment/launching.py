@@ -32,7 +32,7 @@ from megalite.experiment.states import standing
 from megalite.train.folder.lock import Lock
 
 COMMAND = "megalite-sweep"
-HEADING = "# What all runs of the experiment "  # first words of base.yaml
+HEADING = "all runs of the experiment "  # words in the first line of base.yaml
 Known = dict[str, tuple[Status, int]]  # by id, each with the step that it has reached
 
 
@@ -118,7 +118,7 @@ def check_folder(setup: Setup) -> None:
 
 def _ours(base: Path) -> bool:
     try:
-        return read_text(base).startswith(HEADING)
+        return HEADING in read_text(base).partition("\n")[0]
     except (OSError, ValueError):
         return False
 
@@ -137,7 +137,7 @@ def rebuild_index(folder: ExperimentFolder, expanded: Expanded, known: Known) ->
 
 def base_text(setup: Setup) -> str:
     """The configuration that all runs start from, as a file that `megalite train` reads."""
-    return as_yaml(setup.base, f"{HEADING}{setup.experiment.experiment.name} start from.")
+    return as_yaml(setup.base, f"# Configuration that {HEADING}{setup.experiment.experiment.name} start from.")
 
 
 def as_yaml(plain: Mapping[str, Any], heading: str) -> str:

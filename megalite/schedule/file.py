@@ -3,7 +3,7 @@
 name: my 1f1b
 micro_batches: 2
 placement: [0, 1]        # stage -> the pipeline rank that owns it
-ranks:                   # of each rank KIND STAGE.MICRO-BATCH, the kinds F, and B or I and W
+ranks:                   # for each rank KIND STAGE.MICRO-BATCH, the kinds F, and B or I and W
   - F0.0 F0.1 B0.0 B0.1
   - F1.0 B1.0 F1.1 I1.1 W1.1
 times: [[1, 2, 1, 1], [1.5, 3, 1.5, 1.5]]  # optional: of each stage the times of F, B, I and W, to place transfers by

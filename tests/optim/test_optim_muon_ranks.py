@@ -174,15 +174,14 @@ JOBS = {
 }
 
 
+def job_in(parallel: Parallel) -> Config:
+    train, optim = Train(steps=5, precision="fp64"), Optim("muon", lr=0.01)
+    return Config(model=MODEL, parallel=parallel, batch=Batch(1, 8), train=train, optim=optim)
+
+
 @pytest.mark.parametrize("name", JOBS)
 def test_training_is_that_of_one_process(name: str, ranks: Ranks) -> None:
-    config = Config(
-        model=MODEL,
-        parallel=JOBS[name],
-        batch=Batch(1, 8),
-        train=Train(steps=5, precision="fp64"),
-        optim=Optim("muon", lr=0.01),
-    )
+    config = job_in(JOBS[name])
     layout = config.parallel.layout
     expected = ranks.run(trained, alone(config))[0]
     told = ranks.run(trained, config)[: layout.world_size]
@@ -209,13 +208,7 @@ ON_HOST = {
 
 @pytest.mark.parametrize("name", ON_HOST)
 def test_momentum_on_the_host_changes_no_bit(name: str, ranks: Ranks) -> None:
-    config = Config(
-        model=MODEL,
-        parallel=ON_HOST[name],
-        batch=Batch(1, 8),
-        train=Train(steps=5, precision="fp64"),
-        optim=Optim("muon", lr=0.01),
-    )
+    config = job_in(ON_HOST[name])
     expected = ranks.run(trained, config)
     found = ranks.run(trained, replace(config, optim=replace(config.optim, offload=True)))
     assert sum(each is not None for each in found) == config.parallel.layout.world_size

@@ -38,7 +38,7 @@ from megalite.data.tokenizer import load_tokenizer
 from megalite_tools.checkpoint.generate import main as generate
 from megalite_tools.checkpoint.inspect_checkpoint import main as inspect
 from megalite_tools.data.train_tokenizer import train_model
-from megalite_tools.machine import cpu_name
+from megalite_tools.report_file import cpu_name
 
 COMMAND = "corrupt"
 LIMIT = 60  # seconds of a command

@@ -26,7 +26,7 @@ from watched_run import Follower
 
 from megalite.base.files import write_whole
 from megalite.base.stop_signals import listen, stop
-from megalite_tools.machine import cpu_name
+from megalite_tools.report_file import cpu_name
 
 OF_STAND_INS = f"""\
 ## Stand-ins for training

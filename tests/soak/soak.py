@@ -42,7 +42,7 @@ from megalite.base.entry import exit_code
 from megalite.base.errors import InputError
 from megalite.base.files import write_whole
 from megalite.base.stop_signals import listen, stop
-from megalite_tools.machine import cpu_name
+from megalite_tools.report_file import cpu_name
 
 COMMAND = "soak"
 KINDS = ("same", "changing", "local")

@@ -9,28 +9,13 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
+from toy_folder import launching, make_toy
 
-from megalite.data.store import StoreWriter
 from megalite_launch.base.outcome import Failure, read_failures, read_outcome
 from megalite_launch.base.run_folder import ATTEMPT, node_name
 
-CONFIG = """
-run: {dir: runs, device: cpu}
-model: {layers: 2, width: 16, heads: 2, kv_heads: 2, ffn: 24, vocab_size: 16, sequence_length: 16}
-parallel: {pp: 2}
-batch: {micro: 2, global: 8}
-train: {steps: 1000000, precision: fp32, timeout: 60}
-data: {train: [{path: data/train}]}
-log: {tensorboard: false}
-"""
-LAUNCH = """
-import sys
-from pathlib import Path
-from megalite.distributed.start.local import launch
-sys.exit(launch("faulty", sys.argv[1:], 2, Path()))
-"""
+LAUNCH = launching("faulty", 2)
 FAULTY = """
 import os, signal, sys
 from itertools import count
@@ -54,9 +39,7 @@ NAME = "4711.0.0"
 def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a configuration, data, and a program whose rank 1 fails in step 2 as the variable FAULT says."""
     work = tmp_path_factory.mktemp("outcome")
-    with StoreWriter(work / "data/train", "<u2") as writer:
-        writer.add(np.arange(2000) * 3 % 16)
-    (work / "toy.yaml").write_text(CONFIG)
+    make_toy(work, parallel={"pp": 2})
     (work / "faulty.py").write_text(FAULTY)
     return work
 

@@ -13,28 +13,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-import numpy as np
 import pytest
+from toy_folder import launching, make_toy
 
 from megalite.base.stop_signals import STOP_SIGNALS
-from megalite.data.store import StoreWriter
 
-CONFIG = """
-run: {dir: runs, device: cpu}
-model: {layers: 2, width: 16, heads: 2, kv_heads: 2, ffn: 24, vocab_size: 16, sequence_length: 16}
-parallel: {pp: 2}
-batch: {micro: 2, global: 8}
-train: {steps: 1000000, precision: fp32, timeout: 100}
-data: {train: [{path: data/train}]}
-log: {tensorboard: false}
-"""
 TRAIN = ["-m", "megalite.commands.main", "train", "toy.yaml"]
-LAUNCH = """
-import sys
-from pathlib import Path
-from megalite.distributed.start.local import launch
-sys.exit(launch("hindered", sys.argv[1:], 2, Path()))
-"""
+LAUNCH = launching("hindered", 2)
 HINDERED = """
 import os, sys, time
 from itertools import count
@@ -68,9 +53,7 @@ def mark() -> str:
 @pytest.fixture
 def begin(tmp_path: Path, mark: str) -> Iterator[Begin]:
     """Starts a command in a folder with a configuration, data and a program whose rank 1 is hindered."""
-    with StoreWriter(tmp_path / "data/train", "<u2") as writer:
-        writer.add(np.arange(2000) * 3 % 16)
-    (tmp_path / "toy.yaml").write_text(CONFIG)
+    make_toy(tmp_path, parallel={"pp": 2}, train={"timeout": 100})
     (tmp_path / "hindered.py").write_text(HINDERED)
     name, value = mark.split("=")
 

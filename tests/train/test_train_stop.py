@@ -7,30 +7,17 @@ import sys
 import time
 from pathlib import Path
 
-import numpy as np
 import pytest
+from toy_folder import make_toy
 
 from megalite.base.stop_signals import STOP_SIGNALS
-from megalite.data.store import StoreWriter
-
-CONFIG = """
-run: {dir: runs, device: cpu}
-model: {layers: 1, width: 16, heads: 2, kv_heads: 2, ffn: 24, vocab_size: 16, sequence_length: 16}
-batch: {micro: 2, global: 8}
-train: {steps: 1000000, precision: fp32, timeout: 60}
-schedule: {name: constant}
-data: {train: [{path: data/train}]}
-log: {tensorboard: false}
-"""
 
 
 @pytest.fixture(scope="module")
 def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a configuration and data."""
     work = tmp_path_factory.mktemp("stop")
-    with StoreWriter(work / "data/train", "<u2") as writer:
-        writer.add(np.arange(2000) * 3 % 16)
-    (work / "toy.yaml").write_text(CONFIG)
+    make_toy(work, model={"layers": 1}, schedule={"name": "constant"})
     return work
 
 

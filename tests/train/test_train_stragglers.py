@@ -14,29 +14,14 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
+from toy_folder import launching, make_toy
 
-from megalite.data.store import StoreWriter
 from megalite.distributed.health.clock import SectionClock
 from megalite.train.stragglers import SECTIONS, WINDOW_STEPS, WINDOWS, Rule, Straggler, slow
 from megalite_launch.base.events import read_events
 from megalite_launch.base.run_folder import node_name
 
-CONFIG = """
-run: {dir: runs, device: cpu}
-model: {layers: 2, width: 16, heads: 2, kv_heads: 2, ffn: 24, vocab_size: 16, sequence_length: 16}
-parallel: {dp_shard: 2, tp: 2}
-batch: {micro: 2, global: 8}
-train: {steps: 13, precision: fp32, timeout: 60}
-data: {train: [{path: data/train}]}
-log: {tensorboard: false, interval: 10}
-checkpoint: {interval: 0}
-"""
-LAUNCH = """
-import sys
-from pathlib import Path
-from megalite.distributed.start.local import launch
-sys.exit(launch("slowed", sys.argv[1:], 4, Path()))
-"""
+LAUNCH = launching("slowed", 4)
 SLOWED = """
 import os, sys, time
 from megalite.commands.main import main
@@ -169,9 +154,8 @@ def test_collectives_of_compiled_layers_are_timed_too(monkeypatch: pytest.Monkey
 
 
 def test_a_slow_rank_of_a_run_is_named_by_its_node_and_section(tmp_path: Path) -> None:
-    with StoreWriter(tmp_path / "data/train", "<u2") as writer:
-        writer.add(np.arange(2000) * 3 % 16)
-    (tmp_path / "toy.yaml").write_text(CONFIG)
+    parallel, log = {"dp_shard": 2, "tp": 2}, {"interval": 10}
+    make_toy(tmp_path, parallel=parallel, train={"steps": 13}, log=log, checkpoint={"interval": 0})
     (tmp_path / "slowed.py").write_text(SLOWED)
     done = subprocess.run(
         [sys.executable, "-c", LAUNCH],

@@ -32,6 +32,7 @@ from megalite.parallel.fsdp import compute_dtype
 from megalite.parallel.sequence import Method
 from megalite.plan.traffic.context import bytes_sent
 from megalite_tools.bench.ranks import CPU, run_on_ranks
+from megalite_tools.report_file import add_out
 from megalite_tools.terminal import Terminal
 
 COMMAND = "megalite-bench-context"
@@ -106,12 +107,7 @@ def _parser() -> argparse.ArgumentParser:
         "--length", type=int, default=4096, metavar="TOKENS", help="length of the sequence (default: %(default)s)"
     )
     parser.add_argument("--rounds", type=int, default=5, help="timed rounds of every method (default: %(default)s)")
-    parser.add_argument(
-        "--out",
-        metavar="JSON",
-        default="docs/benchmarks/context_cpu.json",
-        help="result to write (default: %(default)s)",
-    )
+    add_out(parser, "context_cpu.json")
     return parser
 
 

@@ -28,6 +28,7 @@ from megalite.config.load import load
 from megalite.plan.model.size import model_parameters
 from megalite.plan.model.weights import weights
 from megalite_launch.base.texts import memory_text, scaled
+from megalite_tools.report_file import add_out
 from megalite_tools.terminal import Terminal
 
 COMMAND = "megalite-bench-convert"
@@ -77,8 +78,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--rounds", type=int, default=3, help="rounds of every way (default: %(default)s)")
     add("--workers", type=int, default=2, help="files that megalite writes at a time (default: %(default)s)")
     add("--folder", default=".", help="a folder on the disk to be measured (default: the working directory)")
-    default = "docs/benchmarks/convert_cpu.json"
-    add("--out", metavar="JSON", default=default, help="result to write (default: %(default)s)")
+    add_out(parser, "convert_cpu.json")
     return parser
 
 

@@ -5,12 +5,10 @@ methods of data parallelism. Counts are exact and the same in every run, so noth
 """
 
 import argparse
-import platform
 import shlex
 import sys
 import tempfile
 from collections.abc import Sequence
-from importlib.metadata import version
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -35,7 +33,7 @@ from megalite.plan.memory.walk import HOST_MEMORY
 from megalite.plan.model.size import model_parameters
 from megalite.train.build import build, build_mesh
 from megalite.train.recompute_costs import plan_for
-from megalite_tools.machine import cpu_name
+from megalite_tools.report_file import add_out, header
 from megalite_tools.terminal import Terminal
 
 COMMAND = "megalite-bench-memory"
@@ -71,12 +69,7 @@ def main(argv: list[str] | None = None) -> int:
 def _run(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog=COMMAND, description=__doc__)
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="changes to the model of 100M parameters")
-    parser.add_argument(
-        "--out",
-        metavar="JSON",
-        default="docs/benchmarks/memory_cpu.json",
-        help="result to write (default: %(default)s)",
-    )
+    add_out(parser, "memory_cpu.json")
     options = parser.parse_args(arguments)
     try:
         configs = _configs(options.overrides)
@@ -152,15 +145,11 @@ def _serve(rank: int, size: int, meeting: str, config: Config, pipe: Connection 
 
 def _report(configs: dict[str, Config], rows: list[dict[str, Any]], command: str) -> dict[str, Any]:
     config = next(iter(configs.values()))
-    return {
-        "command": command,
+    return header(command) | {
         "parameters": model_parameters(config.model).total,
         "precision": config.train.precision,
         "micro_batch_tokens": config.batch.micro_size * config.model.sequence_length,
         "tolerance": TOLERANCE,
-        "machine": {"cpu": cpu_name()},
-        "versions": {"python": platform.python_version()}
-        | {package: version(package) for package in ("megalite", "torch")},
         "rows": rows,
     }
 

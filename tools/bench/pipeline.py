@@ -42,6 +42,7 @@ from megalite.schedule.actions import Kind, Table
 from megalite.schedule.generate import NAMES, build
 from megalite.schedule.simulate import simulate
 from megalite_tools.bench.ranks import CPU, run_on_ranks
+from megalite_tools.report_file import add_out
 from megalite_tools.terminal import Terminal
 
 COMMAND = "megalite-bench-pipeline"
@@ -178,12 +179,7 @@ def _parser() -> argparse.ArgumentParser:
         "--micro-batches", type=int, default=12, metavar="M", help="micro-batches in a step (default: %(default)s)"
     )
     parser.add_argument("--steps", type=int, default=5, help="timed steps of every runner (default: %(default)s)")
-    parser.add_argument(
-        "--out",
-        metavar="JSON",
-        default="docs/benchmarks/pipeline_cpu.json",
-        help="result to write (default: %(default)s)",
-    )
+    add_out(parser, "pipeline_cpu.json")
     return parser
 
 

@@ -1,13 +1,10 @@
 """Runs benchmarks on local ranks: a benchmark starts itself once more for every rank."""
 
 import argparse
-import os
-import platform
 import shlex
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from importlib.metadata import version
 from typing import Any
 
 import torch
@@ -19,7 +16,7 @@ from megalite.distributed.start.local import launch
 from megalite.distributed.start.ranks import RankInfo, find_rank_info
 from megalite.distributed.start.signals import end_when_stopped
 from megalite.distributed.start.start import run_rank, start
-from megalite_tools.machine import cpu_name
+from megalite_tools.report_file import header
 
 CPU = torch.device("cpu")
 TIMEOUT = 600.0  # seconds
@@ -46,7 +43,7 @@ def run_on_ranks(
     def as_rank(rank_info: RankInfo, options: argparse.Namespace) -> int:
         start(rank_info, "cpu", TIMEOUT)
         torch.set_num_threads(1)
-        measure(rank_info, options, _header(shlex.join([parser.prog, *arguments])))
+        measure(rank_info, options, header(shlex.join([parser.prog, *arguments])))
         return ExitCode.DONE
 
     def run() -> int:
@@ -64,11 +61,3 @@ def run_on_ranks(
         return code or judge(options)
 
     return exit_code(parser.prog, run)
-
-
-def _header(command: str) -> dict[str, Any]:
-    return {
-        "command": command,
-        "machine": {"cpu": cpu_name(), "cores": os.cpu_count()},
-        "versions": {"python": platform.python_version(), **{p: version(p) for p in ("megalite", "torch")}},
-    }

@@ -34,6 +34,7 @@ from megalite.schedule.simulate import simulate
 from megalite_tools.bench.pipeline import Sleeps, length_of_sleep, length_of_transfer, runner, timed
 from megalite_tools.bench.pipelines import random_case
 from megalite_tools.bench.ranks import CPU, run_on_ranks
+from megalite_tools.report_file import add_out
 from megalite_tools.terminal import Terminal
 
 COMMAND = "megalite-bench-schedules"
@@ -91,12 +92,7 @@ def _parser() -> argparse.ArgumentParser:
         "--unit", type=float, default=50.0, metavar="MS", help="milliseconds of a sleep (default: %(default)s)"
     )
     parser.add_argument("--steps", type=int, default=5, help="timed steps of every order (default: %(default)s)")
-    parser.add_argument(
-        "--out",
-        metavar="JSON",
-        default="docs/benchmarks/schedules_cpu.json",
-        help="result to write (default: %(default)s)",
-    )
+    add_out(parser, "schedules_cpu.json")
     return parser
 
 

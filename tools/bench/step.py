@@ -6,8 +6,6 @@ losses and gradient norms agree.
 """
 
 import argparse
-import os
-import platform
 import resource
 import shlex
 import statistics
@@ -15,7 +13,6 @@ import sys
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
-from importlib.metadata import version
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -43,7 +40,7 @@ from megalite.train.build import Job, build
 from megalite.train.recompute_costs import plan_for
 from megalite.train.step import train_step
 from megalite_tools.bench.peer import Step, build_peer, llama
-from megalite_tools.machine import cpu_name
+from megalite_tools.report_file import add_out, header
 from megalite_tools.terminal import Terminal
 
 COMMAND = "megalite-bench-step"
@@ -107,9 +104,7 @@ def _parser() -> argparse.ArgumentParser:
         "inputs", nargs="*", metavar="CONFIG | key=value", help=f"as for megalite train (default: {MODEL})"
     )
     parser.add_argument("--steps", type=int, default=20, help="timed steps of every variant (default: %(default)s)")
-    parser.add_argument(
-        "--out", metavar="JSON", default="docs/benchmarks/step_cpu.json", help="result to write (default: %(default)s)"
-    )
+    add_out(parser, "step_cpu.json")
     return parser
 
 
@@ -223,15 +218,12 @@ def _peak_bytes() -> int:
 
 def _report(config: Config, variants: Sequence[Variant], command: str) -> dict[str, Any]:
     tokens = config.batch.global_ * config.model.sequence_length
-    return {
-        "command": command,
+    return header(command, ("megalite", "torch", "transformers")) | {
         "model": asdict(config.model),
         "batch": {"micro": config.batch.micro, "global": config.batch.global_},
         "optim": asdict(config.optim),
         "tolerance": TOLERANCE,
-        "machine": {"cpu": cpu_name(), "cores": os.cpu_count(), "threads": torch.get_num_threads()},
-        "versions": {"python": platform.python_version()}
-        | {package: version(package) for package in ("megalite", "torch", "transformers")},
+        "threads": torch.get_num_threads(),
         "variants": [asdict(variant) | _summary(variants[0], variant, tokens) for variant in variants],
     }
 
@@ -248,12 +240,12 @@ def _summary(ours: Variant, variant: Variant, tokens: int) -> dict[str, float]:
 
 
 def _show(report: dict[str, Any]) -> None:
-    model, machine = report["model"], report["machine"]
+    model = report["model"]
     terminal, rows = Terminal(), []
     terminal.line(
         f"One training step in fp32: {model['layers']} layers of {model['width']}, vocabulary {model['vocab_size']:,}, "
-        f"{report['batch']['global']} × {model['sequence_length']} tokens; {machine['cpu']}, "
-        f"{machine['threads']} threads. Ratios are megalite / row."
+        f"{report['batch']['global']} × {model['sequence_length']} tokens; {report['machine']['cpu']}, "
+        f"{report['threads']} threads. Ratios are megalite / row."
     )
     for row in report["variants"]:
         numbers = (row["median_seconds"], row["tokens_per_second"], row["time_ratio"])

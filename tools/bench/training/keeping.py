@@ -16,7 +16,7 @@ from megalite_tools.bench.training import junit
 from megalite_tools.bench.training.cases import Case
 from megalite_tools.bench.training.report import page
 from megalite_tools.bench.training.rows import Row
-from megalite_tools.machine import cpu_name
+from megalite_tools.report_file import cpu_name
 
 MAX_FILE_BYTES = 16 << 20  # bytes of a file
 MAX_PACKING_RATIO = 4  # times as many bytes may a file have before it is packed

@@ -9,7 +9,7 @@ from megalite_kernels.benchmarks.machine import version
 from megalite_kernels.benchmarks.timing import Call, copied_sizes, copies
 from megalite_launch.preflight.smi import MISSING_VALUES, SmiError, ask, table
 from megalite_tools.bench.training.probe_figures import Figures, timed
-from megalite_tools.machine import cpu_name
+from megalite_tools.report_file import cpu_name
 
 SMI_SECONDS = 10.0
 FACTS = ("memory.total", "driver_version", "power.limit", "clocks.max.sm", "clocks.max.memory")  # MiB, watts, MHz

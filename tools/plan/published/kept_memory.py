@@ -53,8 +53,8 @@ class KeptBytes:
 # The defaults, and two masks of dropout: Korthikanti et al. 2022 (arXiv 2205.05198), section 4.1.
 MEGATRON_2021 = KeptBytes(stream=10)
 # Gradients stay in 16 bits; logits are cast to float32 for the loss (megatron/model/gpt_model.py). Two
-# buckets of 5e8 elements: deepspeed/runtime/zero/config.py, reduce_bucket_size and allgather_bucket_size. The growth
-# of the published memory with micro-batches shows that pipeline ranks keep what they sent.
+# buckets of 5e8 elements: deepspeed/runtime/zero/config.py, reduce_bucket_size and allgather_bucket_size. Published
+# memory grows with micro-batches, so pipeline ranks keep their outputs.
 MEGATRON_DEEPSPEED = replace(
     MEGATRON_2021, gradient=2, logit=14, whole=4, outputs=True, buffers=2 * 2 * 5e8, counts="device"
 )

@@ -181,7 +181,7 @@ class Parallel:
 
     @property
     def data_mode(self) -> DataMode:
-        """The mode of data parallelism; `auto`, where no memory has decided, as on a CPU."""
+        """The mode of data parallelism. Where no memory decides what `auto` is: zero1 on one rank, else zero3."""
         layout, mode = self.layout, self.data.mode
         if mode != "auto":
             return mode

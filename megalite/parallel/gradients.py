@@ -17,15 +17,16 @@ Stages = Mapping[int, nn.Module]  # a rank's stages by their global number
 
 @torch.no_grad()
 def finish(stages: Stages, placement: Sequence[int], mesh: Mesh, tied: bool) -> None:
-    """Make every gradient of `stages` complete, with the placement of its parameter.
+    """Make every gradient of `stages` complete.
 
-    FSDP2 has done this for the parameters that it shards. Two sums are left: tensor-parallel partial sums of parameters
-    that are not sharded, and the sum over both copies of a tied embedding, in the first and the last stage.
+    FSDP2 has summed them over data-parallel ranks. Two sums are left: over tensor-parallel ranks, of parameters that
+    are not split over them, and over both copies of a tied embedding, in the first and the last stage.
     placement: the pipeline rank that owns each stage.
     """
-    for _, param, *_ in _trainable(stages):
-        if isinstance(param.grad, DTensor) and param.grad.placements != param.placements:
-            param.grad = param.grad.redistribute(placements=param.placements)
+    if mesh.layout.tp > 1:
+        sum_together(
+            [_local_grad(param) for _, param, role, _ in _trainable(stages) if not role.split], mesh.group("tp")
+        )
     if not tied or len(placement) == 1:
         return
     ends = [stage for stage in (0, len(placement) - 1) if stage in stages]
@@ -37,6 +38,15 @@ def finish(stages: Stages, placement: Sequence[int], mesh: Mesh, tied: bool) -> 
             last.copy_(first)
         case [one]:
             _sum_of_ends(one, mesh, placement[len(placement) - 1 - ends[0]])
+
+
+def sum_together(grads: Sequence[Tensor], group: dist.ProcessGroup) -> None:
+    """Sum each of `grads` over all ranks, in place, by one collective. A rank may have none, or empty ones."""
+    flat = torch.cat([grad.flatten() for grad in grads]) if grads else torch.empty(0)
+    if flat.numel():
+        dist.all_reduce(flat, group=group)
+        sums = flat.split([grad.numel() for grad in grads])
+        torch._foreach_copy_([grad.flatten() for grad in grads], sums)
 
 
 def _sum_of_ends(grad: Tensor, mesh: Mesh, peer: int) -> None:

@@ -16,7 +16,6 @@ import torch
 from megalite.checkpoint.store.progress import Progress
 from megalite.data.samples import Samples
 from megalite.optim.interface import rate_of
-from megalite.parallel.gradients import parameter_norm
 from megalite.plan.model.size import flops_per_token
 from megalite.train.build import Job
 from megalite.train.guard import Judged, is_jump
@@ -131,12 +130,11 @@ class Meter:
     def read(self) -> dict[str, float]:
         """The training values that docs/metrics.md lists, since the last reading. Collective."""
         job, seconds = self.job, time.perf_counter() - self.since
-        tied = job.config.model.tie_embeddings
         speed = throughput(self.tokens, self.flops, seconds, job.mesh.layout.world_size, job.mesh.device)
         record = {
             "loss": self.loss / self.trained if self.trained else nan,
             "grad_norm": self.norm,
-            "parameter_norm": parameter_norm(job.stages, job.plan.placement, job.mesh, tied).item(),
+            "parameter_norm": job.gradients.parameter_norm().item(),
             "learning_rate": rate_of(job.optimizer),
             "step_seconds": seconds / max(self.steps, 1),
             "data_wait_seconds": self.waited / max(self.steps, 1),

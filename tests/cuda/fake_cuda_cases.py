@@ -32,6 +32,7 @@ from megalite.inference.engine import Engine
 from megalite.inference.flat import Stem
 from megalite.parallel import context, flex
 from megalite.parallel.context import attention
+from megalite.parallel.gradients import Gradients
 from megalite.parallel.host_memory import HostMemory
 from megalite.parallel.offload import to_host
 from megalite.parallel.sequence import Documents, Method
@@ -40,7 +41,6 @@ from megalite.train import vital_signs
 from megalite.train.build import Job, build, build_mesh
 from megalite.train.inputs import inputs
 from megalite.train.loop import Batches, train
-from megalite.train.metrics import parameter_norm
 from megalite.train.step import train_step
 
 DEVICE = torch.device("cuda", 0)
@@ -225,8 +225,10 @@ def trained(config: Config) -> tuple[list[str], list[bool]]:
         events.append(f"read {sum(event.startswith('read') for event in events) + 1}")
         return reading
 
-    def norm(*given: Any) -> Any:
-        parameter_norm(*given)
+    norm_of = Gradients.parameter_norm
+
+    def norm(gradients: Gradients) -> Any:
+        norm_of(gradients)
         return SimpleNamespace(item=lambda: 1.0)  # a fake tensor has no value
 
     def save(progress: Progress, shared: bool) -> None:
@@ -239,7 +241,7 @@ def trained(config: Config) -> tuple[list[str], list[bool]]:
         _job(config) as (job, _),
         patch("megalite.train.loop.train_step", launch),
         patch.object(vital_signs.Signs, "read", read),
-        patch("megalite.train.metrics.parameter_norm", norm),
+        patch.object(Gradients, "parameter_norm", norm),
         patch.object(torch.cuda, "reset_peak_memory_stats", lambda _: None),
         patch.object(torch.cuda, "synchronize", lambda _: events.append("synchronize")),
         patch.object(torch.Tensor, "pin_memory", lambda batch: pinned.append(batch.is_cpu) or batch),

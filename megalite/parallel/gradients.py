@@ -48,8 +48,8 @@ class Gradients:
     def finish(self) -> None:
         """Make every gradient complete.
 
-        FSDP2 has summed them over data-parallel ranks. Two sums are left: over tensor-parallel ranks, of parameters that
-        are not split over them, and over both copies of a tied embedding, in the first and the last stage.
+        FSDP2 has summed them over data-parallel ranks. Two sums are left: over tensor-parallel ranks, of parameters
+        that are not split over them, and over both copies of a tied embedding, in the first and the last stage.
         """
         if self._replicated:
             sum_together(_local_grads(self._replicated), self._mesh.group("tp"))

@@ -1,4 +1,4 @@
-"""Where the time of a rank's profiled steps goes: every moment counts once, so the parts add up to the steps.
+"""The time of a rank's profiled steps, in parts. Every moment counts once, so the parts add up to the steps.
 
 A moment counts for compute if anything computes in it, else for communication, else for waiting: for data, or for the
 host to begin the next piece of work. Communication is hidden where something computes meanwhile, and exposed elsewhere.
@@ -32,8 +32,8 @@ class Communication:
 class Breakdown:
     """Nanoseconds of all profiled steps of a rank together.
 
-    compute: by kind. axes: communication by axis. Of the rest, data_wait passes while the rank reads a batch, and
-    host_gap otherwise.
+    compute: by kind. axes: communication by axis. data_wait: the rest that passes while the rank reads a batch.
+    host_gap: the other rest.
     """
 
     whole: int
@@ -54,7 +54,7 @@ class Breakdown:
 
 
 def breakdown(trace: Trace) -> Breakdown:
-    """Where the time of a trace's profiled steps goes."""
+    """The parts of the time of a trace's profiled steps."""
     pieces, talks = _compute(trace), _communication(trace)
     rest = trace.window
     compute: dict[str, int] = {}
@@ -77,7 +77,7 @@ def _taken(rest: Intervals, busy: Intervals) -> tuple[Intervals, int]:
 
 
 def _compute(trace: Trace) -> Mapping[str, list[Interval]]:
-    """When each kind of compute ran. On a GPU kernels are looked at, else the operators of the threads that compute."""
+    """Pieces of time by the kind of compute: those of kernels on a GPU, else of operators on threads that compute."""
     updating, found = trace.noted(UPDATING), defaultdict[str, list[Interval]](list)
     helpers = _communicating_threads(trace)
     for event in trace.events:
@@ -93,7 +93,7 @@ def _compute(trace: Trace) -> Mapping[str, list[Interval]]:
 
 
 def _communication(trace: Trace) -> Mapping[str, list[Interval]]:
-    """When each axis communicated."""
+    """Pieces of time in which each axis communicates."""
     found = defaultdict[str, list[Interval]](list)
     described = _gpu_groups(trace) if trace.on_gpu else _gloo_groups(trace)
     for event, description in described:

@@ -44,5 +44,5 @@ def without(first: Intervals, second: Intervals) -> Intervals:
 
 
 def length(moments: Intervals) -> int:
-    """How long the moments last together, in nanoseconds."""
+    """The nanoseconds that the moments last together."""
     return sum(end - start for start, end in moments)

@@ -23,8 +23,8 @@ STEPS = NOTE + "profiled steps"  # event from the begin of the first profiled st
 OUTSIDE = ("saving", "evaluating", "rolling back")  # notes of what is not part of a step
 ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
 LAUNCHES = ("cuda_runtime", "cuda_driver")
-MAX_BYTES = 1 << 30  # of a trace as text
-KEY = "megalite"  # of what a run adds to a trace
+MAX_BYTES = 1 << 30  # bytes of a trace as text
+KEY = "megalite"  # key of the run's additions to a trace
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ class Trace:
 
     @cached_property
     def notes(self) -> tuple[Event, ...]:
-        """What the rank noted, as `Activity` has it, without the beginning of the name."""
+        """Events of the rank's notes, as `Activity` has them, without the beginning of the name."""
         return tuple(
             Event(event.category, event.name.removeprefix(NOTE), event.lane, event.start, event.end)
             for event in self.events

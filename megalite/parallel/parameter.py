@@ -91,7 +91,7 @@ def cut(tensor: Tensor, shape: tuple[int, ...]) -> DTensor:
     spec, (first, *_) = tensor._spec, box(tensor)[1]
     assert spec.tensor_meta is not None
     spec = DTensorSpec(spec.mesh, spec.placements, tensor_meta=spec.tensor_meta._replace(shape=torch.Size(shape)))
-    return DTensor(tensor.to_local()[: max(shape[0] - first, 0)], spec, requires_grad=False)
+    return dtensor(tensor.to_local()[: max(shape[0] - first, 0)], spec)
 
 
 def box(tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -107,11 +107,20 @@ def box(tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return sizes, tuple(at if size else end for at, size, end in zip(first, sizes, whole, strict=True))
 
 
+def dtensor(local: Tensor, spec: DTensorSpec) -> DTensor:
+    """A tensor without gradient of which this rank has `local`.
+
+    Made without `DTensor.__init__`, which does nothing, but only after twenty calls of Dynamo.
+    """
+    made: DTensor = DTensor.__new__(DTensor, local, spec, requires_grad=False)
+    return made
+
+
 def add_gradient(param: DTensor, grad: Tensor) -> None:
     """Add `grad`, a local gradient, to that of a sharded parameter, as autograd would."""
     if param.grad is None:
         # From PyTorch 2.15 on, FSDP2 may demand the data type of its reduction.
-        param.grad = DTensor(grad.to(param.grad_dtype or grad.dtype), param._spec, requires_grad=False)
+        param.grad = dtensor(grad.to(param.grad_dtype or grad.dtype), param._spec)
     else:
         assert isinstance(param.grad, DTensor)
         param.grad._local_tensor.add_(grad)
@@ -140,4 +149,4 @@ class _Local(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor | None) -> DTensor | None:
         if grad is None:  # the gradient was put off
             return None
-        return DTensor(grad.contiguous(), ctx.spec, requires_grad=False)
+        return dtensor(grad.contiguous(), ctx.spec)

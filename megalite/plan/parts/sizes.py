@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from megalite.config.schema import Config
+from megalite.plan.parts.pieces import pieces
 from megalite.plan.traffic.transfers import Transfers, over
 
 PRECISION_BYTES = {"bf16": 2, "fp32": 4, "fp64": 8}  # by train.precision
@@ -66,6 +67,17 @@ class Sizes:
         """
         return grads + self.stream + (self.gathered * (1 + trained) if self.gathered else 0)
 
-    def over_tp(self, kind: str, purpose: str) -> Transfers:
-        """A collective over tp of the residual stream."""
-        return over("tp", kind, self.gathered, self.w, purpose)
+    @cached_property
+    def input_pieces(self) -> int:
+        """The pieces in which ranks of tp gather the input of a part in forward."""
+        parallel = self.config.parallel
+        return pieces(self.config.model.sequence_length // parallel.cp // parallel.tp, self.gathered)
+
+    @property
+    def output_pieces(self) -> int:
+        """The pieces in which ranks of tp scatter the output of a part, and gather its gradient."""
+        return self.input_pieces if self.config.train.product == "plain" else 1
+
+    def over_tp(self, kind: str, purpose: str, n: int = 1) -> Transfers:
+        """A collective over tp of the residual stream, in `n` pieces."""
+        return over("tp", kind, self.gathered // n, self.w, purpose, n)

@@ -129,6 +129,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("slow")
         if path.as_posix() in SLURM:
             item.add_marker("slurm")
+            item.add_marker(pytest.mark.timeout(1800))  # a busy machine may be slow, and nobody waits where it works
         if path.parts[0] == "soak":
             item.add_marker("soak")
     turn = {here / name: number for number, name in enumerate(LONGEST)}

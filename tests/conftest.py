@@ -1,5 +1,6 @@
 """Fixtures shared by all tests."""
 
+import gc
 import os
 import signal
 from collections.abc import Iterator
@@ -118,6 +119,14 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     """Give Slurm's tests the cores first, as its daemons take a node that answers late for a dead one."""
     with suppress(PermissionError):  # only root may go back, as only root runs Slurm's tests
         os.setpriority(os.PRIO_PROCESS, 0, PRIORITY if item.get_closest_marker("slurm") else PRIORITY + 5)
+
+
+def pytest_collection_finish() -> None:
+    """Leave all that has been imported, and the tests themselves, to the garbage collector no more.
+
+    It would look at those many objects in every run that a test trains, several times.
+    """
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

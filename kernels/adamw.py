@@ -295,7 +295,7 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _locals(tensors: Sequence[Any], placed: Sequence[bool]) -> list[Tensor]:
-    """Local tensors of those that are `placed`, and the others. `to_local` takes longer than a small update."""
+    """Local tensors of those that are `placed`, and the others, without the checks of `to_local`, which take long."""
     return [tensor._local_tensor if here else tensor for tensor, here in zip(tensors, placed, strict=True)]
 
 

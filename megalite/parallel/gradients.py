@@ -37,8 +37,8 @@ class Gradients:
         self._names, self._counted = list(counted), list(counted.values())
         some = next(param for stage in stages.values() for param in stage.parameters())
         self._nothing = torch.zeros(1, dtype=some.dtype, device=mesh.device)  # a rank may count no parameter
-        every = [found.value for found in chain(*self.trained.values())]
-        self._replicated = [param for param in every if mesh.layout.tp > 1 and param.placements[-1].is_replicate()]
+        every = chain(*self.trained.values())
+        self._replicated = [found.value for found in every if mesh.layout.tp > 1 and not found.role.split]
         ends = [stage for stage in (0, copy) if stage in self.trained] if copy is not None else []
         self._tables = [found.value for stage in ends for found in self.trained[stage] if found.role == EMBEDDING]
         # Where this rank has one copy of the table, the rank with the other one.
@@ -46,15 +46,13 @@ class Gradients:
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Make every gradient complete, with the placement of its parameter.
+        """Make every gradient complete.
 
-        FSDP2 has done this for the parameters that it shards. Two sums are left: tensor-parallel partial sums of
-        parameters that are not sharded, and the sum over both copies of a tied embedding, in the first and the last
-        stage.
+        FSDP2 has summed them over data-parallel ranks. Two sums are left: over tensor-parallel ranks, of parameters
+        that are not split over them, and over both copies of a tied embedding, in the first and the last stage.
         """
-        for param in self._replicated:
-            if isinstance(param.grad, DTensor) and param.grad.placements != param.placements:
-                param.grad = param.grad.redistribute(placements=param.placements)
+        if self._replicated:
+            sum_together(_local_grads(self._replicated), self._mesh.group("tp"))
         match _local_grads(self._tables):
             case [first, last]:
                 first += last
@@ -88,6 +86,15 @@ class Gradients:
         """The L2 norm of all trained parameters, the same in every layout. Collective."""
         counted = [param._local_tensor for param in self._counted]
         return grad_norm([self._nothing, *counted], groups=[self._mesh.world], backend="torch")
+
+
+def sum_together(grads: Sequence[Tensor], group: dist.ProcessGroup) -> None:
+    """Sum each of `grads` over all ranks, in place, by one collective. A rank may have none, or empty ones."""
+    flat = torch.cat([grad.flatten() for grad in grads]) if grads else torch.empty(0)
+    if flat.numel():
+        dist.all_reduce(flat, group=group)
+        sums = flat.split([grad.numel() for grad in grads])
+        torch._foreach_copy_([grad.flatten() for grad in grads], sums)
 
 
 def _local_grads(params: Iterable[DTensor]) -> list[Tensor]:

@@ -32,7 +32,6 @@ from megalite.inference.engine import Engine
 from megalite.inference.flat import Stem
 from megalite.parallel import context, flex
 from megalite.parallel.context import attention
-from megalite.parallel.gradients import Gradients
 from megalite.parallel.host_memory import HostMemory
 from megalite.parallel.offload import to_host
 from megalite.parallel.sequence import Documents, Method
@@ -212,7 +211,7 @@ def staged(config: Config, folder: Path) -> tuple[set[str], int, list[int], list
 
 
 def trained(config: Config) -> tuple[list[str], list[bool]]:
-    """Steps as they were launched and read, saves and waits for the device; and whether batches were pinned."""
+    """Steps as launched, read and recorded, saves and waits for the device; and whether batches were pinned."""
     events: list[str] = []
     pinned: list[bool] = []
     reading = vital_signs.Reading(2.0, 1.0, ())
@@ -225,12 +224,6 @@ def trained(config: Config) -> tuple[list[str], list[bool]]:
         events.append(f"read {sum(event.startswith('read') for event in events) + 1}")
         return reading
 
-    norm_of = Gradients.parameter_norm
-
-    def norm(gradients: Gradients) -> Any:
-        norm_of(gradients)
-        return SimpleNamespace(item=lambda: 1.0)  # a fake tensor has no value
-
     def save(progress: Progress, shared: bool) -> None:
         events.append(f"save {progress.step}")
 
@@ -241,15 +234,16 @@ def trained(config: Config) -> tuple[list[str], list[bool]]:
         _job(config) as (job, _),
         patch("megalite.train.loop.train_step", launch),
         patch.object(vital_signs.Signs, "read", read),
-        patch.object(Gradients, "parameter_norm", norm),
+        patch("megalite.train.metrics.Arriving", lambda _: SimpleNamespace(read=lambda: [1.0])),
         patch.object(torch.cuda, "reset_peak_memory_stats", lambda _: None),
         patch.object(torch.cuda, "synchronize", lambda _: events.append("synchronize")),
         patch.object(torch.Tensor, "pin_memory", lambda batch: pinned.append(batch.is_cpu) or batch),
     ):
         samples: Any = RandomSamples(config.model.sequence_length, config.model.vocab_size)
         loader = Loader(samples, config.batch.micro_size, 1, 0, pin_memory=True)
-        report: Any = Notes()
-        assert train(job, Batches(loader, None), Progress(), saver, lambda: None, report) == 0
+        report = Notes()
+        with patch.object(report, "record", lambda step, _: events.append(f"record {step}")):
+            assert train(job, Batches(loader, None), Progress(), saver, lambda: None, report) == 0
     return events, pinned
 
 

@@ -159,7 +159,8 @@ def build_stage(plan: Plan, mesh: Mesh, number: int, memory: HostMemory | None =
     keeping = Offload(memory) if config.train.offload_activations else AsIs
     for layer, mode in zip(stage.layers.values(), plan.modes[number], strict=True):
         if config.train.compile:
-            layer.forward = torch.compile(layer.forward)
+            # A graph for any shape is slower, and a curriculum has few: each has a graph of its own.
+            layer.forward = torch.compile(layer.forward, dynamic=False)
         recompute(layer, mode, keeping)
     if plan.fsdp:
         groups, parallel = [(module, mesh.data) for module in stage.gathered_apart()], config.parallel

@@ -43,6 +43,7 @@ from megalite.plan.batches import GlobalBatch, samples_after
 from megalite.plan.memory.fit import TENSOR_SHARE, check_memory, fitted
 from megalite.plan.pipeline import uses_fsdp
 from megalite.train.build import Job, build, build_mesh
+from megalite.train.compile_time import CompileTime
 from megalite.train.folder.paths import Folder
 from megalite.train.folder.starts import record_start
 from megalite.train.guard import Requests
@@ -157,6 +158,7 @@ def _train(
                 announce(report, job, batches, progress)
             pace = Pace.of(job, progress.step, report)
             followers += [pace.stepped] if pace is not None else []
+            followers += [CompileTime().stepped] if config.train.compile else []
             with timing:
                 code = train(job, batches, progress, saver, reload, report, followers)
             if code == ExitCode.DONE:

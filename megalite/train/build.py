@@ -104,8 +104,7 @@ def build(plan: Plan, mesh: Mesh, activity: Activity | None = None) -> Job:
     stages = {number: build_stage(plan, mesh, number, memory) for number in owned}
     splits = plan.table(micro_batches(config)).splits_backward
     gradients = {number: split_backward(stage) for number, stage in stages.items()} if splits else {}
-    kernel = config.kernels_by_operation.adamw
-    optimizer = build_optimizer(stages.values(), config.model, config.optim, kernel, mesh.stage)
+    optimizer = build_optimizer(stages.values(), config.model, config.optim, config.kernels_by_operation, mesh.stage)
     return Job(plan, mesh, stages, gradients, optimizer, memory, activity or Activity(), SectionClock(mesh.device))
 
 

@@ -21,6 +21,7 @@ from megalite.model.init import initialize
 from megalite.optim.build import build_optimizer
 from megalite.optim.interface import Optimizer
 from megalite.parallel.fsdp import compute_dtype, parameter_dtype, shard
+from megalite.parallel.gradients import Gradients
 from megalite.parallel.host_memory import HostMemory
 from megalite.parallel.linear import WeightGradients
 from megalite.parallel.offload import AsIs, Offload
@@ -44,6 +45,7 @@ class Job:
     mesh: Mesh
     stages: dict[int, Decoder]  # by their number in the whole model, first to last
     weight_gradients: dict[int, WeightGradients]  # gradients put off, by stage, where the schedule splits backward
+    gradients: Gradients
     optimizer: Optimizer
     memory: HostMemory  # where offloaded activations wait
     activity: Activity  # where this rank notes what it is doing
@@ -103,9 +105,11 @@ def build(plan: Plan, mesh: Mesh, activity: Activity | None = None) -> Job:
     owned = plan.stages_of(mesh.coordinates["pp"])
     stages = {number: build_stage(plan, mesh, number, memory) for number in owned}
     splits = plan.table(micro_batches(config)).splits_backward
-    gradients = {number: split_backward(stage) for number, stage in stages.items()} if splits else {}
+    put_off = {number: split_backward(stage) for number, stage in stages.items()} if splits else {}
+    gradients = Gradients(stages, plan.placement, mesh, config.model.tie_embeddings)
     optimizer = build_optimizer(stages.values(), config.model, config.optim, config.kernels_by_operation, mesh.stage)
-    return Job(plan, mesh, stages, gradients, optimizer, memory, activity or Activity(), SectionClock(mesh.device))
+    clock = SectionClock(mesh.device)
+    return Job(plan, mesh, stages, put_off, gradients, optimizer, memory, activity or Activity(), clock)
 
 
 def check_kernels(config: Config, device: torch.device) -> None:

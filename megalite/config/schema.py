@@ -262,6 +262,7 @@ class Kernels:
     swiglu: Literal["auto", "triton", "torch"] = "auto"
     cross_entropy: Literal["auto", "triton", "torch"] = "auto"  # with the output layer before it
     adamw: Literal["auto", "triton", "torch", "apex"] = "auto"  # torch: PyTorch's fused one; auto: that without a GPU
+    muon: Literal["auto", "triton", "torch"] = "auto"  # passes over memory, and products that are symmetric
 
 
 @dataclass

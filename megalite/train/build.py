@@ -107,8 +107,7 @@ def build(plan: Plan, mesh: Mesh, activity: Activity | None = None) -> Job:
     splits = plan.table(micro_batches(config)).splits_backward
     put_off = {number: split_backward(stage) for number, stage in stages.items()} if splits else {}
     gradients = Gradients(stages, plan.placement, mesh, config.model.tie_embeddings)
-    kernel = config.kernels_by_operation.adamw
-    optimizer = build_optimizer(stages.values(), config.model, config.optim, kernel, mesh.stage)
+    optimizer = build_optimizer(stages.values(), config.model, config.optim, config.kernels_by_operation, mesh.stage)
     clock = SectionClock(mesh.device)
     return Job(plan, mesh, stages, put_off, gradients, optimizer, memory, activity or Activity(), clock)
 

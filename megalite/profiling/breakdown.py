@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from megalite.profiling.intervals import Interval, Intervals, common, length, union, without
-from megalite.profiling.kinds import AXES, CALLS, COMMUNICATION, COMPUTE, OTHER, axis_of, kind_of
+from megalite.profiling.kinds import AXES, COMMUNICATION, COMPUTE, OPERATORS, OTHER, axis_of, kind_of
 from megalite.profiling.trace import GROUP, ON_GPU, Event, Trace
 
 READING, UPDATING = "reading a batch", "updating the weights"  # notes of a rank
@@ -84,7 +84,7 @@ def _compute(trace: Trace) -> Mapping[str, list[Interval]]:
         if trace.on_gpu:
             counts = event.category in ON_GPU and not COMMUNICATION.search(event.name)
         else:
-            counts = event.category == "cpu_op" and event.lane not in helpers and not CALLS.match(event.name)
+            counts = event.category == "cpu_op" and event.lane not in helpers and OPERATORS.match(event.name)
         if counts:
             begun = trace.begun(event)
             updates = bool(common(updating, ((begun, begun + 1),)))

@@ -63,6 +63,7 @@ CPU = [
     event("cpu_op", "aten::addmm", 99, 15, 35),
     event("cpu_op", "aten::copy_", 99, 16, 20),
     event("user_annotation", "group: mesh_tp", 99, 40, 70),
+    event("cpu_op", "autograd::engine::evaluate_function: Gathered", 99, 40, 72),  # waits for the collective
     event("cpu_op", "c10d::allreduce_", 99, 41, 42),
     event("user_annotation", "gloo:all_reduce", 201, 43, 69),
     event("cpu_op", "aten::copy_", 201, 45, 50),  # gloo's own

@@ -70,6 +70,16 @@ class Mesh:
         return list(dict.fromkeys([self.world, *axes, *others]))
 
     @property
+    def axes(self) -> dict[str, str]:
+        """The axes of this rank's groups of several ranks, by the groups' names: tp, cp, pp and, of replicas too, dp.
+
+        A group of all processes is PyTorch's own, whose description tells no axis.
+        """
+        found = {self.group(axis): axis if axis in ("pp", "tp") else "dp" for axis in self.root.mesh_dim_names or ()}
+        found |= {} if self.cp is None else {self.cp: "cp"}
+        return {group.group_name: axis for group, axis in found.items() if group.size() > 1}
+
+    @property
     def coordinates(self) -> dict[str, int]:
         return self.layout.coordinates(self.rank)
 

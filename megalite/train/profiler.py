@@ -81,7 +81,8 @@ class Profiler:
 
     def _begin(self) -> None:
         mesh, expected = self.job.mesh, self._expected()
-        about = {"rank": mesh.rank, "first": self.first, "last": self.last, "coordinates": mesh.coordinates}
+        about = {"rank": mesh.rank, "first": self.first, "last": self.last, "pp": mesh.layout.pp}
+        about |= {"coordinates": mesh.coordinates, "axes": mesh.axes}
         text = json.dumps({**about, "expected": expected and expected.plain()})
         self._recording = Recording(self.job.activity, mesh.device, **{KEY: text})
 

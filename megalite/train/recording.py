@@ -114,7 +114,7 @@ def naming_groups() -> Iterator[None]:
     def named(call: Callable[..., Any]) -> Callable[..., Any]:
         @torch.compiler.disable
         def recorded(group: dist.ProcessGroup, *args: Any, **options: Any) -> Any:
-            with record_function(GROUP + group.group_desc):
+            with record_function(GROUP + group.group_name):
                 return call(group, *args, **options)
 
         return recorded

@@ -59,7 +59,15 @@ def test_the_asked_steps_are_recorded_with_all_that_was_noted(begun: int, tmp_pa
     with one_rank():
         notes, _ = run(replace(CONFIG, eval=Eval(1, 1), checkpoint=Checkpoint(3)), tmp_path, begun)
     trace = trace_of(tmp_path)
-    assert trace.about == {"rank": 0, "first": 3, "last": 4, "coordinates": Layout().coordinates(0), "expected": None}
+    assert trace.about == {
+        "rank": 0,
+        "first": 3,
+        "last": 4,
+        "pp": 1,
+        "coordinates": Layout().coordinates(0),
+        "axes": {},
+        "expected": None,
+    }
     assert [of_notes(trace, note) for note in ("reading a batch", "updating the weights", "saving")] == [2, 2, 1]
     found = breakdown(trace)
     assert sum(found.parts.values()) == found.whole > 0

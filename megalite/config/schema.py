@@ -355,6 +355,13 @@ class Eval:
 
 
 @dataclass
+class Profile:
+    start: int = 0  # first step that is recorded, counted from 1; 0: none is
+    steps: int = 2  # steps that are recorded
+    ranks: list[int] | Literal["all"] = field(default_factory=lambda: [0])  # ranks that record
+
+
+@dataclass
 class Config:
     run: Run = field(default_factory=Run)
     model: Model = field(default_factory=Model)
@@ -368,6 +375,7 @@ class Config:
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     log: Log = field(default_factory=Log)
     eval: Eval = field(default_factory=Eval)
+    profile: Profile = field(default_factory=Profile)
 
     @property
     def kernels_by_operation(self) -> Kernels:

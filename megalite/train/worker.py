@@ -51,6 +51,7 @@ from megalite.train.loop import Batches, Follower, train
 from megalite.train.metrics import CONVENTION, Meter
 from megalite.train.order_costs import cluster_of_run, schedule_text, searched_order, shared_costing
 from megalite.train.pace import Pace
+from megalite.train.profiler import Profiler
 from megalite.train.recompute_costs import plan_for
 from megalite.train.report import Report, Silent
 from megalite.train.sources import as_remembered, open_samples
@@ -147,8 +148,10 @@ def _train(
         compares = mesh.layout.world_size > 1
         followers = [naming(Stragglers(mesh, job.clock, nodes))] if compares else []
         timing = job.clock.running() if compares else nullcontext()
+        profiler = Profiler.of(job, folder.path, progress.step, check_owner)
+        followers += [profiler.stepped] if profiler is not None else []
         if rank_info.rank != 0:
-            with timing:
+            with timing, profiler or nullcontext():
                 return train(job, batches, progress, saver, reload, Silent(), followers)
         with Outlet(str(folder.path / "starts"), failures=(OSError, InputError)):
             check_owner()
@@ -159,7 +162,7 @@ def _train(
             pace = Pace.of(job, progress.step, report)
             followers += [pace.stepped] if pace is not None else []
             followers += [CompileTime().stepped] if config.train.compile else []
-            with timing:
+            with timing, profiler or nullcontext():
                 code = train(job, batches, progress, saver, reload, report, followers)
             if code == ExitCode.DONE:
                 text = f"{outcome(config.train.steps, progress.step)}, run folder {folder.path}"

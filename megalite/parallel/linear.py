@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from megalite.distributed.collectives import all_gather, start_gather, start_reduce_scatter
+from megalite.distributed.collectives import Pending, all_gather, start_gather, start_reduce_scatter
 from megalite.parallel.parameter import add_gradient, part
 from megalite.parallel.product import PLAIN_PRODUCT, Prepared, Product
 
@@ -61,8 +61,9 @@ def linears(
     """
     # The compiler can trace neither overlapped collectives nor gradients put off.
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
-        whole = tuple(each if group is None else all_gather(each, group) for each in product.prepare(x))
-        return [product.forward(whole, part(weight), factor) for weight in weights]
+        prepared = product.prepare(x)
+        whole = tuple(each if group is None or not each.ndim else all_gather(each, group) for each in prepared)
+        return [product.forward(whole, product.prepare_weight(each, part(each)), factor) for each in weights]
     return _Linears.apply(x, group, gradients, product, factor, weights, *(part(weight) for weight in weights))
 
 
@@ -84,28 +85,32 @@ class _Linears(torch.autograd.Function):
         ctx.inputs = len(kept)
         ctx.save_for_backward(*kept, *weights)
         whole = _gather(mine, group)()
-        return tuple(product.forward(whole, weight, factor) for weight in weights)
+        prepared = map(product.prepare_weight, params, weights)
+        return tuple(product.forward(whole, weight, factor) for weight in prepared)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         saved = ctx.saved_tensors  # asked for once: full recompute unpacks them
         x, weights = saved[: ctx.inputs], saved[ctx.inputs :]
         group, product, factor = ctx.group, ctx.product, ctx.factor
+        prepared = [product.prepare_gradient(grad) for grad in grads]
         _, _, _, _, _, _, *wanted = ctx.needs_input_grad
-        trained = [(param, grad) for param, grad, is_wanted in zip(ctx.params, grads, wanted, strict=True) if is_wanted]
+        trained = [
+            (param, grad) for param, grad, is_wanted in zip(ctx.params, prepared, wanted, strict=True) if is_wanted
+        ]
         make = partial(_accumulate, trained, x, group, product, factor)
         put_off = not trained or (ctx.gradients is not None and ctx.gradients.later(make))
         inputs = None if put_off else _gather(x, group)
         of_x = None
-        for grad, weight in zip(grads, weights, strict=True) if ctx.needs_input_grad[0] else ():
-            of_x = product.input_gradient(grad, weight, of_x, factor)
+        for grad, param, weight in zip(prepared, ctx.params, weights, strict=True) if ctx.needs_input_grad[0] else ():
+            of_x = product.input_gradient(grad, product.prepare_weight(param, weight), of_x, factor)
         scattered = None if group is None or of_x is None else start_reduce_scatter(of_x, group)
         of_weights: list[Tensor | None] = [None] * len(weights)
         if inputs is not None:
-            whole = inputs()
+            whole = product.prepare_kept(inputs())
             of_weights = [
                 product.weight_gradient(grad, whole, factor) if is_wanted else None
-                for grad, is_wanted in zip(grads, wanted, strict=True)
+                for grad, is_wanted in zip(prepared, wanted, strict=True)
             ]
         return (of_x if scattered is None else scattered.wait(), None, None, None, None, None, *of_weights)
 
@@ -114,18 +119,18 @@ def _gather(x: Prepared, group: dist.ProcessGroup | None) -> Callable[[], Prepar
     """Start to gather inputs along the sequence. Returns a function that waits for them."""
     if group is None:
         return lambda: x
-    started = [start_gather(each, group) for each in x]
+    started = [start_gather(each, group) if each.ndim else Pending(each, None) for each in x]
     return lambda: tuple(each.wait() for each in started)
 
 
 def _accumulate(
-    trained: Sequence[tuple[DTensor, Tensor]],
+    trained: Sequence[tuple[DTensor, Prepared]],
     x: Prepared,
     group: dist.ProcessGroup | None,
     product: Product,
     factor: float,
 ) -> None:
     """Compute and add the weight gradients that were put off. trained: weights, and the gradients of their outputs."""
-    whole = _gather(x, group)()
+    whole = product.prepare_kept(_gather(x, group)())
     for param, grad in trained:
         add_gradient(param, product.weight_gradient(grad, whole, factor))

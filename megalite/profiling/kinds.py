@@ -14,10 +14,8 @@ AXIS_OF = {description: axis for axis, descriptions in AXES.items() for descript
 
 # Kinds of compute. A moment in which several run counts for the first of them: operators call others of later kinds.
 COMPUTE = ("optimizer", "attention", "matmul", "fused", "copy", "pointwise")
-COMMUNICATION = re.compile(r"ncclDev|ncclKernel|nccl[A-Z]\w+Kernel|gloo:")
-CALLS = re.compile(
-    r"c10d::|_c10d_functional|PythonSubclass|record_param_comms|fsdp::|FSDP"
-)  # host's calls for communication
+COMMUNICATION = re.compile(r"ncclDev|ncclKernel|nccl[A-Z]\w+Kernel|gloo:")  # names of kernels and work that communicate
+OPERATORS = re.compile(r"(aten|megalite)::")  # beginnings of names of operators; others may wait for a collective
 PATTERNS = (  # parts of names in small letters, by kind; the first that fits counts
     ("optimizer", r"adam|newton_schulz"),
     ("attention", r"flash|fmha|attention|sdpa|flex_"),

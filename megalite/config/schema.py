@@ -233,7 +233,9 @@ class Batch:
 @dataclass
 class Train:
     steps: int = 100
-    precision: Literal["bf16", "fp32", "fp64"] = "bf16"  # data type of compute; bf16: parameters and reductions in fp32
+    # Data type of compute. bf16, fp8: parameters and reductions in fp32. fp8: bf16 but for layers' matrix products.
+    precision: Literal["bf16", "fp8", "fp32", "fp64"] = "bf16"
+    float8_recipe: Literal["tensorwise", "mx"] = "tensorwise"  # scales of fp8: one for a tensor, or for 32 numbers
     recompute: Literal["none", "selective", "full", "budget"] = "none"  # parts of layers that backward runs again
     recompute_every: int = 1  # selective, full: of layers 0, n, 2n, … of every stage
     recompute_budget: float | None = None  # budget: GiB of activations that a rank may keep for backward
@@ -252,6 +254,11 @@ class Train:
     spike_threshold: float = 8.0  # robust standard deviations above their median that make a spike
     timeout: float = 600.0  # seconds without any sign of progress on any rank after which the job ends
 
+    @property
+    def dtype(self) -> Literal["bf16", "fp32", "fp64"]:
+        """Data type of activations and of gathered weights; in fp8, layers' matrix products alone are different."""
+        return "bf16" if self.precision == "fp8" else self.precision
+
 
 @dataclass
 class Kernels:
@@ -262,6 +269,7 @@ class Kernels:
     swiglu: Literal["auto", "triton", "torch"] = "auto"
     cross_entropy: Literal["auto", "triton", "torch"] = "auto"  # with the output layer before it
     adamw: Literal["auto", "triton", "torch", "apex"] = "auto"  # torch: PyTorch's fused one; auto: that without a GPU
+    muon: Literal["auto", "triton", "torch"] = "auto"  # passes over memory, and products that are symmetric
 
 
 @dataclass

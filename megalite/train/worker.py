@@ -40,9 +40,11 @@ from megalite.distributed.start.ranks import RankInfo
 from megalite.distributed.start.signals import ignore_stops
 from megalite.distributed.start.start import run_rank, start
 from megalite.plan.batches import GlobalBatch, samples_after
+from megalite.plan.float8 import float8_text
 from megalite.plan.memory.fit import TENSOR_SHARE, check_memory, fitted
 from megalite.plan.pipeline import uses_fsdp
 from megalite.train.build import Job, build, build_mesh
+from megalite.train.compile_time import CompileTime
 from megalite.train.folder.paths import Folder
 from megalite.train.folder.starts import record_start
 from megalite.train.guard import Requests
@@ -160,6 +162,7 @@ def _train(
                 announce(report, job, batches, progress)
             pace = Pace.of(job, progress.step, report)
             followers += [pace.stepped] if pace is not None else []
+            followers += [CompileTime().stepped] if config.train.compile else []
             with timing, profiler or nullcontext():
                 code = train(job, batches, progress, saver, reload, report, followers)
             if code == ExitCode.DONE:
@@ -202,8 +205,8 @@ def check_attention(config: Config, device: torch.device) -> None:
         key, value = "data.mask_documents", "true"
     else:
         return
-    if device.type == "cuda" and config.train.precision != "bf16":
-        raise InputError(f"{key} = {value}: on CUDA needs train.precision = bf16, not {config.train.precision}")
+    if device.type == "cuda" and config.train.dtype != "bf16":
+        raise InputError(f"{key} = {value}: on CUDA needs train.precision = bf16, not {config.train.dtype}")
     if device.type == "cuda" and (config.model.head_size % 8 or config.model.head_size > 256):
         size = config.model.head_size
         raise InputError(f"{key} = {value}: on CUDA needs heads of a multiple of 8, at most 256, not {size} wide")
@@ -267,6 +270,8 @@ def announce(report: Report, job: Job, batches: Batches, progress: Progress) -> 
     end = samples_after(config, config.train.steps - progress.step, progress.samples, progress.left_out)
     for part, epochs in zip(samples.parts, samples.epochs(end), strict=True):
         report.say(f"data {part.path}: {part.tokens:,} tokens, {part.unused} at the tail unused, {epochs:.2f} epochs")
+    if told := float8_text(config):
+        report.say(told)
     if job.mesh.device.type == "cuda":
         report.say(CONVENTION)
     if progress.step:

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import TracebackType
+from typing import Any
 
 from megalite.base.errors import InputError
 from megalite.base.files import write_new
@@ -81,7 +82,7 @@ class Profiler:
 
     def _begin(self) -> None:
         mesh, expected = self.job.mesh, self._expected()
-        about = {"rank": mesh.rank, "first": self.first, "last": self.last, "pp": mesh.layout.pp}
+        about: dict[str, Any] = {"rank": mesh.rank, "first": self.first, "last": self.last, "pp": mesh.layout.pp}
         about |= {"coordinates": mesh.coordinates, "axes": mesh.axes}
         text = json.dumps({**about, "expected": expected and expected.plain()})
         self._recording = Recording(self.job.activity, mesh.device, **{KEY: text})

@@ -77,7 +77,6 @@ class Profiler:
                     self._begin()
             elif step == self.last and self._recording is not None:
                 with meter.paused():
-                    self.job.activity("writing a profile")
                     self._write(report)
 
     def _begin(self) -> None:
@@ -97,6 +96,7 @@ class Profiler:
     def _write(self, report: Silent) -> None:
         recording, rank = self._end(), self.job.mesh.rank
         assert recording is not None
+        self.job.activity("writing a profile")  # not before: the last step's note ends when the device is done with it
         content = compressed(recording)
         self._check_owner()
         path = self.folder / TRACE.format(rank=rank)

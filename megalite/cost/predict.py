@@ -291,7 +291,7 @@ def sending_seconds(plan: Plan, stages: Sequence[StageTime], timer: Timer) -> fl
     }
     one = net.links("messages", Activations(config).stream, pipeline)
     tied = config.model.tie_embeddings and placement[0] != placement[last]
-    found = dict[tuple[object, ...], float]()
+    shared, found = Shared(config, net), dict[tuple[object, ...], float]()
     for rank in range(config.parallel.pp):
         mine = plan.stages_of(rank)
         messages = sum(
@@ -303,8 +303,9 @@ def sending_seconds(plan: Plan, stages: Sequence[StageTime], timer: Timer) -> fl
         if key not in found:
             sent = [by_stage[id(stages[stage])] for stage in mine]
             sent.append(times(one, m * messages))
+            sent.append(net.links(*shared.partial_sums(stages[stage] for stage in mine)))
             if copies:
-                sent.append(net.links("messages", Shared(config, net).of_copy, pipeline))
+                sent.append(net.links("messages", shared.of_copy, pipeline))
             found[key] = max(total(sent))
     return max(found.values())
 
@@ -362,8 +363,8 @@ def _busy(plan: Plan, stages: list[StageTime], split: Mapping[int, float], rank:
 
 
 def _update(plan: Plan, stages: Sequence[StageTime], timer: Timer) -> float:
-    """Seconds of the optimizer on the fullest rank, and of handing over the gradients of a step."""
-    config = plan.config
+    """Seconds of the optimizer on the fullest rank, and of finishing and handing over the gradients of a step."""
+    config, shared = plan.config, Shared(plan.config, timer.net)
     layout = config.parallel.layout
     shards = layout.dp_shard * layout.cp if config.parallel.data.sharded else 1
     held = [sum(stages[stage].parameters for stage in plan.stages_of(rank)) for rank in range(layout.pp)]
@@ -375,7 +376,11 @@ def _update(plan: Plan, stages: Sequence[StageTime], timer: Timer) -> float:
     )
     if muon:
         seconds += muon_seconds(plan, timer)
-    return seconds + timer.kernels.passes(max(held) * Shared(config, timer.net).last)
+    seconds += max(
+        timer.net.collective(*shared.partial_sums(stages[stage] for stage in plan.stages_of(rank)))
+        for rank in range(layout.pp)
+    )
+    return seconds + timer.kernels.passes(max(held) * shared.last)
 
 
 def state_seconds(adamw: float, muon: float, place: Place, timer: Timer) -> float:

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from megalite.config.schema import Place
 from megalite.parallel.host_memory import HostMemory
+from megalite.parallel.parameter import dtensor
 
 
 class States(Protocol):
@@ -85,4 +86,4 @@ def local(tensor: Tensor) -> Tensor:
 
 def placed_as(param: Tensor, part: Tensor) -> Tensor:
     """A tensor with the global shape and placement of `param`, of which this rank has `part`."""
-    return DTensor(part, param._spec, requires_grad=False) if isinstance(param, DTensor) else part
+    return dtensor(part, param._spec) if isinstance(param, DTensor) else part

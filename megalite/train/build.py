@@ -22,6 +22,7 @@ from megalite.optim.build import build_optimizer
 from megalite.optim.interface import Optimizer
 from megalite.parallel.float8 import WeightCasts, check_float8, use_float8
 from megalite.parallel.fsdp import compute_dtype, parameter_dtype, shard
+from megalite.parallel.gradients import Gradients
 from megalite.parallel.host_memory import HostMemory
 from megalite.parallel.linear import WeightGradients
 from megalite.parallel.offload import AsIs, Offload
@@ -46,6 +47,7 @@ class Job:
     mesh: Mesh
     stages: dict[int, Decoder]  # by their number in the whole model, first to last
     weight_gradients: dict[int, WeightGradients]  # gradients put off, by stage, where the schedule splits backward
+    gradients: Gradients
     optimizer: Optimizer
     memory: HostMemory  # where offloaded activations wait
     casts: WeightCasts  # weights in 8 bits, if products are
@@ -109,11 +111,12 @@ def build(plan: Plan, mesh: Mesh, activity: Activity | None = None) -> Job:
     owned = plan.stages_of(mesh.coordinates["pp"])
     stages = {number: build_stage(plan, mesh, number, memory, casts) for number in owned}
     splits = plan.table(micro_batches(config)).splits_backward
-    gradients = {number: split_backward(stage) for number, stage in stages.items()} if splits else {}
+    put_off = {number: split_backward(stage) for number, stage in stages.items()} if splits else {}
+    gradients = Gradients(stages, plan.placement, mesh, config.model.tie_embeddings)
     kernel = config.kernels_by_operation.adamw
     optimizer = build_optimizer(stages.values(), config.model, config.optim, kernel, mesh.stage)
     activity, clock = activity or Activity(), SectionClock(mesh.device)
-    return Job(plan, mesh, stages, gradients, optimizer, memory, casts, activity, clock)
+    return Job(plan, mesh, stages, put_off, gradients, optimizer, memory, casts, activity, clock)
 
 
 def check_kernels(config: Config, device: torch.device) -> None:

@@ -16,7 +16,6 @@ import torch
 from megalite.checkpoint.store.progress import Progress
 from megalite.data.samples import Samples
 from megalite.optim.interface import rate_of
-from megalite.parallel.gradients import parameter_norm
 from megalite.plan.model.size import flops_per_token
 from megalite.train.build import Job
 from megalite.train.guard import Judged, is_jump
@@ -113,9 +112,8 @@ class Meter:
 
     def note(self, step: int) -> None:
         """Note the parameters after `step`, of which there is a record once that step is judged. Collective."""
-        job = self.job
-        norm = parameter_norm(job.stages, job.plan.placement, job.mesh, job.config.model.tie_embeddings)
-        self._noted[step] = rate_of(job.optimizer), Arriving(norm.reshape(1))
+        norm = self.job.gradients.parameter_norm()
+        self._noted[step] = rate_of(self.job.optimizer), Arriving(norm.reshape(1))
 
     def noted(self, step: int) -> bool:
         """Return whether the parameters after `step` are noted."""

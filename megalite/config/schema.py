@@ -5,7 +5,7 @@ none in YAML. Rules that involve several keys are in `validate`.
 """
 
 from dataclasses import dataclass, field, fields
-from typing import Literal
+from typing import Any, Literal
 
 from megalite.config.layout import Layout
 
@@ -253,6 +253,9 @@ class Train:
     timeout: float = 600.0  # seconds without any sign of progress on any rank after which the job ends
 
 
+AttentionKernel = Literal["auto", "flash3", "flash4", "cudnn", "flash", "efficient", "flex", "math"]
+
+
 @dataclass
 class Kernels:
     """Kernels of each operation: Triton's, PyTorch's, or those of NVIDIA apex; auto: Triton's on CUDA."""
@@ -262,6 +265,12 @@ class Kernels:
     swiglu: Literal["auto", "triton", "torch"] = "auto"
     cross_entropy: Literal["auto", "triton", "torch"] = "auto"  # with the output layer before it
     adamw: Literal["auto", "triton", "torch", "apex"] = "auto"  # torch: PyTorch's fused one; auto: that without a GPU
+    attention: AttentionKernel = "auto"  # see `megalite.config.attention_kernels`
+
+    @classmethod
+    def all(cls, backend: Any) -> "Kernels":
+        """One word for all operations but attention, which has kernels of its own."""
+        return cls(*[backend] * (len(fields(cls)) - 1))
 
 
 @dataclass
@@ -371,4 +380,4 @@ class Config:
     @property
     def kernels_by_operation(self) -> Kernels:
         """`kernels` as a section, with every operation."""
-        return self.kernels if isinstance(self.kernels, Kernels) else Kernels(*[self.kernels] * len(fields(Kernels)))
+        return self.kernels if isinstance(self.kernels, Kernels) else Kernels.all(self.kernels)

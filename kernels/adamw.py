@@ -258,11 +258,12 @@ class FusedAdamW(torch.optim.Optimizer):
         for group in self.param_groups:
             params = [param for param in group["params"] if param.grad is not None]
             states = [self.states_of(param) for param in params]
+            placed = [isinstance(param, DTensor) for param in params]
             self.update(
-                [_local(param) for param in params],
-                [_local(param.grad) for param in params],
-                [_local(state["exp_avg"]) for state in states],
-                [_local(state["exp_avg_sq"]) for state in states],
+                _locals(params, placed),
+                _locals([param.grad for param in params], placed),
+                _locals([state["exp_avg"] for state in states], placed),
+                _locals([state["exp_avg_sq"] for state in states], placed),
                 [state["step"] for state in states],
                 lr=float(group["lr"]),
                 betas=tuple(group["betas"]),
@@ -291,6 +292,11 @@ class FusedAdamW(torch.optim.Optimizer):
 
 def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _locals(tensors: Sequence[Any], placed: Sequence[bool]) -> list[Tensor]:
+    """Local tensors of those that are `placed`, and the others, without the checks of `to_local`, which take long."""
+    return [tensor._local_tensor if here else tensor for tensor, here in zip(tensors, placed, strict=True)]
 
 
 def bytes_moved(elements: int, grad: torch.dtype = torch.float32, copy: torch.dtype | None = None) -> tuple[int, int]:

@@ -21,11 +21,11 @@ from megalite.commands.verify import Difference, compare
 from megalite.config.schema import Config
 from megalite.distributed import collectives
 from megalite.distributed.mesh import Mesh
-from megalite.model import norm
 from megalite.optim import muon
 from megalite.optim.muon import Muon
 from megalite.optim.newton_schulz import scale
 from megalite.parallel import gradients, linear
+from megalite.parallel.gradients import Gradients
 from megalite.parallel.pipeline import Pipeline
 from megalite.plan.recompute_modes import MODES, Costs
 from megalite.schedule.actions import Kind
@@ -52,11 +52,11 @@ def gather_in_the_wrong_order() -> AbstractContextManager[Any]:
 
 
 def tied_gradients_not_summed() -> AbstractContextManager[Any]:
-    return patch.object(gradients, "_sum_of_ends", lambda grad, mesh, peer: None)
+    return patch.object(Gradients, "_sum_of_ends", lambda gradients, grad: None)
 
 
 def partial_gradients_taken_for_whole() -> AbstractContextManager[Any]:
-    return patch.object(norm, "whole", lambda param: param.to_local())
+    return patch.object(gradients, "sum_together", lambda grads, group: None)
 
 
 def gradients_averaged() -> AbstractContextManager[Any]:
@@ -108,31 +108,33 @@ def seed_that_depends_on_the_rank() -> AbstractContextManager[Any]:
     return patch.object(build, "initialize", initialize)
 
 
+def _trained(gradients: Gradients) -> list[tuple[str, Any]]:
+    return [(found.name, found.value) for every in gradients.trained.values() for found in every]
+
+
 def gradient_of_a_useless_bias() -> AbstractContextManager[Any]:
     """It is 0 but for roundings, and in a layout of more ranks a ten-millionth."""
-    correct = gradients.finish
+    correct = Gradients.finish
 
-    def finish(stages: Any, placement: Any, mesh: Any, tied: bool) -> None:
-        correct(stages, placement, mesh, tied)
-        for stage in stages.values() if mesh.layout.world_size > 1 else ():
-            for name, param in stage.named_parameters():
-                if name.endswith("k.bias"):
-                    param.grad.to_local().add_(1e-7)
+    def finish(gradients: Gradients) -> None:
+        correct(gradients)
+        for name, param in _trained(gradients) if dist.get_world_size(gradients._mesh.world) > 1 else ():
+            if name.endswith("k.bias"):
+                param.grad.to_local().add_(1e-7)
 
-    return patch.object(step, "finish", finish)
+    return patch.object(Gradients, "finish", finish)
 
 
 def no_gradient_at_all() -> AbstractContextManager[Any]:
     """Neither in the layout nor in the process that it is compared with."""
-    correct = gradients.finish
+    correct = Gradients.finish
 
-    def finish(stages: Any, placement: Any, mesh: Any, tied: bool) -> None:
-        correct(stages, placement, mesh, tied)
-        for stage in stages.values():
-            for param in stage.parameters():
-                param.grad.zero_()
+    def finish(gradients: Gradients) -> None:
+        correct(gradients)
+        for _, param in _trained(gradients):
+            param.grad.zero_()
 
-    return patch.object(step, "finish", finish)
+    return patch.object(Gradients, "finish", finish)
 
 
 def muon_scale_of_a_shard() -> AbstractContextManager[Any]:
@@ -167,14 +169,15 @@ def loss_of_one_rank_not_counted() -> AbstractContextManager[Any]:
 
 
 def gradient_that_is_not_a_number() -> AbstractContextManager[Any]:
-    correct = gradients.finish
+    correct = Gradients.finish
 
-    def finish(stages: Any, placement: Any, mesh: Any, tied: bool) -> None:
-        correct(stages, placement, mesh, tied)
+    def finish(gradients: Gradients) -> None:
+        correct(gradients)
         if dist.get_rank() == 1:
-            next(next(iter(stages.values())).parameters()).grad.to_local().fill_(torch.nan)
+            _, first = _trained(gradients)[0]
+            first.grad.to_local().fill_(torch.nan)
 
-    return patch.object(step, "finish", finish)
+    return patch.object(Gradients, "finish", finish)
 
 
 def scale_of_a_full_batch() -> AbstractContextManager[Any]:

@@ -83,7 +83,7 @@ class Choice(NamedTuple):
         return f"{self.kernel} ({self.reason})"
 
 
-HALF = Rule("needs train.precision = bf16", lambda need, _: need.precision != "bf16")
+HALF = Rule("needs bf16", lambda need, _: need.precision != "bf16")
 UNCAPPED = Rule("has no cap on scores", lambda need, _: need.capped)
 UNMASKED = Rule("knows no documents and no windows", lambda need, _: need.documents or need.window)
 ALONE = Rule("needs whole sequences on a rank, with no ring", lambda need, _: need.ring)
@@ -139,14 +139,14 @@ RULES: Mapping[Kernel, tuple[Rule, ...]] = {
         UNCAPPED,
         UNMASKED,
         ALONE,
-        Rule("needs train.precision = bf16 or fp32", lambda need, _: need.precision == "fp64"),
+        Rule("needs bf16 or fp32", lambda need, _: need.precision == "fp64"),
         Rule(
             "needs heads of a multiple of 8, or of 4 in fp32",
             lambda n, _: n.width % (4 if n.precision == "fp32" else 8) > 0,
         ),
         Rule("needs compute capability 8.0 for bf16", lambda n, gpu: n.precision == "bf16" and gpu.capability < (8, 0)),
     ),
-    "flex": (ALONE, Rule("needs train.precision = bf16 or fp32", lambda need, _: need.precision == "fp64")),
+    "flex": (ALONE, Rule("needs bf16 or fp32", lambda need, _: need.precision == "fp64")),
     "math": (),
 }
 PREFERENCES: Mapping[Kernel, tuple[Rule, ...]] = {  # further rules where nobody has asked for the kernel
@@ -202,7 +202,7 @@ def need_of(config: Config, heads: Heads) -> Need:
     """The attention of layers with `heads`, on every rank of `config`."""
     context, scores = config.parallel.context, heads.scores
     return Need(
-        precision=config.train.precision,
+        precision=config.train.dtype,
         ring=config.parallel.cp > 1 and context.method != "ulysses",
         documents=config.data.mask_documents,
         window=scores.window_in(config.model.sequence_length) is not None,

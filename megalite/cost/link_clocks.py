@@ -64,19 +64,14 @@ def end_links(config: Config, net: Net, end: End) -> tuple[Links, Links]:
     return _busy(there, config, net), _busy(back, config, net)
 
 
-def partial_links(config: Config, net: Net, part: Part, element: int) -> Links:
-    """Links while ranks of tp sum the partial gradients of norms, of `element` bytes each."""
-    group = Group(config.parallel.tp, 1)
-    found = [net.nothing]
-    found += [
-        net.links("all_reduce", element * each, group) for each in _weights(config.model, part, group.size).partial
-    ]
-    return total(found)
-
-
 def elements(model: Model, part: Part, tp: int, shards: int) -> int:
     """Parameters of a part on a rank of tp, with rows padded as FSDP2 shards them."""
     return _weights(model, part, tp).gathered(shards)
+
+
+def partial_elements(model: Model, part: Part, shards: int) -> int:
+    """Elements of a part's gradients that are partial sums over tp, on the first rank of `shards`."""
+    return _weights(model, part, tp=1).partial(shards)
 
 
 def _weights(model: Model, part: Part, tp: int) -> Weights:

@@ -7,7 +7,7 @@ its reduction are on the same wires, one after the other, and a backward pass wa
 it takes the sum over its parts of what takes longer. The first gather of a pass is hidden by nothing.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -18,7 +18,7 @@ from megalite.cost.cluster import Cluster
 from megalite.cost.constants import FITTED_CONSTANTS, Constants
 from megalite.cost.kernels import Kernels
 from megalite.cost.layer import LayerModel, LayerTime, Seconds
-from megalite.cost.link_clocks import Part, elements, end_links, groups, layer_links, partial_links, times, total
+from megalite.cost.link_clocks import Part, elements, end_links, groups, layer_links, partial_elements, times, total
 from megalite.cost.network import Collective, Group, Links, Net
 from megalite.cost.program import MEGALITE, Program
 from megalite.cost.schedule_tables import Tables
@@ -65,7 +65,8 @@ class StageTime:
     backward: of B, the whole backward pass. inputs, weights: of I and W, if it is split. gather: before the first F
     of a step, where weights are gathered once. reduce: to reduce gradients over the shards. replicas: to sum them over
     replicas then. longer: by how much a whole backward pass takes longer with the first beside it, and with both.
-    parameters: of a rank, before they are sharded. sent: on the links.
+    parameters: of a rank, before they are sharded. partial: elements of gradients on a rank that are partial sums over
+    tp. sent: on the links.
     """
 
     forward: Seconds
@@ -77,6 +78,7 @@ class StageTime:
     replicas: float
     longer: tuple[float, float]
     parameters: float
+    partial: int
     sent: Sent
 
     def reducing(self, last: bool) -> float:
@@ -183,6 +185,7 @@ class Timer:
         zero3 = shared.gathers and plan.config.parallel.data_mode == "zero3"
         forward = backward = Seconds()
         inputs = weights = gather = reduce = replicas = parameters = 0.0
+        partial = 0
         longer, sent = [0.0, 0.0], [[self.net.nothing] for _ in Sent._fields]
         edge = None  # the first unit of a pass: nothing hides its gather
         for piece, mode, count in self._pieces(plan, stage):
@@ -204,6 +207,7 @@ class Timer:
             reduce += moved.reduced * count
             replicas += moved.summed * count
             parameters += piece.parameters * count
+            partial += moved.partial * count
             for of_stage, each in zip(sent, (total((there, back, over, over)), *moved.sent[1:]), strict=True):
                 of_stage.append(times(each, count))
             edge = edge or moved
@@ -224,6 +228,7 @@ class Timer:
             replicas,
             (longer[0], longer[1]),
             parameters,
+            partial,
             Sent(*(total(each) for each in sent)),
         )
 
@@ -284,7 +289,7 @@ class Shared:
         parallel = config.parallel
         layout, tp = parallel.layout, parallel.tp
         self._net = net
-        self._element = PRECISION_BYTES[config.train.precision]
+        self._element = PRECISION_BYTES[config.train.dtype]
         self._gradient = 2 if parallel.data.reduce_precision == "bf16" else max(self._element, 4)
         self._shards = Group(layout.dp_shard * layout.cp if parallel.data.sharded else 1, tp)
         replicas = layout.dp_replicate if parallel.data.sharded else layout.dp * layout.cp
@@ -315,12 +320,20 @@ class Shared:
         count = elements(self._config.model, "embedding", self._shards.stride, self._shards.size)
         return max(self._element, 4) * count / self._shards.size
 
+    def partial_sums(self, stages: Iterable[StageTime]) -> tuple[Collective, float, Group]:
+        """The sum over tp, once a step, of partial gradients of a rank with these stages."""
+        return (
+            "all_reduce",
+            max(self._element, 4) * sum(stage.partial for stage in stages),
+            Group(self._config.parallel.tp, 1),
+        )
+
     def moved(self, part: Part) -> "Moved":
         """Seconds of the exchanges of a part, with the links that they keep busy."""
         if part not in self._known:
             gather, reduce, replicas = (self._net.links(*each) for each in self._collectives(part))
-            reduce = total((reduce, partial_links(self._config, self._net, part, self._gradient)))
-            self._known[part] = Moved(*self.seconds(part), Sent(self._net.nothing, gather, reduce, replicas))
+            partial = partial_elements(self._config.model, part, self._shards.size)
+            self._known[part] = Moved(*self.seconds(part), partial, Sent(self._net.nothing, gather, reduce, replicas))
         return self._known[part]
 
     def _collectives(self, part: Part) -> tuple[tuple[Collective, float, Group], ...]:
@@ -334,12 +347,13 @@ class Shared:
 
 
 class Moved(NamedTuple):
-    """Seconds to gather a part, to reduce its gradients and to sum them over replicas; and for how long links are busy
-    with these."""
+    """Seconds to gather a part, to reduce its gradients and to sum them over replicas; elements of its gradients that
+    are partial sums over tp; and for how long links are busy with the three."""
 
     gathered: float
     reduced: float
     summed: float
+    partial: int
     sent: Sent
 
 

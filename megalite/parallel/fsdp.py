@@ -10,7 +10,7 @@ FSDP2's own hooks gather layers one after another. In modes that keep weights, a
 earlier, and its RESHARD frees the weights. Its REDUCE says after which backward gradients are reduced.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Literal
 
@@ -58,6 +58,7 @@ def shard(
     for module, over in groups:
         fully_shard(module, mesh=over, mp_policy=policy, reshard_after_forward=mode == "zero3")
     fully_shard(stage, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+    stage.fsdp_groups = [module for module in stage.modules() if isinstance(module, FSDPModule)]
     for group in _groups(stage):
         if mesh.size() > 1:  # one rank would divide by 1, in another pass over its gradients
             group.set_gradient_divide_factor(1.0)
@@ -80,9 +81,10 @@ def before_backward(stage: object, mode: str, reduction: Reduction) -> None:
     """Tell FSDP2 what the coming backward of `stage` has to do."""
     if isinstance(stage, FSDPModule):
         stage.set_is_last_backward(reduction.last)
-        stage.set_requires_gradient_sync(reduction.now)
-        stage.set_requires_all_reduce(reduction.replicas)
-        stage.set_reshard_after_backward(mode == "zero3")
+    for group in _groups(stage):  # one by one, for each of these would walk all modules of the stage
+        group.set_requires_gradient_sync(reduction.now, recurse=False)
+        group.set_requires_all_reduce(reduction.replicas, recurse=False)
+        group.set_reshard_after_backward(mode == "zero3", recurse=False)
 
 
 def after_weight_gradients(stage: object, reduction: Reduction) -> None:
@@ -97,7 +99,7 @@ def after_weight_gradients(stage: object, reduction: Reduction) -> None:
         stage._get_fsdp_state()._root_post_backward_final_callback()
 
 
-def _groups(stage: object) -> Iterator[FSDPModule]:
-    """The modules of `stage` whose parameters FSDP2 gathers as one group."""
-    if isinstance(stage, nn.Module):
-        yield from (module for module in stage.modules() if isinstance(module, FSDPModule))
+def _groups(stage: object) -> Sequence[FSDPModule]:
+    """The modules of `stage` whose parameters FSDP2 gathers as one group, which `shard` has listed."""
+    groups: Sequence[FSDPModule] = getattr(stage, "fsdp_groups", ())
+    return groups

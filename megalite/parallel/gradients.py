@@ -1,6 +1,7 @@
 """Finishes gradients after the last backward of a step. No other module does so."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 
 import torch
 import torch.distributed as dist
@@ -8,87 +9,97 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from megalite.distributed.mesh import Mesh
-from megalite.parallel.parameter import Parameter, parameters, trainable
+from megalite.parallel.parameter import trainable
 from megalite.plan.model.roles import EMBEDDING
 from megalite_kernels.grad_norm import grad_norm
 
 Stages = Mapping[int, nn.Module]  # a rank's stages by their global number
 
 
-@torch.no_grad()
-def finish(stages: Stages, placement: Sequence[int], mesh: Mesh, tied: bool) -> None:
-    """Make every gradient of `stages` complete, with the placement of its parameter.
+class Gradients:
+    """The trained parameters of a rank's stages, and what is done with their gradients after the last backward.
 
-    FSDP2 has done this for the parameters that it shards. Two sums are left: tensor-parallel partial sums of parameters
-    that are not sharded, and the sum over both copies of a tied embedding, in the first and the last stage.
-    placement: the pipeline rank that owns each stage.
+    Parameters are listed once, since walking all modules takes the host longer than a small layer: they are the same
+    objects for good, which loading fills and the optimizer updates in place.
+    placement: the pipeline rank that owns each stage. tied: the first and the last stage have copies of the embedding.
     """
-    for _, param, *_ in _trainable(stages):
-        if isinstance(param.grad, DTensor) and param.grad.placements != param.placements:
-            param.grad = param.grad.redistribute(placements=param.placements)
-    if not tied or len(placement) == 1:
-        return
-    ends = [stage for stage in (0, len(placement) - 1) if stage in stages]
-    tables = (found.value for stage in ends for found in trainable(stages[stage]) if found.role == EMBEDDING)
-    grads = [_local_grad(table) for table in tables]
-    match grads:
-        case [first, last]:
-            first += last
-            last.copy_(first)
-        case [one]:
-            _sum_of_ends(one, mesh, placement[len(placement) - 1 - ends[0]])
+
+    def __init__(self, stages: Stages, placement: Sequence[int], mesh: Mesh, tied: bool) -> None:
+        self.trained = {number: list(trainable(stage)) for number, stage in stages.items()}
+        self._mesh = mesh
+        copy = len(placement) - 1 if tied and len(placement) > 1 else None  # the stage with the second copy
+        counted = {
+            found.name: found.value
+            for number, every in self.trained.items()
+            for found in every
+            if _counts(found.value) and not (number == copy and found.role == EMBEDDING)
+        }
+        self._names, self._counted = list(counted), list(counted.values())
+        some = next(param for stage in stages.values() for param in stage.parameters())
+        self._nothing = torch.zeros(1, dtype=some.dtype, device=mesh.device)  # a rank may count no parameter
+        every = chain(*self.trained.values())
+        self._replicated = [found.value for found in every if mesh.layout.tp > 1 and not found.role.split]
+        ends = [stage for stage in (0, copy) if stage in self.trained] if copy is not None else []
+        self._tables = [found.value for stage in ends for found in self.trained[stage] if found.role == EMBEDDING]
+        # Where this rank has one copy of the table, the rank with the other one.
+        self._peer = mesh.along("pp", placement[len(placement) - 1 - ends[0]]) if ends else None
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Make every gradient complete.
+
+        FSDP2 has summed them over data-parallel ranks. Two sums are left: over tensor-parallel ranks, of parameters
+        that are not split over them, and over both copies of a tied embedding, in the first and the last stage.
+        """
+        if self._replicated:
+            sum_together(_local_grads(self._replicated), self._mesh.group("tp"))
+        match _local_grads(self._tables):
+            case [first, last]:
+                first += last
+                last.copy_(first)
+            case [one]:
+                self._sum_of_ends(one)
+
+    def _sum_of_ends(self, grad: Tensor) -> None:
+        """Add the gradient of the embedding's other copy to `grad`."""
+        received = torch.empty_like(grad)
+        pairs = ((dist.isend, grad), (dist.irecv, received))
+        group = self._mesh.group("pp")
+        exchange = [dist.P2POp(operation, tensor, self._peer, group) for operation, tensor in pairs]
+        for work in dist.batch_isend_irecv(exchange):
+            work.wait()
+        grad += received
+
+    @torch.no_grad()
+    def counted_norms(self) -> tuple[list[str], Tensor]:
+        """The names of parameters that this rank counts, and the L2 norms of its parts of their gradients.
+
+        Among ranks that hold the same elements, only the one at position 0 counts them. So the squares of all ranks'
+        norms `[parameters]` add up to the square of the global norm, which is the same in every layout.
+        """
+        if not self._counted:
+            return [], torch.zeros(0, device=self._mesh.device)
+        return self._names, torch.stack(torch._foreach_norm(_local_grads(self._counted)))
+
+    @torch.no_grad()
+    def parameter_norm(self) -> Tensor:
+        """The L2 norm of all trained parameters, the same in every layout. Collective."""
+        counted = [param._local_tensor for param in self._counted]
+        return grad_norm([self._nothing, *counted], groups=[self._mesh.world], backend="torch")
 
 
-def _sum_of_ends(grad: Tensor, mesh: Mesh, peer: int) -> None:
-    """Add the gradient of the embedding's other copy, on pipeline rank `peer`, to `grad`."""
-    other = mesh.along("pp", peer)
-    received = torch.empty_like(grad)
-    group = mesh.group("pp")
-    exchange = [dist.P2POp(dist.isend, grad, other, group), dist.P2POp(dist.irecv, received, other, group)]
-    for work in dist.batch_isend_irecv(exchange):
-        work.wait()
-    grad += received
+def sum_together(grads: Sequence[Tensor], group: dist.ProcessGroup) -> None:
+    """Sum each of `grads` over all ranks, in place, by one collective. A rank may have none, or empty ones."""
+    flat = torch.cat([grad.flatten() for grad in grads]) if grads else torch.empty(0)
+    if flat.numel():
+        dist.all_reduce(flat, group=group)
+        sums = flat.split([grad.numel() for grad in grads])
+        torch._foreach_copy_([grad.flatten() for grad in grads], sums)
 
 
-@torch.no_grad()
-def counted_norms(stages: Stages, placement: Sequence[int], mesh: Mesh, tied: bool) -> tuple[list[str], Tensor]:
-    """The names of parameters that this rank counts, and the L2 norms of its parts of their gradients, `[parameters]`.
-
-    Among ranks that hold the same elements, only the one at position 0 counts them. So the squares of all ranks' norms
-    add up to the square of the global norm, which is the same in every layout.
-    """
-    counted = {name: _local_grad(param) for name, param in _counted(stages, placement, tied)}
-    if not counted:
-        return [], torch.zeros(0, device=mesh.device)
-    return list(counted), torch.stack(torch._foreach_norm(list(counted.values())))
-
-
-@torch.no_grad()
-def parameter_norm(stages: Stages, placement: Sequence[int], mesh: Mesh, tied: bool) -> Tensor:
-    """The L2 norm of all trained parameters, the same in every layout. Collective."""
-    (some, *_) = (found for stage in stages.values() for found in parameters(stage))
-    nothing = some.value.to_local().new_zeros(1)  # a rank may count no parameter
-    counted = [param.to_local() for _, param in _counted(stages, placement, tied)]
-    return grad_norm([nothing, *counted], groups=[mesh.world], backend="torch")
-
-
-def _trainable(stages: Stages) -> Iterator[Parameter]:
-    for stage in stages.values():
-        yield from trainable(stage)
-
-
-def _counted(stages: Stages, placement: Sequence[int], tied: bool) -> Iterator[tuple[str, DTensor]]:
-    """The names and values of the parameters that this rank counts."""
-    copy = len(placement) - 1 if tied and len(placement) > 1 else None  # the stage with the second copy
-    for number, stage in stages.items():
-        for name, param, role, _ in trainable(stage):
-            if _counts(param) and not (number == copy and role == EMBEDDING):
-                yield name, param
-
-
-def _local_grad(param: Tensor) -> Tensor:
-    assert isinstance(param.grad, DTensor)
-    return param.grad.to_local()
+def _local_grads(params: Iterable[DTensor]) -> list[Tensor]:
+    # Attributes, because the checks of `to_local` take as long as the norm of a small gradient.
+    return [param.grad._local_tensor for param in params]  # type: ignore[union-attr]
 
 
 def _counts(param: DTensor) -> bool:

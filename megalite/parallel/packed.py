@@ -9,7 +9,7 @@ that. Samples with documents of their own are a call each, on views; only result
 """
 
 from collections.abc import Sequence
-from itertools import chain, pairwise
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -37,9 +37,12 @@ class Packed:
         self.ends: Tensor | None = None
         if documents is not None:
             groups = documents if len(set(documents)) > 1 else documents[:1]
-            offsets = torch.tensor([*chain(*groups)], dtype=torch.int32, pin_memory=device.type == "cuda")
+            length, pin = documents[0][-1], device.type == "cuda"
+            # Layers are compiled for shapes and numbers: those of every batch are alike, and the host reads a tensor.
+            offsets = torch.full((len(groups), length + 1), length, dtype=torch.int32, pin_memory=pin)
+            for row, cuts in zip(offsets, groups, strict=True):
+                row[: len(cuts)] = torch.tensor(cuts)
             self.offsets = offsets.to(device, non_blocking=True)
-            # The host reads it, but as a number it would have compiled layers compiled anew for every batch.
             self.ends = torch.tensor([[len(cuts), max(b - a for a, b in pairwise(cuts))] for cuts in groups])
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -56,9 +59,9 @@ def packed_attention(
 ) -> tuple[Tensor, Tensor]:
     """The output `[s, b, h, e]` and log-sum-exp `[b, h, s]`.
 
-    offsets: where documents begin, and the length, of one group after another. ends: for each group how many offsets it
-    has and how long its longest document is, `[g, 2]` on the host. left: the keys before its own that a query attends
-    to; −1: all.
+    offsets: where documents begin, and the length, `[g, s + 1]`. ends: for each group how many offsets it has, without
+    those after the length, and how long its longest document is, `[g, 2]` on the host. left: the keys before its own
+    that a query attends to; −1: all.
     """
     tokens, ends_of = [_by_call(x, ends) for x in (q, k, v)], _ends(offsets, ends, len(q))
     found = [
@@ -141,9 +144,8 @@ def _ends(offsets: Tensor | None, ends: Tensor | None, length: int) -> list[Ends
     """The offsets of documents among queries and among keys, and the lengths of the longest, by group."""
     if offsets is None or ends is None:
         return [(None, None, length, length)]
-    counts, longest = ends.unbind(1)
-    cuts = offsets.split(counts.tolist())
-    return [(part, part, most, most) for part, most in zip(cuts, longest.tolist(), strict=True)]
+    groups = zip(offsets, ends.tolist(), strict=True)
+    return [(row[:count], row[:count], longest, longest) for row, (count, longest) in groups]
 
 
 def _window(left: int) -> dict[str, int]:

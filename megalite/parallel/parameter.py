@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Shard
+from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from megalite.plan.model.roles import Role
@@ -33,17 +33,16 @@ def placed(shape: tuple[int, ...], mesh: DeviceMesh, placement: Placement) -> DT
 def whole(param: Tensor) -> Tensor:
     """A replicated parameter as a plain tensor, for use with this rank's part of the sequence or heads.
 
-    Each rank then computes a different gradient. It is declared partial, so the ranks' gradients are summed when
-    gradients are finished.
+    Each rank then computes a part of the gradient, though it is placed as the parameter is: if it were declared
+    partial, FSDP2 would sum every parameter's alone. All are summed at once when gradients are finished.
     """
-    assert isinstance(param, DTensor)
-    return _local(param, Partial() if param.device_mesh.size() > 1 else param.placements[0])
+    return part(param)
 
 
 def part(param: Tensor | None) -> Tensor:
     """The part of a sharded parameter on this rank, as a plain tensor."""
     assert isinstance(param, DTensor)
-    return _local(param, param.placements[0])
+    return _local(param)
 
 
 class Parameter(NamedTuple):
@@ -92,7 +91,7 @@ def cut(tensor: Tensor, shape: tuple[int, ...]) -> DTensor:
     spec, (first, *_) = tensor._spec, box(tensor)[1]
     assert spec.tensor_meta is not None
     spec = DTensorSpec(spec.mesh, spec.placements, tensor_meta=spec.tensor_meta._replace(shape=torch.Size(shape)))
-    return DTensor(tensor.to_local()[: max(shape[0] - first, 0)], spec, requires_grad=False)
+    return dtensor(tensor.to_local()[: max(shape[0] - first, 0)], spec)
 
 
 def box(tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -108,39 +107,46 @@ def box(tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return sizes, tuple(at if size else end for at, size, end in zip(first, sizes, whole, strict=True))
 
 
+def dtensor(local: Tensor, spec: DTensorSpec) -> DTensor:
+    """A tensor without gradient of which this rank has `local`.
+
+    Made without `DTensor.__init__`, which does nothing, but only after twenty calls of Dynamo.
+    """
+    made: DTensor = DTensor.__new__(DTensor, local, spec, requires_grad=False)
+    return made
+
+
 def add_gradient(param: DTensor, grad: Tensor) -> None:
     """Add `grad`, a local gradient, to that of a sharded parameter, as autograd would."""
     if param.grad is None:
         # From PyTorch 2.15 on, FSDP2 may demand the data type of its reduction.
-        param.grad = DTensor(grad.to(param.grad_dtype or grad.dtype), param._spec, requires_grad=False)
+        param.grad = dtensor(grad.to(param.grad_dtype or grad.dtype), param._spec)
     else:
         assert isinstance(param.grad, DTensor)
         param.grad._local_tensor.add_(grad)
 
 
-def _local(param: DTensor, placement: Placement) -> Tensor:
-    """The local tensor of `param`. The gradient that reaches `param` is a DTensor with `placement`."""
+def _local(param: DTensor) -> Tensor:
+    """The local tensor of `param`. The gradient that reaches `param` is a DTensor with its placement."""
     if torch.compiler.is_compiling():  # it cannot trace _Local, and runs the checks of to_local only once
-        return param.to_local(grad_placements=[placement])
+        return param.to_local(grad_placements=param.placements)
     if not torch.is_grad_enabled():
         return param._local_tensor
-    return _Local.apply(param, placement)
+    return _Local.apply(param)
 
 
 class _Local(torch.autograd.Function):
     """`DTensor.to_local` without the checks in backward, which take the host longer than a small matrix product."""
 
     @staticmethod
-    def forward(ctx: Any, param: DTensor, placement: Placement) -> Tensor:
-        spec = param._spec
-        same = placement == spec.placements[0]
-        ctx.spec = spec if same else DTensorSpec(spec.mesh, (placement,), tensor_meta=spec.tensor_meta)
+    def forward(ctx: Any, param: DTensor) -> Tensor:
+        ctx.spec = param._spec
         ctx.set_materialize_grads(False)
         local = param.to_local()
         return local.view_as(local)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor | None) -> tuple[DTensor | None, None]:
+    def backward(ctx: Any, grad: Tensor | None) -> DTensor | None:
         if grad is None:  # the gradient was put off
-            return None, None
-        return DTensor(grad.contiguous(), ctx.spec, requires_grad=False), None
+            return None
+        return dtensor(grad.contiguous(), ctx.spec)

@@ -52,8 +52,9 @@ class Due:
     save_locally: bool  # to the nodes
 
     @property
-    def any(self) -> bool:
-        return self.log or self.evaluate or self.save or self.save_locally
+    def waits(self) -> bool:
+        """Whether the step has to be judged first. A record is made when the step is judged, one later on a GPU."""
+        return self.evaluate or self.save or self.save_locally
 
 
 @dataclass(frozen=True)

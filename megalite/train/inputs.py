@@ -47,7 +47,7 @@ def _token_positions(job: Job, documents: list[list[Documents]], tokens: Tensor,
         if data.reset_positions:
             turns = torch.arange(len(tokens), device=device)
             positions = split(positions_in_documents(documents, device), mine).unbind(1)
-    angles = tables(config.model, turns, compute_dtype(config.train.precision), len(tokens))
+    angles = tables(config.model, turns, compute_dtype(config.train.dtype), len(tokens))
     return [TokenPositions(angles, *rest) for rest in zip(attends, positions, strict=True)]
 
 

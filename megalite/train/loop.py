@@ -93,7 +93,9 @@ def _train(
         guard.watch(step, batch, train_step(job, micros, step - 1, job.activity.asked))
 
         due = cadence.due(step, saver.local)
-        for judged in guard.judge(at_once=due.any):
+        if due.log:
+            meter.note(step)
+        for judged in guard.judge(at_once=due.waits):
             report.trouble(judged, meter.jumps(judged))
             meter.add(judged)
             if judged.verdict == "bad":
@@ -101,6 +103,9 @@ def _train(
                     saver.settle()  # weights that could not be saved are the cause, and are named
             if not guard.allows(judged):
                 return judged
+            if meter.noted(judged.step):
+                record = meter.read(judged.step) | {"tokens": guard.progress.tokens}
+                report.record(judged.step, record | source_tokens(batches.train.samples, guard.progress))
         cadence.stepped(step, meter.training_seconds())
         garbage.stepped(step)
         with report.saves(step, saver):
@@ -108,9 +113,6 @@ def _train(
         for follow in followers:
             follow(step, batch, meter, report)
 
-        if due.log:
-            record = meter.read() | {"tokens": guard.progress.tokens}
-            report.record(step, record | source_tokens(batches.train.samples, guard.progress))
         if due.evaluate:
             with meter.paused(), garbage.pause():
                 guard.stopped_by = _validate(job, batches, step, report, guard.stopped_by)

@@ -16,10 +16,10 @@ import torch
 from megalite.checkpoint.store.progress import Progress
 from megalite.data.samples import Samples
 from megalite.optim.interface import rate_of
-from megalite.parallel.gradients import parameter_norm
 from megalite.plan.model.size import flops_per_token
 from megalite.train.build import Job
 from megalite.train.guard import Judged, is_jump
+from megalite.train.vital_signs import Arriving
 
 T = TypeVar("T")
 
@@ -69,6 +69,7 @@ class Meter:
         self.norm, self.jumped = nan, False
         self.paused_for = self.waited_for = 0.0  # seconds in all: of pauses, and for batches
         self.latest_wait = 0.0  # for the latest batch
+        self._noted: dict[int, tuple[float, Arriving]] = {}  # by step: its learning rate, and the parameters' norm
         self._restart()
 
     def _restart(self) -> None:
@@ -109,6 +110,15 @@ class Meter:
             self.latest_wait = took
             yield batch
 
+    def note(self, step: int) -> None:
+        """Note the parameters after `step`, of which there is a record once that step is judged. Collective."""
+        norm = self.job.gradients.parameter_norm()
+        self._noted[step] = rate_of(self.job.optimizer), Arriving(norm.reshape(1))
+
+    def noted(self, step: int) -> bool:
+        """Return whether the parameters after `step` are noted."""
+        return step in self._noted
+
     def jumps(self, judged: Judged) -> bool:
         """Return whether the gradient norm of this step is far above those before, and that of the last one was not."""
         before, self.jumped = self.jumped, is_jump(self.norms, judged.reading.norm, self.job.config.train)
@@ -128,16 +138,16 @@ class Meter:
             self.trained += tokens
             self.loss += judged.reading.loss * tokens
 
-    def read(self) -> dict[str, float]:
-        """The training values that docs/metrics.md lists, since the last reading. Collective."""
+    def read(self, step: int) -> dict[str, float]:
+        """The training values that docs/metrics.md lists, of the steps up to `step`, which is noted and judged."""
+        learning_rate, arriving = self._noted.pop(step)
         job, seconds = self.job, time.perf_counter() - self.since
-        tied = job.config.model.tie_embeddings
         speed = throughput(self.tokens, self.flops, seconds, job.mesh.layout.world_size, job.mesh.device)
         record = {
             "loss": self.loss / self.trained if self.trained else nan,
             "grad_norm": self.norm,
-            "parameter_norm": parameter_norm(job.stages, job.plan.placement, job.mesh, tied).item(),
-            "learning_rate": rate_of(job.optimizer),
+            "parameter_norm": arriving.read()[0],
+            "learning_rate": learning_rate,
             "step_seconds": seconds / max(self.steps, 1),
             "data_wait_seconds": self.waited / max(self.steps, 1),
             "tokens_per_second": speed.tokens_per_second,

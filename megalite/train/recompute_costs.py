@@ -45,7 +45,7 @@ def measured_costs(config: Config, mesh: Mesh) -> list[Costs]:
 
 def _measured(config: Config, mesh: Mesh, layer: int) -> Costs:
     """Measure the costs of layer number `layer`; attention is causal over whole samples."""
-    model, layout, dtype = config.model, mesh.layout, compute_dtype(config.train.precision)
+    model, layout, dtype = config.model, mesh.layout, compute_dtype(config.train.dtype)
     stage = Decoder(
         model, mesh.tp, range(layer, layer + 1), first=False, last=False, kernels=config.kernels_by_operation
     )

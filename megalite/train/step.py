@@ -11,7 +11,6 @@ from megalite.data.loader import Micros
 from megalite.optim.interface import set_rate
 from megalite.optim.rate import learning_rate
 from megalite.parallel.fsdp import reshard
-from megalite.parallel.gradients import counted_norms, finish
 from megalite.train.build import Job
 from megalite.train.inputs import inputs
 from megalite.train.vital_signs import Asked, Signs, ask_all, left_under_way, take_signs
@@ -30,9 +29,10 @@ def train_step(job: Job, batch: Micros, step: int, asked: Collection[int] = ()) 
 def gradients(job: Job, batch: Micros) -> Tensor:
     """Accumulate the complete gradients of the mean loss. Returns this rank's part of that loss."""
     scale = 1 / target_tokens(job, batch)
-    loss = job.training(batch).run(inputs(job, batch, scale))
+    with job.casts.once():
+        loss = job.training(batch).run(inputs(job, batch, scale))
     job.activity("finishing the gradients")
-    finish(job.stages, job.plan.placement, job.mesh, job.config.model.tie_embeddings)
+    job.gradients.finish()
     return loss * scale
 
 
@@ -47,8 +47,7 @@ def update(job: Job, loss: Tensor, step: int, asked: Collection[int] = ()) -> Si
 
 def _update(job: Job, loss: Tensor, step: int, asked: Collection[int]) -> Signs:
     job.activity("updating the weights")
-    names, norms = counted_norms(job.stages, job.plan.placement, job.mesh, job.config.model.tie_embeddings)
-    signs = take_signs(job.mesh, names, norms, loss if _counts_loss(job) else None, asked)
+    signs = take_signs(job.mesh, *job.gradients.counted_norms(), loss if _counts_loss(job) else None, asked)
     limit = job.config.optim.clip_norm
     job.optimizer.clip = clip_coefficient(signs.norm, limit) if limit > 0 else None
     job.optimizer.found_inf = signs.bad  # skips the update where it is 1
@@ -74,7 +73,8 @@ def evaluate(job: Job, batches: Iterable[Micros]) -> float:
     under_way: deque[Asked] = deque()
     asked: tuple[str, ...] = ()
     for batch in batches:
-        total += job.evaluation(batch).run(inputs(job, batch))
+        with job.casts.once():
+            total += job.evaluation(batch).run(inputs(job, batch))
         tokens += target_tokens(job, batch)
         job.activity("evaluating")
         under_way.append(ask_all(job.mesh, job.activity.asked))

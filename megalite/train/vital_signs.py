@@ -25,6 +25,22 @@ class Reading:
         return isfinite(self.loss) and isfinite(self.norm)
 
 
+class Arriving:
+    """Numbers on their way from the device to the host. Neither waits until they are read."""
+
+    def __init__(self, values: Tensor) -> None:
+        self._host = torch.empty_like(values, device="cpu", pin_memory=values.is_cuda)
+        self._host.copy_(values, non_blocking=True)
+        self._arrived = torch.cuda.current_stream(values.device).record_event() if values.is_cuda else None
+
+    def read(self) -> list[float]:
+        """The numbers. Waits until the device has finished earlier work."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        found: list[float] = self._host.tolist()
+        return found
+
+
 @dataclass(frozen=True)
 class Signs:
     """The vital signs of one step: on the device, and on their way to the host."""
@@ -32,8 +48,7 @@ class Signs:
     values: Tensor  # float64: square of the norm, loss, and for each signal how many ranks were sent it
     names: list[str]  # parameters whose gradients this rank counts
     norms: Tensor  # L2 norms of its parts of them
-    host: Tensor  # `values`, once they have
-    arrived: torch.cuda.Event | None  # None: they have
+    arriving: Arriving  # `values`
 
     @property
     def norm(self) -> Tensor:
@@ -52,9 +67,7 @@ class Signs:
 
     def read(self) -> Reading:
         """The numbers. Waits until the device has finished the step."""
-        if self.arrived is not None:
-            self.arrived.synchronize()
-        square, loss, *asked = self.host.tolist()
+        square, loss, *asked = self.arriving.read()
         return Reading(loss, sqrt(square), _names(asked))
 
     def offending(self) -> list[str]:
@@ -66,14 +79,11 @@ class Signs:
 class Asked:
     """Signals that have asked some rank to stop, on their way from the device to the host."""
 
-    host: Tensor
-    arrived: torch.cuda.Event | None
+    arriving: Arriving
 
     def read(self) -> tuple[str, ...]:
         """Return the names of the signals, the same on every rank. Waits until the device has finished earlier work."""
-        if self.arrived is not None:
-            self.arrived.synchronize()
-        return _names(self.host.tolist())
+        return _names(self.arriving.read())
 
 
 def ask_all(mesh: Mesh, asked: Collection[int]) -> Asked:
@@ -84,7 +94,7 @@ def ask_all(mesh: Mesh, asked: Collection[int]) -> Asked:
     values = torch.zeros(len(STOP_SIGNALS), dtype=torch.float64, device=mesh.device)
     _mark(values, asked)
     dist.all_reduce(values, group=mesh.world)
-    return Asked(*_to_host(values))
+    return Asked(Arriving(values))
 
 
 def left_under_way(mesh: Mesh) -> int:
@@ -104,7 +114,7 @@ def take_signs(mesh: Mesh, names: list[str], norms: Tensor, loss: Tensor | None,
         values[1] += loss
     _mark(values[2:], asked)
     dist.all_reduce(values, group=mesh.world)
-    return Signs(values, names, norms, *_to_host(values))
+    return Signs(values, names, norms, Arriving(values))
 
 
 def _mark(values: Tensor, asked: Collection[int]) -> None:
@@ -115,9 +125,3 @@ def _mark(values: Tensor, asked: Collection[int]) -> None:
 
 def _names(ranks_asked: Iterable[float]) -> tuple[str, ...]:
     return tuple(number.name for number, ranks in zip(STOP_SIGNALS, ranks_asked, strict=True) if ranks)
-
-
-def _to_host(values: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
-    """Copy to the host. Returns the copy, and the event after which it is there; None where it is there at once."""
-    host = torch.empty_like(values, device="cpu", pin_memory=values.is_cuda).copy_(values, non_blocking=True)
-    return host, torch.cuda.current_stream(values.device).record_event() if values.is_cuda else None

@@ -41,9 +41,11 @@ from megalite.distributed.start.ranks import RankInfo
 from megalite.distributed.start.signals import ignore_stops
 from megalite.distributed.start.start import run_rank, start
 from megalite.plan.batches import GlobalBatch, samples_after
+from megalite.plan.float8 import float8_text
 from megalite.plan.memory.fit import TENSOR_SHARE, check_memory, fitted
 from megalite.plan.pipeline import uses_fsdp
 from megalite.train.build import Job, build, build_mesh
+from megalite.train.compile_time import CompileTime
 from megalite.train.folder.paths import Folder
 from megalite.train.folder.starts import record_start
 from megalite.train.guard import Requests
@@ -51,6 +53,7 @@ from megalite.train.loop import Batches, Follower, train
 from megalite.train.metrics import CONVENTION, Meter
 from megalite.train.order_costs import cluster_of_run, schedule_text, searched_order, shared_costing
 from megalite.train.pace import Pace
+from megalite.train.profiler import Profiler
 from megalite.train.recompute_costs import plan_for
 from megalite.train.report import Report, Silent
 from megalite.train.sources import as_remembered, open_samples
@@ -147,8 +150,10 @@ def _train(
         compares = mesh.layout.world_size > 1
         followers = [naming(Stragglers(mesh, job.clock, nodes))] if compares else []
         timing = job.clock.running() if compares else nullcontext()
+        profiler = Profiler.of(job, folder.path, progress.step, check_owner)
+        followers += [profiler.stepped] if profiler is not None else []
         if rank_info.rank != 0:
-            with timing:
+            with timing, profiler or nullcontext():
                 return train(job, batches, progress, saver, reload, Silent(), followers)
         with Outlet(str(folder.path / "starts"), failures=(OSError, InputError)):
             check_owner()
@@ -158,7 +163,8 @@ def _train(
                 announce(report, job, batches, progress)
             pace = Pace.of(job, progress.step, report)
             followers += [pace.stepped] if pace is not None else []
-            with timing:
+            followers += [CompileTime().stepped] if config.train.compile else []
+            with timing, profiler or nullcontext():
                 code = train(job, batches, progress, saver, reload, report, followers)
             if code == ExitCode.DONE:
                 text = f"{outcome(config.train.steps, progress.step)}, run folder {folder.path}"
@@ -200,8 +206,8 @@ def check_attention(config: Config, device: torch.device) -> None:
         key, value = "data.mask_documents", "true"
     else:
         return
-    if device.type == "cuda" and config.train.precision != "bf16":
-        raise InputError(f"{key} = {value}: on CUDA needs train.precision = bf16, not {config.train.precision}")
+    if device.type == "cuda" and config.train.dtype != "bf16":
+        raise InputError(f"{key} = {value}: on CUDA needs train.precision = bf16, not {config.train.dtype}")
     if device.type == "cuda" and (config.model.head_size % 8 or config.model.head_size > 256):
         size = config.model.head_size
         raise InputError(f"{key} = {value}: on CUDA needs heads of a multiple of 8, at most 256, not {size} wide")
@@ -267,6 +273,8 @@ def announce(report: Report, job: Job, batches: Batches, progress: Progress) -> 
         report.say(f"data {part.path}: {part.tokens:,} tokens, {part.unused} at the tail unused, {epochs:.2f} epochs")
     for line in kernel_lines(config, [job.attention[heads.scores] for heads in attention_heads(config)]):
         report.say(f"attention: {line}")
+    if told := float8_text(config):
+        report.say(told)
     if job.mesh.device.type == "cuda":
         report.say(CONVENTION)
     if progress.step:

@@ -110,7 +110,7 @@ def test_the_reason_is_what_is_against_faster_ones(need: Need, gpu: Machine | No
         (["kernels.attention=cudnn", "train.deterministic=true"], "does not repeat itself to the bit"),
         (["kernels.attention=cudnn", "parallel.cp=2"], "needs whole sequences on a rank, with no ring"),
         (["kernels.attention=flash", "model.attention.softcap=30"], "has no cap on scores"),
-        (["kernels.attention=flash3", "train.precision=fp32"], "needs train.precision = bf16"),
+        (["kernels.attention=flash3", "train.precision=fp32"], "needs bf16"),
     ],
 )
 def test_a_kernel_that_cannot_be_used_is_refused_with_the_rule(overrides: list[str], message: str) -> None:

@@ -41,7 +41,6 @@ from megalite.train import vital_signs
 from megalite.train.build import Job, build, build_mesh
 from megalite.train.inputs import inputs
 from megalite.train.loop import Batches, train
-from megalite.train.metrics import parameter_norm
 from megalite.train.step import train_step
 
 DEVICE = torch.device("cuda", 0)
@@ -237,7 +236,7 @@ def staged(config: Config, folder: Path) -> tuple[set[str], int, list[int], list
 
 
 def trained(config: Config) -> tuple[list[str], list[bool]]:
-    """Steps as they were launched and read, saves and waits for the device; and whether batches were pinned."""
+    """Steps as launched, read and recorded, saves and waits for the device; and whether batches were pinned."""
     events: list[str] = []
     pinned: list[bool] = []
     reading = vital_signs.Reading(2.0, 1.0, ())
@@ -250,10 +249,6 @@ def trained(config: Config) -> tuple[list[str], list[bool]]:
         events.append(f"read {sum(event.startswith('read') for event in events) + 1}")
         return reading
 
-    def norm(*given: Any) -> Any:
-        parameter_norm(*given)
-        return SimpleNamespace(item=lambda: 1.0)  # a fake tensor has no value
-
     def save(progress: Progress, shared: bool) -> None:
         events.append(f"save {progress.step}")
 
@@ -264,15 +259,16 @@ def trained(config: Config) -> tuple[list[str], list[bool]]:
         _job(config) as (job, _),
         patch("megalite.train.loop.train_step", launch),
         patch.object(vital_signs.Signs, "read", read),
-        patch("megalite.train.metrics.parameter_norm", norm),
+        patch("megalite.train.metrics.Arriving", lambda _: SimpleNamespace(read=lambda: [1.0])),
         patch.object(torch.cuda, "reset_peak_memory_stats", lambda _: None),
         patch.object(torch.cuda, "synchronize", lambda _: events.append("synchronize")),
         patch.object(torch.Tensor, "pin_memory", lambda batch: pinned.append(batch.is_cpu) or batch),
     ):
         samples: Any = RandomSamples(config.model.sequence_length, config.model.vocab_size)
         loader = Loader(samples, config.batch.micro_size, 1, 0, pin_memory=True)
-        report: Any = Notes()
-        assert train(job, Batches(loader, None), Progress(), saver, lambda: None, report) == 0
+        report = Notes()
+        with patch.object(report, "record", lambda step, _: events.append(f"record {step}")):
+            assert train(job, Batches(loader, None), Progress(), saver, lambda: None, report) == 0
     return events, pinned
 
 

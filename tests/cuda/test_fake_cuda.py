@@ -212,17 +212,18 @@ def test_a_save_stages_in_registered_memory_and_waits_for_it(call: Call, tmp_pat
     assert told == ["register"] * len(registered) + ["synchronize"] + ["unregister"] * len(registered)
 
 
-def test_steps_stay_under_way_until_something_is_due(call: Call) -> None:
+def test_steps_stay_under_way_until_one_is_saved(call: Call) -> None:
     config = replace(
         PLAIN,
         train=Train(steps=4, precision="bf16"),
-        log=Log(interval=3),
+        log=Log(interval=1),
         checkpoint=Checkpoint(interval=3),
     )
     events, pinned = call(cases.trained, config)
     assert events == [
-        *("launch 1", "launch 2", "read 1", "launch 3", "read 2", "read 3", "synchronize", "save 3"),
-        *("launch 4", "read 4", "synchronize", "synchronize", "save 4"),  # a validation without data is due, too
+        *("launch 1", "launch 2", "read 1", "record 1", "launch 3", "read 2", "record 2", "read 3", "record 3"),
+        *("synchronize", "save 3", "launch 4", "read 4", "record 4"),
+        *("synchronize", "synchronize", "save 4"),  # a validation without data is due, too
     ]
     assert pinned == [True] * 4
 

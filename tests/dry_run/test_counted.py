@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from toy_jobs import CPU
-from traffic_cases import CASES, MUON, TIED, TP, configured, data, pipeline
+from traffic_cases import CASES, FP32, MUON, NORMED, TIED, TP, Overrides, configured, data, pipeline
 
 from megalite.config.schema import Config
 from megalite.data.loader import Micros
@@ -77,6 +77,14 @@ def test_a_whole_backward_between_the_halves_of_another(tmp_path: Path) -> None:
     config = as_counted(configured(mixed))
     with job_of(config, 0) as job:
         assert predicted(config, 0) == counted(job)
+
+
+@pytest.mark.parametrize("overrides", [FP32, data("zero3", dp_shard=2), pipeline("zb_h1")], ids=["", "zero3", "split"])
+def test_gradients_of_weights_that_tp_does_not_split_are_summed_once_a_step(overrides: Overrides) -> None:
+    config = as_counted(configured({**TP, **NORMED, **overrides}, steps=4))
+    with job_of(config, 0) as job:
+        found = counted(job)
+    assert [times for each, times in found.items() if (each.kind, each.axis) == ("all_reduce", "tp")] == [1]
 
 
 def test_a_dry_run_counts_the_step_that_it_runs() -> None:

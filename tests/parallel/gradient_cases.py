@@ -11,7 +11,6 @@ from megalite.commands.verify import random_batch
 from megalite.config.layout import Layout
 from megalite.config.schema import Config, Parallel
 from megalite.distributed.mesh import Mesh
-from megalite.parallel.gradients import counted_norms
 from megalite.plan.resolved import resolve
 from megalite.train.build import Job, build
 from megalite.train.step import gradients
@@ -43,8 +42,7 @@ def clipped(config: Config, limit: float) -> Clipped | None:
     job = build(resolve(config), mesh)
     gradients(job, random_batch(job, 0))
     before = whole(job)
-    names, norms = counted_norms(job.stages, job.plan.placement, mesh, config.model.tie_embeddings)
-    norm = take_signs(mesh, names, norms, None, ()).norm
+    norm = take_signs(mesh, *job.gradients.counted_norms(), None, ()).norm
     coefficient = clip_coefficient(norm, limit)
     for _, param in job.named_parameters():
         param.grad.mul_(coefficient)

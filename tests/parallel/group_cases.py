@@ -12,7 +12,7 @@ from megalite.config.schema import Model, Optim
 from megalite.distributed.mesh import Mesh
 from megalite.optim.build import build_optimizer
 from megalite.parallel.fsdp import shard
-from megalite.parallel.gradients import counted_norms, finish
+from megalite.parallel.gradients import Gradients
 from megalite.parallel.parameter import parameter, part
 from megalite.plan.model.roles import DOWN_PROJECTION, GATE, Role
 from megalite.plan.parts.part import Weight
@@ -69,11 +69,11 @@ def trained(mode: str) -> Told:
             mine = module.weight.to_local()
             mine.copy_(whole.chunk(REPLICAS)[mesh.coordinates["dp_shard"]])
     optimizer = build_optimizer([stage], Model(), OPTIM)
-    norms = []
+    gradients, norms = Gradients({0: stage}, [0], mesh, tied=False), []
     for step in range(STEPS):
         stage(sample(step, mesh.rank)).backward()
-        finish({0: stage}, [0], mesh, tied=False)
-        norms.append(take_signs(mesh, *counted_norms({0: stage}, [0], mesh, tied=False), None, ()).norm.item())
+        gradients.finish()
+        norms.append(take_signs(mesh, *gradients.counted_norms(), None, ()).norm.item())
         optimizer.step()
         optimizer.zero_grad()
     return norms, {name: param.full_tensor().detach() for name, param in stage.named_parameters()}

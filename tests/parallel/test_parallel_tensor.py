@@ -10,6 +10,7 @@ from torch.distributed.tensor import Replicate
 from megalite.config.layout import Layout
 from megalite.distributed.collectives import all_gather, reduce_scatter
 from megalite.distributed.mesh import Mesh
+from megalite.parallel.gradients import sum_together
 from megalite.parallel.norm import scaled, split_rms_norm
 from megalite.parallel.parameter import parameter, whole
 from megalite.parallel.tensor import ColumnLinear, RowLinear, VocabularyEmbedding, columns
@@ -162,13 +163,14 @@ def block(tp: int) -> tuple[Tensor, ...]:
     (y,) = columns(x * whole(scale["weight"]), [up], mesh.group("tp"))
     y = down(torch.tanh(y))
     y.backward(_mine(_random(SEQUENCE, BATCH, WIDTH, seed=4), mesh).detach())
+    sum_together([_grad(scale["weight"]).to_local()], mesh.group("tp"))
     weights = (_grad(param).full_tensor() for param in (up.weight, down.weight, scale["weight"]))
     return y.detach(), _grad(x), *weights
 
 
 @TP
 def test_block_between_gather_and_scatter(tp: int, ranks: Ranks) -> None:
-    """The gradient of a replicated weight is declared a partial sum, which full_tensor completes."""
+    """Each rank makes a part of a replicated weight's gradient, which it sums as a step does."""
     shapes = ((FFN, WIDTH), (WIDTH, FFN), (WIDTH,))
     up, down, scale = (_random(*shape, seed=seed).requires_grad_() for seed, shape in enumerate(shapes))
     x = _random(SEQUENCE, BATCH, WIDTH, seed=3).requires_grad_()

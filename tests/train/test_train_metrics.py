@@ -92,7 +92,8 @@ def test_the_wait_for_data_is_that_of_a_step() -> None:
         assert list(meter.waits(slow())) == [0, 1]  # type: ignore[arg-type, type-var]
         for step in (1, 2):
             meter.add(Judged(step, GlobalBatch(0, 8), Reading(1.0, 1.0, ()), "good", ""))
-        record = meter.read()
+        meter.note(2)
+        record = meter.read(2)
     assert record["data_wait_seconds"] >= 0.02
     assert record["step_seconds"] >= record["data_wait_seconds"]
     assert record["peak_memory_bytes"] > 1e6

@@ -30,6 +30,7 @@ from megalite.cost.cluster import Cluster, load_cluster
 from megalite.cost.order_costs import costing_of
 from megalite.cost.program import machine_of
 from megalite.plan.batches import batch_sizes, samples_after
+from megalite.plan.float8 import float8_text
 from megalite.plan.memory.fit import TENSOR_SHARE, fitted
 from megalite.plan.memory.peak import Memory, actions_of_peaks, memory_of_ranks
 from megalite.plan.model.size import (
@@ -95,6 +96,8 @@ def run(args: argparse.Namespace) -> int:
         ("Batch", Text(_batch(config))),
         ("Attention", Text(_attention(config, cluster))),
     ]
+    if told := float8_text(config):
+        parts.append(("Matrix products", Text(told)))
     if config.batch.micro != "auto":
         predicted = None
         if actions_of_peaks(config) <= MAX_UNASKED_ACTIONS:

@@ -13,8 +13,8 @@ from megalite.plan.muon import MuonPlan, Piece, moves, stage_matrices, working_b
 from megalite.plan.recompute_modes import Mode
 from megalite.plan.resolved import Plan
 from megalite.plan.traffic.layers import LayerTraffic
-from megalite.plan.traffic.transfers import TYPE_NAMES, Traffic, Transfer, Transfers, axis_sizes, stage_axis
-from megalite.plan.traffic.weights import Gathering, WeightTraffic
+from megalite.plan.traffic.transfers import TYPE_NAMES, Traffic, Transfer, Transfers, axis_sizes, over, stage_axis
+from megalite.plan.traffic.weights import Gathering, WeightTraffic, share
 from megalite.schedule.actions import Action, Exchange, Kind
 from megalite.schedule.reductions import reductions
 
@@ -69,9 +69,7 @@ class StepTransfers:
                     self._reduce(item)
                 case Kind.GATHER:
                     self.found.update(weights.gathers(weights.groups, "step"))
-        for weights in self.weights.values():
-            self.found.update(weights.finishes())
-        return self.found + self._tied() + self._signs() + self._muon()
+        return self.found + self._partial_sums() + self._tied() + self._signs() + self._muon()
 
     def _reduce(self, action: Action) -> None:
         """Add what FSDP2 reduces at the end of a backward action."""
@@ -81,11 +79,8 @@ class StepTransfers:
         if not reduction.now:
             self.added_up |= {stage} if kind is not Kind.W else set()
             return
-        waiting = stage in self.added_up
-        matrices_only = kind is Kind.W and not waiting
-        self.found.update(
-            self.weights[stage].reduces(reduction.replicas, waiting or not reduction.by_layer, matrices_only)
-        )
+        matrices_only = kind is Kind.W and stage not in self.added_up
+        self.found.update(self.weights[stage].reduces(reduction.replicas, matrices_only))
         self.added_up.discard(stage)
         if reduction.last:
             self.gathering[stage].end()
@@ -121,6 +116,19 @@ class StepTransfers:
             transfer = Transfer("send" if sends else "receive", "pp", sizes.stream, TYPE_NAMES[sizes.w])
             self.found[transfer, f"pipeline: {what}"] += 1
 
+    def _partial_sums(self) -> Transfers:
+        """The one sum over tp of all gradients that are partial sums."""
+        if self.config.parallel.tp == 1:
+            return Counter()
+        (states, *_) = (weights.states for weights in self.weights.values())
+        size = sum(weights.partial_bytes(self._shard) for weights in self.weights.values())
+        return over("tp", "all_reduce", size, states.p, "gradients: partial sums of norms")
+
+    @property
+    def _shard(self) -> int:
+        """Position of the rank among those that share the weights of a stage."""
+        return self.at["dp_shard"] * self.config.parallel.cp + self.at["cp"] if self.config.parallel.data.sharded else 0
+
     def _tied(self) -> Transfers:
         """The sum of the gradients of a tied embedding's two copies, if two ranks have them."""
         ends, table = (self.plan.placement[0], self.plan.placement[-1]), embedding(self.config.model)
@@ -129,9 +137,7 @@ class StepTransfers:
             return Counter()
         rows, width = table.part(self.config.parallel.tp)
         states = self.weights[min(self.weights) if self.pp == ends[0] else max(self.weights)].states
-        each = -(-rows // states.shards)
-        position = (self.at["dp_shard"] * self.config.parallel.cp + self.at["cp"]) if states.shards > 1 else 0
-        mine = min(max(rows - position * each, 0), each)
+        mine = share(rows, states.shards, self._shard)
         purpose = "gradients: sum over the two copies of the embedding"
         return Counter(
             {

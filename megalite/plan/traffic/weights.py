@@ -1,4 +1,4 @@
-"""Transfers of weights and gradients, of one stage: what FSDP2 gathers and reduces, and partial sums over tp.
+"""Transfers of weights and gradients, of one stage: what FSDP2 gathers and reduces; and what is summed over tp.
 
 FSDP2 handles the parameters of a group (the embedding, a layer, the head) as one flat tensor, in which rows of every
 parameter are padded to a multiple of the ranks. With D ranks, and w, r and p as in `plan.memory`:
@@ -7,10 +7,8 @@ parameter are padded to a multiple of the ranks. With D ranks, and w, r and p as
     reduce    r bytes for every padded element that is trained, over fsdp, then 1/D of it over dp_replicate. The
               schedule says when. Where backward is split, only of the parameters whose gradients have been made since
               the last reduction.
-    partial   gradients of norms of the residual stream and of single heads are partial sums of tp's ranks. FSDP2 sums
-              them when it reduces their group: in r, if the gradients of several actions have been added up or are
-              handed over at the end of an action; else as backward makes them, in w. Without FSDP2, they are summed
-              once a step.
+    partial   gradients of norms of the residual stream and of single heads are partial sums of tp's ranks. Once a step,
+              a rank's parts of all of them are summed together, p bytes for an element.
 """
 
 from collections import Counter
@@ -50,10 +48,10 @@ class Group:
         parts = (weight.part(self.tp) for weight in weights)
         return sum(-(-rows // shards) * shards * prod(others) for rows, *others in parts)
 
-    @cached_property
-    def partial(self) -> tuple[int, ...]:
-        """Elements of each parameter whose gradient is a partial sum over tp."""
-        return tuple(weight.elements for weight in self.weights if weight.trained and not weight.role.split)
+    def partial(self, shards: int, position: int = 0) -> int:
+        """Elements of gradients that are partial sums over tp, on the rank at `position` of `shards`."""
+        found = (weight.shape for weight in self.weights if weight.trained and not weight.role.split)
+        return sum(share(rows, shards, position) * prod(others) for rows, *others in found)
 
 
 @dataclass(frozen=True)
@@ -88,11 +86,11 @@ class WeightTraffic:
             found[transfer, f"{phase}: gather of the weights of {group.name}"] += times
         return found
 
-    def reduces(self, replicas: bool, widened: bool, matrices_only: bool) -> Transfers:
+    def reduces(self, replicas: bool, matrices_only: bool) -> Transfers:
         """The reduction of the gradients of all groups.
 
-        replicas: over them too. widened: gradients have r bytes already. matrices_only: those of matrices in layers
-        were put off, and those of all else have been reduced before.
+        replicas: over them too. matrices_only: those of matrices in layers were put off, and those of all else have
+        been reduced before.
         """
         states, found = self.states, Transfers()
         each, shards, over = states.r, states.shards, axis_sizes(self.plan.config)["dp_replicate"]
@@ -102,19 +100,11 @@ class WeightTraffic:
                 found[Transfer("reduce_scatter", "fsdp", size, TYPE_NAMES[each]), purpose] += times
             if over > 1 and replicas and size:
                 found[Transfer("all_reduce", "dp_replicate", size // shards, TYPE_NAMES[each]), purpose] += times
-        return found if matrices_only else found + self._partial_sums(states.r if widened else states.w)
-
-    def finishes(self) -> Transfers:
-        """Transfers that sum gradients at the end of a step where FSDP2 is not used."""
-        return Transfers() if self.states.managed else self._partial_sums(self.states.p)
-
-    def _partial_sums(self, each: int) -> Transfers:
-        found = Transfers()
-        for group, times in Counter(self.groups).items() if self.plan.config.parallel.tp > 1 else ():
-            for elements in group.partial:
-                transfer = Transfer("all_reduce", "tp", each * elements, TYPE_NAMES[each])
-                found[transfer, "gradients: partial sums of norms"] += times
         return found
+
+    def partial_bytes(self, position: int) -> int:
+        """Bytes of gradients that are partial sums over tp, on the rank at `position` of those that share weights."""
+        return self.states.p * sum(group.partial(self.states.shards, position) for group in self.groups)
 
     def _layer(self, kind: LayerKind) -> Group:
         return self._group("a layer", [weight for _, weight in layer_weights(self.plan.config.model, kind)])
@@ -170,6 +160,12 @@ class Gathering:
         self.uses.clear()
         for uses in self.latest:
             uses.clear()
+
+
+def share(rows: int, shards: int, position: int) -> int:
+    """Rows of a parameter that FSDP2 gives the rank at `position` of `shards`."""
+    each = -(-rows // shards)
+    return min(max(rows - position * each, 0), each)
 
 
 def put_off(weight: Weight) -> bool:

@@ -273,7 +273,7 @@ class Kernels:
     cross_entropy: Literal["auto", "triton", "torch"] = "auto"  # with the output layer before it
     adamw: Literal["auto", "triton", "torch", "apex"] = "auto"  # torch: PyTorch's fused one; auto: that without a GPU
     muon: Literal["auto", "triton", "torch"] = "auto"  # passes over memory, and products that are symmetric
-    attention: AttentionKernel = "auto"  # see `megalite.config.attention_kernels`
+    attention: AttentionKernel = "auto"  # see `megalite.config.attention_kernels`; the last, for `all`
 
     @classmethod
     def all(cls, backend: Any) -> "Kernels":

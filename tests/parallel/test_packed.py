@@ -10,11 +10,14 @@ from flash_stand_ins import STAND_INS
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megalite.config.layers import Scores
+from megalite.config.layers import Scores, layer_kinds
+from megalite.config.schema import Batch, Config, Model, Run
 from megalite.parallel import packed
 from megalite.parallel.context import Ring
 from megalite.parallel.packed import Packed
 from megalite.parallel.sequence import Documents, Sequences, own_blocks
+from megalite.plan.memory.attention import AttentionMemory
+from megalite.plan.parts.sizes import Sizes
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 LENGTH, HEADS, KV_HEADS, WIDTH = 12, 6, 2, 8
@@ -125,6 +128,30 @@ def in_one_call(documents: Sequence[Documents] | None, window: int | None) -> An
         packed.packed_attention_backward._init_fn(out, q, k, v, out, lse, *how)
 
     return run
+
+
+@pytest.mark.usefixtures("stand_ins")
+@pytest.mark.parametrize("documents", [True, False])
+def test_what_is_kept_is_what_is_predicted(documents: bool) -> None:
+    """Queries, keys, values and the output, with no copy of keys and values beside each other as rings have it."""
+    model = Model(width=HEADS * WIDTH, heads=HEADS, kv_heads=KV_HEADS, sequence_length=LENGTH)
+    model.attention.window = None if documents else 4
+    config = Config(model=model, batch=Batch(micro=2, global_=2), run=Run(device="cuda"))
+    config.data.mask_documents, config.parallel.dp_shard = documents, 1
+    (kind,) = set(layer_kinds(model))
+    predicted = AttentionMemory(Sizes(config), kind.attention.heads, normed=False)
+    kept: dict[int, int] = {}
+
+    def pack(x: Tensor) -> Tensor:
+        if x.is_floating_point():
+            kept[x.data_ptr()] = x.nbytes * predicted.sizes.w // x.element_size()
+        return x
+
+    given = [heads(LENGTH, 2, count, seed).requires_grad_() for seed, count in enumerate((HEADS, KV_HEADS, KV_HEADS))]
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        y = Packed(CUT if documents else None, None if documents else 4, CPU)(*given)
+    sums = y[..., 0].numel() * predicted.sizes.w
+    assert sum(kept.values()) - sums == sum(part.bytes for part in predicted.kept())
 
 
 LONG: list[Documents] = [(0, 1000, 1001, 4096)]

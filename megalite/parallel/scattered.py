@@ -66,10 +66,10 @@ class _Promised(torch.autograd.Function):
         started = [start_gather(part, group, into) for part, into in zip(grad.chunk(n), whole, strict=True)]
         gathered = [lambda pending=pending: (pending.wait(),) for pending in started]
         (of_x,) = products_of_pieces(
-            gathered, ranks, lambda grads: (PLAIN_PRODUCT.input_gradient(*grads, weight, None, factor),)
+            gathered, ranks, lambda grad: (PLAIN_PRODUCT.input_gradient(grad, (weight,), None, factor),)
         )
         if kept:
-            make = partial(_accumulate, ctx.param, whole.flatten(0, 1), *kept, factor, n, ranks)
+            make = partial(_accumulate, ctx.param, whole.flatten(0, 1), kept[0], factor, n, ranks)
             if ctx.gradients is None or not ctx.gradients.later(make):
                 make()
         return of_x, None, None, None, None, None
@@ -78,7 +78,7 @@ class _Promised(torch.autograd.Function):
 def _accumulate(param: DTensor, grad: Tensor, x: Tensor, factor: float, n: int, ranks: int) -> None:
     """Compute and add the weight's gradient. grad: of the output, piece after piece."""
     by_piece = x.unflatten(0, (ranks, n, -1)).transpose(0, 1).flatten(0, 2)
-    add_gradient(param, PLAIN_PRODUCT.weight_gradient(grad, (by_piece,), factor))
+    add_gradient(param, PLAIN_PRODUCT.weight_gradient((grad,), (by_piece,), factor))
 
 
 class _Scattered(torch.autograd.Function):
@@ -91,7 +91,7 @@ class _Scattered(torch.autograd.Function):
         mine = x.new_empty(promised.shape)
         started = []
         for into, piece in zip(mine.chunk(n), x.unflatten(0, (group.size(), n, -1)).unbind(1), strict=True):
-            y = PLAIN_PRODUCT.forward((piece.flatten(0, 1),), weight, factor)
+            y = PLAIN_PRODUCT.forward((piece.flatten(0, 1),), (weight,), factor)
             started.append(start_reduce_scatter(y, group, into))
         for pending in started:
             pending.wait()

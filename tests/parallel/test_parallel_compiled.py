@@ -2,9 +2,11 @@
 
 import warnings
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
+from gradient_cases import whole
 from ranks import Ranks
 from torch import Tensor
 from torch._dynamo.utils import counters
@@ -15,6 +17,7 @@ from megalite.commands.verify import random_batch
 from megalite.config.layout import Layout
 from megalite.config.schema import Config
 from megalite.dry_run.run import fake_world
+from megalite.model.decoder import Decoder
 from megalite.model.positions import TokenPositions
 from megalite.plan.resolved import resolve
 from megalite.train.build import build, build_mesh, build_stage
@@ -30,7 +33,7 @@ from megalite.train.step import gradients
 def test_a_layer_is_one_graph(overrides: Overrides, lengths: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     """What the compiler could not trace would be an error. Every shape has its graph, none one of symbolic sizes."""
     compile = torch.compile
-    options = {"backend": "aot_eager", "fullgraph": True}
+    options: dict[str, Any] = {"backend": "aot_eager", "fullgraph": True}
     monkeypatch.setattr(torch, "compile", lambda layer, **given: compile(layer, **given, **options))
     config = configured({**TP, **FP32, **overrides, "train.compile": True})
     torch.compiler.reset()
@@ -46,7 +49,7 @@ def test_a_layer_is_one_graph(overrides: Overrides, lengths: tuple[int, ...], mo
     assert not counters["graph_break"]
 
 
-def _through(stage: torch.nn.Module, x: Tensor, length: int) -> Tensor:
+def _through(stage: Decoder, x: Tensor, length: int) -> Tensor:
     """The first layer of a stage."""
     positions = TokenPositions.whole(stage.model, length, x.device, x.dtype)
     kind = stage.kinds[0]
@@ -64,7 +67,7 @@ def computed(config: Config) -> tuple[float, dict[str, Tensor]] | None:
         patch.setattr(torch, "compile", lambda layer, **given: compile(layer, **given, backend="aot_eager"))
         job = build(resolve(config), mesh)
         loss = gradients(job, random_batch(job, 0))
-    return loss.item(), {name: param.grad.full_tensor() for name, param in job.named_parameters()}
+    return loss.item(), whole(job)
 
 
 @pytest.mark.parametrize("norms", ["head", "all"])

@@ -8,6 +8,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from gradient_cases import whole
 from ranks import Ranks
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -51,7 +52,7 @@ def computed(config: Config, least: int) -> tuple[float, dict[str, Tensor]] | No
             return None
         job = build(resolve(config), mesh)
         loss = gradients(job, random_batch(job, 0))
-    return loss.item(), {name: param.grad.full_tensor() for name, param in job.named_parameters()}
+    return loss.item(), whole(job)
 
 
 @pytest.mark.parametrize(

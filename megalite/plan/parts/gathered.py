@@ -30,14 +30,14 @@ class Gathered(ABC):
         return any(not weight.role.into_stream for weight in found)
 
     def forward_transfers(self, sizes: Sizes, cp: int, phase: str) -> Transfers:
-        return sizes.over_tp("all_gather", f"{phase}: gather of the input of {self.title}", sizes.input_pieces)
+        return sizes.over_tp("all_gather", f"{phase}: gather of the input of {self.title}", sizes.pieces)
 
     def output_transfers(self, sizes: Sizes, phase: str) -> Transfers:
-        return sizes.over_tp("reduce_scatter", f"{phase}: scatter of the output of {self.title}", sizes.output_pieces)
+        return sizes.over_tp("reduce_scatter", f"{phase}: scatter of the output of {self.title}", sizes.pieces)
 
     def backward_transfers(self, sizes: Sizes, cp: int) -> Transfers:
         purpose = f"backward: gather of the output gradient of {self.title}"
-        gathered = sizes.over_tp("all_gather", purpose, sizes.output_pieces)
+        gathered = sizes.over_tp("all_gather", purpose, sizes.pieces)
         return gathered + sizes.over_tp("reduce_scatter", f"backward: scatter of the input gradient of {self.title}")
 
     def weight_transfers(self, sizes: Sizes) -> Transfers:

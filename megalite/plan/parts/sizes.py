@@ -29,7 +29,7 @@ class Sizes:
     @cached_property
     def w(self) -> int:
         """Bytes of an activation, of a weight in a product, and of its gradient."""
-        return PRECISION_BYTES[self.config.train.precision]
+        return PRECISION_BYTES[self.config.train.dtype]
 
     @cached_property
     def z(self) -> int:
@@ -68,15 +68,13 @@ class Sizes:
         return grads + self.stream + (self.gathered * (1 + trained) if self.gathered else 0)
 
     @cached_property
-    def input_pieces(self) -> int:
-        """The pieces in which ranks of tp gather the input of a part in forward."""
-        parallel = self.config.parallel
+    def pieces(self) -> int:
+        """The pieces in which ranks of tp gather the input of a part in forward, scatter its output, and gather its
+        gradient; PyTorch's products alone are computed in pieces."""
+        parallel, train = self.config.parallel, self.config.train
+        if train.product != "plain" or train.precision == "fp8":
+            return 1
         return pieces(self.config.model.sequence_length // parallel.cp // parallel.tp, self.gathered)
-
-    @property
-    def output_pieces(self) -> int:
-        """The pieces in which ranks of tp scatter the output of a part, and gather its gradient."""
-        return self.input_pieces if self.config.train.product == "plain" else 1
 
     def over_tp(self, kind: str, purpose: str, n: int = 1) -> Transfers:
         """A collective over tp of the residual stream, in `n` pieces."""

@@ -53,6 +53,7 @@ def _through(stage: Decoder, x: Tensor, length: int) -> Tensor:
     """The first layer of a stage."""
     positions = TokenPositions.whole(stage.model, length, x.device, x.dtype)
     kind = stage.kinds[0]
+    assert kind.rotation is not None
     return stage.layers["0"](x, positions.angles(kind.rotation), positions.attend(0, kind.attention.heads.scores))
 
 

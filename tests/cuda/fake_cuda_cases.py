@@ -170,7 +170,7 @@ def stepped(config: Config) -> dict[str, Any]:
         "states": {str(value.device) for state in job.optimizer.state.values() for value in state.values()},
         "settled": settled,  # states were waited for, as the device may still write them
         "skips": {None if skips is None else str(skips.device) for skips in updates},
-        "signs": (str(taken.values.device), str(taken.host.device), taken.arrived is not None),
+        "signs": (str(taken.values.device), str(taken.arriving.host.device), taken.arriving.arrived is not None),
     }
 
 

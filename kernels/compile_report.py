@@ -36,6 +36,7 @@ OPS = (
     "adamw",
     "add_rms_norm",
     "cross_entropy",
+    "float8",
     "grad_norm",
     "muon",
     "qk_norm_rope",

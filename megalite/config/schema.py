@@ -5,7 +5,7 @@ none in YAML. Rules that involve several keys are in `validate`.
 """
 
 from dataclasses import dataclass, field, fields
-from typing import Literal
+from typing import Any, Literal
 
 from megalite.config.layout import Layout
 
@@ -233,7 +233,9 @@ class Batch:
 @dataclass
 class Train:
     steps: int = 100
-    precision: Literal["bf16", "fp32", "fp64"] = "bf16"  # data type of compute; bf16: parameters and reductions in fp32
+    # Data type of compute. bf16, fp8: parameters and reductions in fp32. fp8: bf16 but for layers' matrix products.
+    precision: Literal["bf16", "fp8", "fp32", "fp64"] = "bf16"
+    float8_recipe: Literal["tensorwise", "mx"] = "tensorwise"  # scales of fp8: one for a tensor, or for 32 numbers
     recompute: Literal["none", "selective", "full", "budget"] = "none"  # parts of layers that backward runs again
     recompute_every: int = 1  # selective, full: of layers 0, n, 2n, … of every stage
     recompute_budget: float | None = None  # budget: GiB of activations that a rank may keep for backward
@@ -252,6 +254,14 @@ class Train:
     spike_threshold: float = 8.0  # robust standard deviations above their median that make a spike
     timeout: float = 600.0  # seconds without any sign of progress on any rank after which the job ends
 
+    @property
+    def dtype(self) -> Literal["bf16", "fp32", "fp64"]:
+        """Data type of activations and of gathered weights; in fp8, layers' matrix products alone are different."""
+        return "bf16" if self.precision == "fp8" else self.precision
+
+
+AttentionKernel = Literal["auto", "flash3", "flash4", "cudnn", "flash", "efficient", "flex", "math"]
+
 
 @dataclass
 class Kernels:
@@ -263,6 +273,12 @@ class Kernels:
     cross_entropy: Literal["auto", "triton", "torch"] = "auto"  # with the output layer before it
     adamw: Literal["auto", "triton", "torch", "apex"] = "auto"  # torch: PyTorch's fused one; auto: that without a GPU
     muon: Literal["auto", "triton", "torch"] = "auto"  # passes over memory, and products that are symmetric
+    attention: AttentionKernel = "auto"  # see `megalite.config.attention_kernels`; the last, for `all`
+
+    @classmethod
+    def all(cls, backend: Any) -> "Kernels":
+        """One word for all operations but attention, which has kernels of its own."""
+        return cls(*[backend] * (len(fields(cls)) - 1))
 
 
 @dataclass
@@ -355,6 +371,13 @@ class Eval:
 
 
 @dataclass
+class Profile:
+    start: int = 0  # first step that is recorded, counted from 1; 0: none is
+    steps: int = 2  # steps that are recorded
+    ranks: list[int] | Literal["all"] = field(default_factory=lambda: [0])  # ranks that record
+
+
+@dataclass
 class Config:
     run: Run = field(default_factory=Run)
     model: Model = field(default_factory=Model)
@@ -368,8 +391,9 @@ class Config:
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     log: Log = field(default_factory=Log)
     eval: Eval = field(default_factory=Eval)
+    profile: Profile = field(default_factory=Profile)
 
     @property
     def kernels_by_operation(self) -> Kernels:
         """`kernels` as a section, with every operation."""
-        return self.kernels if isinstance(self.kernels, Kernels) else Kernels(*[self.kernels] * len(fields(Kernels)))
+        return self.kernels if isinstance(self.kernels, Kernels) else Kernels.all(self.kernels)

@@ -88,9 +88,14 @@ class Prediction:
         """Model FLOP/s utilization with attention counted in full, as Megatron-LM and PaLM do."""
         return self._utilization(flops_per_token(self.config.model, "full"))
 
-    def _utilization(self, flops: int) -> float:
+    @property
+    def peak(self) -> float:
+        """FLOP/s of which utilization is a share; that of bf16 in fp8, too, as both runs are then told alike."""
         peak = self.cluster.gpu.peak
-        return flops * self.tokens_per_second / peak.get(self.config.train.precision, peak["bf16"])
+        return peak.get(self.config.train.dtype, peak["bf16"])
+
+    def _utilization(self, flops: int) -> float:
+        return flops * self.tokens_per_second / self.peak
 
     @property
     def bubble(self) -> float:
@@ -220,13 +225,14 @@ def predict(config: Config, cluster: Cluster, timer: Timer | None = None, plan: 
 
 def _refuse_impossible(found: Prediction) -> None:
     """Raises InputError for more FLOP/s than the peak: figures of the cluster contradict each other."""
-    if found.mfu <= 1:
-        return
     gpu, precision = found.cluster.gpu, found.config.train.precision
+    of_peak = found.mfu * found.peak / gpu.peak.get(precision, gpu.peak["bf16"])
+    if of_peak <= 1:
+        return
     peak, measured = gpu.peak.get(precision, gpu.peak["bf16"]), gpu.measured.get(precision)
     best = "" if measured is None else f", gpu.measured.{precision} = {measured / 1e12:g}"
     raise InputError(
-        f"cluster {found.cluster.name}: a step of {found.seconds:.3g} s would be {found.mfu:.0%} of the peak: "
+        f"cluster {found.cluster.name}: a step of {found.seconds:.3g} s would be {of_peak:.0%} of the peak: "
         f"figures of the file contradict each other (gpu.peak.{precision} = {peak / 1e12:g} TFLOP/s{best}, "
         f"gpu.power = {gpu.power:g} W); correct them"
     )

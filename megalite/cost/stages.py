@@ -289,7 +289,7 @@ class Shared:
         parallel = config.parallel
         layout, tp = parallel.layout, parallel.tp
         self._net = net
-        self._element = PRECISION_BYTES[config.train.precision]
+        self._element = PRECISION_BYTES[config.train.dtype]
         self._gradient = 2 if parallel.data.reduce_precision == "bf16" else max(self._element, 4)
         self._shards = Group(layout.dp_shard * layout.cp if parallel.data.sharded else 1, tp)
         replicas = layout.dp_replicate if parallel.data.sharded else layout.dp * layout.cp

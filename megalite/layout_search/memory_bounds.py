@@ -65,7 +65,7 @@ class Estimate:
         self._parameters = self.before(self._sizes)
         self.matrix = config.model.vocab_size * config.model.width
         self._all = self._parameters[-1] + self.matrix * (1 if config.model.tie_embeddings else 2)
-        self._element = PRECISION_BYTES[config.train.precision]
+        self._element = PRECISION_BYTES[config.train.dtype]
         self._wide = max(self._element, 4)
         self._gradient = 2 if config.parallel.data.reduce_precision == "bf16" else self._wide
         self._known: dict[tuple[object, ...], Activations] = {}
@@ -135,7 +135,7 @@ class Estimate:
             return 0.0
         m = choice.micro_batches(self.config.batch.global_)
         config, owners, alike = self.scheduled(choice), self.owners(choice), self._alike(choice)
-        managed = choice.replicas * choice.shards * choice.cp > 1 or self.config.train.precision == "bf16"
+        managed = choice.replicas * choice.shards * choice.cp > 1 or self.config.train.dtype == "bf16"
         inputs, most = m * self.sizes(choice).inputs, 0.0
         known, few = dict[Alike, StageBytes](), filled(config, m)
         for rank in sorted({0, 1, choice.pp - 2, choice.pp - 1} & set(range(choice.pp))):
@@ -253,7 +253,7 @@ class Estimate:
         key = choice.tp, shards, choice.mode == "zero3", choice.states
         if key not in self._each_of:
             states = 0 if choice.states != "device" else 2 if self.config.optim.name == "adamw" else 1
-            gathers = choice.mode != "zero3" and self.config.train.precision == "bf16"
+            gathers = choice.mode != "zero3" and self.config.train.dtype == "bf16"
             self._each_of[key] = Each(
                 (1 + states) * self._wide / shards / choice.tp,
                 self._element * gathers / choice.tp,

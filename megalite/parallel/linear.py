@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from megalite.distributed.collectives import all_gather, start_gather, start_reduce_scatter
+from megalite.distributed.collectives import Pending, all_gather, start_gather, start_reduce_scatter
 from megalite.parallel.parameter import add_gradient, part
 from megalite.parallel.product import PLAIN_PRODUCT, Prepared, Product
 
@@ -59,10 +59,11 @@ def linears(
     collects the weight gradients that a split backward puts off; None: backward always computes them at once. Weights
     that are not trained get no gradients.
     """
-    # The compiler can trace neither overlapped collectives nor gradients put off.
+    # The compiler can trace no gradients put off, and itself decides what runs beside a collective.
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
-        whole = tuple(each if group is None else all_gather(each, group) for each in product.prepare(x))
-        return [product.forward(whole, part(weight), factor) for weight in weights]
+        prepared = product.prepare(x)
+        whole = tuple(each if group is None or not each.ndim else all_gather(each, group) for each in prepared)
+        return [product.forward(whole, product.prepare_weight(each, part(each)), factor) for each in weights]
     return _Linears.apply(x, group, gradients, product, factor, *weights)
 
 
@@ -88,21 +89,22 @@ class _Linears(torch.autograd.Function):
         ctx.inputs = len(kept)
         ctx.save_for_backward(*kept, *weights)
         whole = _gather(mine, group)()
-        return tuple(product.forward(whole, weight, factor) for weight in weights)
+        prepared = map(product.prepare_weight, params, weights)
+        return tuple(product.forward(whole, weight, factor) for weight in prepared)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors  # asked for once: full recompute unpacks them
         x, weights = saved[: ctx.inputs], saved[ctx.inputs :]
         group, product, factor = ctx.group, ctx.product, ctx.factor
-        wanted = ctx.needs_input_grad[5:]
-        trained = [(param, grad) for param, grad, is_wanted in zip(ctx.params, grads, wanted, strict=True) if is_wanted]
+        prepared, wanted = [product.prepare_gradient(grad) for grad in grads], ctx.needs_input_grad[5:]
+        trained = [(param, grad) for param, grad, each in zip(ctx.params, prepared, wanted, strict=True) if each]
         make = partial(_accumulate, trained, lambda: _gather(x, group)(), product, factor)
         put_off = not trained or (ctx.gradients is not None and ctx.gradients.later(make))
         inputs = None if put_off else _gather(x, group)
         of_x = None
-        for grad, weight in zip(grads, weights, strict=True) if ctx.needs_input_grad[0] else ():
-            of_x = product.input_gradient(grad, weight, of_x, factor)
+        for grad, param, weight in zip(prepared, ctx.params, weights, strict=True) if ctx.needs_input_grad[0] else ():
+            of_x = product.input_gradient(grad, product.prepare_weight(param, weight), of_x, factor)
         scattered = None if group is None or of_x is None else start_reduce_scatter(of_x, group)
         if inputs is not None:
             _accumulate(trained, inputs, product, factor)
@@ -113,14 +115,14 @@ def _gather(x: Prepared, group: dist.ProcessGroup | None) -> Callable[[], Prepar
     """Start to gather inputs along the sequence. Returns a function that waits for them."""
     if group is None:
         return lambda: x
-    started = [start_gather(each, group) for each in x]
+    started = [start_gather(each, group) if each.ndim else Pending(each, None) for each in x]
     return lambda: tuple(each.wait() for each in started)
 
 
 def _accumulate(
-    trained: Sequence[tuple[DTensor, Tensor]], inputs: Callable[[], Prepared], product: Product, factor: float
+    trained: Sequence[tuple[DTensor, Prepared]], inputs: Callable[[], Prepared], product: Product, factor: float
 ) -> None:
-    """Compute and add weight gradients. trained: weights, and the gradients of their outputs."""
-    whole = inputs()
+    """Compute and add weight gradients. trained: weights, and the prepared gradients of their outputs."""
+    whole = product.prepare_kept(inputs())
     for param, grad in trained:
         add_gradient(param, product.weight_gradient(grad, whole, factor))

@@ -6,6 +6,7 @@ from typing import Protocol, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 Prepared = tuple[Tensor, ...]
 
@@ -13,24 +14,34 @@ Prepared = tuple[Tensor, ...]
 class Product(Protocol):
     """Products of activations `[…, in]`, a weight `[out, in]`, and gradients of outputs `[…, out]`.
 
-    All are multiplied by `factor`, which matrix products take without another pass over their results. A compiled layer
-    calls `prepare` and `forward` only, so autograd must be able to differentiate these.
+    Each of them is first prepared, once for all products that it is in: cast, for example. Products are multiplied by
+    `factor`, which they take without another pass over their results. A compiled layer calls `prepare`,
+    `prepare_weight` and `forward` only, so autograd must be able to differentiate these.
     """
 
     def prepare(self, x: Tensor) -> Prepared:
-        """Prepare an input, once for all products that share it: cast it, for example, and find its scales.
+        """Prepare an input, and find its scales, for example.
 
         These tensors are kept for backward. Tensor parallelism gathers each along its first dimension, which is that of
-        x: the products are given all ranks' tensors, put together.
+        x: the products are given all ranks' tensors, put together. One without dimensions is left as it is.
         """
 
-    def forward(self, x: Prepared, weight: Tensor, factor: float = 1.0) -> Tensor:
+    def prepare_weight(self, weight: DTensor, part: Tensor) -> Prepared:
+        """Prepare a weight for forward or for gradients of inputs. part: this rank's part of it, `[out, in]`."""
+
+    def prepare_gradient(self, grad: Tensor) -> Prepared:
+        """Prepare the gradient of an output."""
+
+    def prepare_kept(self, x: Prepared) -> Prepared:
+        """Prepare a kept input, once more, for gradients of weights."""
+
+    def forward(self, x: Prepared, weight: Prepared, factor: float = 1.0) -> Tensor:
         """x Wᵀ, `[…, out]`."""
 
-    def input_gradient(self, grad: Tensor, weight: Tensor, total: Tensor | None, factor: float = 1.0) -> Tensor:
+    def input_gradient(self, grad: Prepared, weight: Prepared, total: Tensor | None, factor: float = 1.0) -> Tensor:
         """grad W, `[…, in]`; added to `total`, in place, if that is given."""
 
-    def weight_gradient(self, grad: Tensor, x: Prepared, factor: float = 1.0) -> Tensor:
+    def weight_gradient(self, grad: Prepared, x: Prepared, factor: float = 1.0) -> Tensor:
         """gradᵀ x, `[out, in]`."""
 
 
@@ -40,22 +51,30 @@ class Plain:
     def prepare(self, x: Tensor) -> Prepared:
         return (x,)
 
-    def forward(self, x: Prepared, weight: Tensor, factor: float = 1.0) -> Tensor:
-        (whole,) = x
-        if factor == 1:
-            return F.linear(whole, weight)
-        return _product(whole.flatten(0, -2), weight.t(), factor).unflatten(0, whole.shape[:-1])
+    def prepare_weight(self, weight: DTensor, part: Tensor) -> Prepared:
+        return (part,)
 
-    def input_gradient(self, grad: Tensor, weight: Tensor, total: Tensor | None, factor: float = 1.0) -> Tensor:
+    def prepare_gradient(self, grad: Tensor) -> Prepared:
+        return (grad,)
+
+    def prepare_kept(self, x: Prepared) -> Prepared:
+        return x
+
+    def forward(self, x: Prepared, weight: Prepared, factor: float = 1.0) -> Tensor:
+        (whole,), (w,) = x, weight
+        if factor == 1:
+            return F.linear(whole, w)
+        return _product(whole.flatten(0, -2), w.t(), factor).unflatten(0, whole.shape[:-1])
+
+    def input_gradient(self, grad: Prepared, weight: Prepared, total: Tensor | None, factor: float = 1.0) -> Tensor:
+        (g,), (w,) = grad, weight
         if total is None:
-            if factor == 1:
-                return grad @ weight
-            return _product(grad.flatten(0, -2), weight, factor).unflatten(0, grad.shape[:-1])
-        total.flatten(0, -2).addmm_(grad.flatten(0, -2), weight, alpha=factor)
+            return g @ w if factor == 1 else _product(g.flatten(0, -2), w, factor).unflatten(0, g.shape[:-1])
+        total.flatten(0, -2).addmm_(g.flatten(0, -2), w, alpha=factor)
         return total
 
-    def weight_gradient(self, grad: Tensor, x: Prepared, factor: float = 1.0) -> Tensor:
-        of_output, inputs = grad.flatten(0, -2).t(), x[0].flatten(0, -2)
+    def weight_gradient(self, grad: Prepared, x: Prepared, factor: float = 1.0) -> Tensor:
+        of_output, inputs = grad[0].flatten(0, -2).t(), x[0].flatten(0, -2)
         return of_output @ inputs if factor == 1 else _product(of_output, inputs, factor)
 
 
@@ -65,7 +84,7 @@ def _product(x: Tensor, y: Tensor, factor: float) -> Tensor:
 
 
 PLAIN_PRODUCT = Plain()
-METHODS = ("prepare", "forward", "input_gradient", "weight_gradient")
+METHODS = [name for name in vars(Product) if not name.startswith("_")]
 
 
 def product_of(name: str) -> Product:

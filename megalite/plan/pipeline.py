@@ -215,4 +215,4 @@ def tables_of(config: Config, costing: Costing | None = None) -> list[Table]:
 def uses_fsdp(config: Config) -> bool:
     """Return whether FSDP2 manages parameters: to shard them, reduce gradients, or compute in another precision."""
     layout = config.parallel.layout
-    return layout.dp * layout.cp > 1 or config.train.precision == "bf16"
+    return layout.dp * layout.cp > 1 or config.train.dtype == "bf16"

@@ -98,7 +98,7 @@ def buy(
     if gpu_hours is None or machine is None:
         raise InputError("--gpu-hours: needs --cluster and --gpus, which say what an hour computes")
     peak = machine.cluster.gpu.peak
-    budget = gpu_hours * HOUR * peak.get(base.train.precision, peak["bf16"]) * FIRST_MFU
+    budget = gpu_hours * HOUR * peak.get(base.train.dtype, peak["bf16"]) * FIRST_MFU
     for _ in range(ROUNDS):
         found = _for_flops(stored, rule, base, rates, budget, machine)
         taken = gpu_hours if found.run is None else found.run.gpu_hours
@@ -211,8 +211,8 @@ def _configured(
         warmup=round(base.schedule.warmup * share),
         decay=None if decay is None else max(round(decay * share), 1),
     )
-    if base.train.precision != "bf16" and machine:
-        told.append(f"train.precision = {base.train.precision}, as in the ladder; bf16 takes less time on GPUs.")
+    if base.train.dtype != "bf16" and machine:
+        told.append(f"train.precision = {base.train.dtype}, as in the ladder; bf16 takes less time on GPUs.")
     return replace(
         config,
         run=replace(base.run, name=f"{stored.settings.name or 'predicted'}-{size:.3g}".replace("+", ""), dir="runs"),

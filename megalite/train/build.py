@@ -3,7 +3,7 @@
 import os
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 
@@ -11,6 +11,8 @@ import torch
 from torch import nn
 
 from megalite.base.errors import InputError, Problem
+from megalite.config.attention_kernels import Choice
+from megalite.config.layers import Scores
 from megalite.config.schema import Config
 from megalite.data.loader import Micros
 from megalite.distributed.health.activity import Activity
@@ -20,6 +22,7 @@ from megalite.model.decoder import Decoder
 from megalite.model.init import initialize
 from megalite.optim.build import build_optimizer
 from megalite.optim.interface import Optimizer
+from megalite.parallel.float8 import WeightCasts, check_float8, use_float8
 from megalite.parallel.fsdp import compute_dtype, parameter_dtype, shard
 from megalite.parallel.gradients import Gradients
 from megalite.parallel.host_memory import HostMemory
@@ -28,7 +31,9 @@ from megalite.parallel.offload import AsIs, Offload
 from megalite.parallel.pipeline import Activation, Pipeline
 from megalite.parallel.product import Product, product_of
 from megalite.parallel.recompute import recompute
+from megalite.parallel.settled_attention import attention_kernels
 from megalite.parallel.tensor import split_backward, use_product
+from megalite.plan.float8 import wide_weights
 from megalite.plan.pipeline import micro_batches
 from megalite.plan.resolved import Plan
 from megalite.schedule.actions import Table
@@ -48,8 +53,10 @@ class Job:
     gradients: Gradients
     optimizer: Optimizer
     memory: HostMemory  # where offloaded activations wait
+    casts: WeightCasts  # weights in 8 bits, if products are
     activity: Activity  # where this rank notes what it is doing
     clock: SectionClock  # how long it works without waiting for others
+    attention: Mapping[Scores, Choice]  # the kernel of every kind of attention
     pipelines: dict[str, tuple[torch.Size, Pipeline]] = field(default_factory=dict)  # the latest, by shape of batch
 
     @property
@@ -99,22 +106,28 @@ def build(plan: Plan, mesh: Mesh, activity: Activity | None = None) -> Job:
     run, and where there is no compiler.
     """
     config, memory = plan.config, HostMemory()
+    casts = WeightCasts(held=config.parallel.data_mode != "zero3")
     check_kernels(config, mesh.device)
+    attention = attention_kernels(config, mesh.device)
+    if config.train.precision == "fp8":
+        check_float8(mesh.device)
     if config.train.compile:
         check_compiler(mesh.device)
     owned = plan.stages_of(mesh.coordinates["pp"])
-    stages = {number: build_stage(plan, mesh, number, memory) for number in owned}
+    stages = {number: build_stage(plan, mesh, number, memory, casts) for number in owned}
     splits = plan.table(micro_batches(config)).splits_backward
     put_off = {number: split_backward(stage) for number, stage in stages.items()} if splits else {}
     gradients = Gradients(stages, plan.placement, mesh, config.model.tie_embeddings)
     optimizer = build_optimizer(stages.values(), config.model, config.optim, config.kernels_by_operation, mesh.stage)
-    clock = SectionClock(mesh.device)
-    return Job(plan, mesh, stages, put_off, gradients, optimizer, memory, activity or Activity(), clock)
+    activity, clock = activity or Activity(), SectionClock(mesh.device)
+    return Job(plan, mesh, stages, put_off, gradients, optimizer, memory, casts, activity, clock, attention)
 
 
 def check_kernels(config: Config, device: torch.device) -> None:
     """Raises InputError for kernels that tensors on `device` cannot be given to."""
     for operation, backend in asdict(config.kernels_by_operation).items():
+        if operation == "attention":  # `attention_kernels` checks it
+            continue
         try:
             if backend == "apex":
                 apex.check(operation, device)
@@ -143,10 +156,13 @@ def check_compiler(device: torch.device) -> None:
         raise InputError([Problem("train.compile", rule, "install one, name one as CXX, or use false", True)])
 
 
-def build_stage(plan: Plan, mesh: Mesh, number: int, memory: HostMemory | None = None) -> Decoder:
+def build_stage(
+    plan: Plan, mesh: Mesh, number: int, memory: HostMemory | None = None, casts: WeightCasts | None = None
+) -> Decoder:
     """Stage `number` of the model, sharded and filled.
 
-    memory: where activations wait if they are offloaded, shared by the stages of a rank.
+    memory: where activations wait if they are offloaded; casts: the weights in 8 bits, if products are. The stages of a
+    rank share both.
     The order matters: compile wraps a layer's forward, recompute the result, since Dynamo leaves a checkpoint alone
     with all that is in it, and FSDP2 both; memory is taken only when every rank knows which part it holds.
     """
@@ -154,15 +170,19 @@ def build_stage(plan: Plan, mesh: Mesh, number: int, memory: HostMemory | None =
     kernels, layers = config.kernels_by_operation, plan.layers[number]
     stage = Decoder(config.model, mesh.tp, layers, number == 0, number == last, kernels)
     use_product(stage.layers, build_product(config))
-    stage.to(parameter_dtype(config.train.precision))
+    if config.train.precision == "fp8":
+        dtype = compute_dtype(config.train.dtype)
+        use_float8(stage.layers, wide_weights(config), dtype, mesh, casts or WeightCasts(held=False))
+    stage.to(parameter_dtype(config.train.dtype))
     keeping = Offload(memory) if config.train.offload_activations else AsIs
     for layer, mode in zip(stage.layers.values(), plan.modes[number], strict=True):
         if config.train.compile:
-            layer.forward = torch.compile(layer.forward)
+            # A graph for any shape is slower, and a curriculum has few: each has a graph of its own.
+            layer.forward = torch.compile(layer.forward, dynamic=False)
         recompute(layer, mode, keeping)
     if plan.fsdp:
         groups, parallel = [(module, mesh.data) for module in stage.gathered_apart()], config.parallel
-        shard(stage, groups, mesh.data, config.train.precision, parallel.data_mode, parallel.data.reduce_precision)
+        shard(stage, groups, mesh.data, config.train.dtype, parallel.data_mode, parallel.data.reduce_precision)
     stage.to_empty(device=mesh.device)
     initialize(stage, config.model, config.run.seed)
     return stage
@@ -173,6 +193,6 @@ def build_pipeline(table: Table, job: Job, shape: torch.Size, clock: SectionCloc
     config, mesh = job.config, job.mesh
     _, micro, tokens = shape
     handed = ((tokens - 1) // (mesh.layout.tp * mesh.layout.cp), micro, config.model.width)
-    activation = Activation(handed, compute_dtype(config.train.precision), mesh.device)
+    activation = Activation(handed, compute_dtype(config.train.dtype), mesh.device)
     rank, group, mode = mesh.coordinates["pp"], mesh.group("pp"), config.parallel.data_mode
     return Pipeline(table, job.stages, job.weight_gradients, rank, group, activation, mode, job.activity, clock)

@@ -29,7 +29,8 @@ def train_step(job: Job, batch: Micros, step: int, asked: Collection[int] = ()) 
 def gradients(job: Job, batch: Micros) -> Tensor:
     """Accumulate the complete gradients of the mean loss. Returns this rank's part of that loss."""
     scale = 1 / target_tokens(job, batch)
-    loss = job.training(batch).run(inputs(job, batch, scale))
+    with job.casts.once():
+        loss = job.training(batch).run(inputs(job, batch, scale))
     job.activity("finishing the gradients")
     job.gradients.finish()
     return loss * scale
@@ -72,7 +73,8 @@ def evaluate(job: Job, batches: Iterable[Micros]) -> float:
     under_way: deque[Asked] = deque()
     asked: tuple[str, ...] = ()
     for batch in batches:
-        total += job.evaluation(batch).run(inputs(job, batch))
+        with job.casts.once():
+            total += job.evaluation(batch).run(inputs(job, batch))
         tokens += target_tokens(job, batch)
         job.activity("evaluating")
         under_way.append(ask_all(job.mesh, job.activity.asked))

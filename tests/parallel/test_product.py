@@ -24,13 +24,13 @@ from megalite.train.build import Job, build_product
 class Apart(Plain):
     """Products that tell apart which of the three was taken."""
 
-    def forward(self, x: Prepared, weight: Tensor, factor: float = 1.0) -> Tensor:
+    def forward(self, x: Prepared, weight: Prepared, factor: float = 1.0) -> Tensor:
         return 2 * super().forward(x, weight, factor)
 
-    def input_gradient(self, grad: Tensor, weight: Tensor, total: Tensor | None, factor: float = 1.0) -> Tensor:
+    def input_gradient(self, grad: Prepared, weight: Prepared, total: Tensor | None, factor: float = 1.0) -> Tensor:
         return 3 * super().input_gradient(grad, weight, None, factor) + (0 if total is None else total)
 
-    def weight_gradient(self, grad: Tensor, x: Prepared, factor: float = 1.0) -> Tensor:
+    def weight_gradient(self, grad: Prepared, x: Prepared, factor: float = 1.0) -> Tensor:
         return 5 * super().weight_gradient(grad, x, factor)
 
 
@@ -109,7 +109,7 @@ def test_layers_that_are_not_trained_keep_no_input_and_put_nothing_off(mesh: Mes
     assert (3, 2, 4) not in saved
 
 
-class Narrow:
+class Narrow(Plain):
     """Products in bfloat16 of float32 or float64: an input is cast once, and kept as it was cast."""
 
     casts = 0
@@ -119,14 +119,11 @@ class Narrow:
         size = x.detach().abs().amax(-1, keepdim=True).clamp_min(1e-9).log2().floor().exp2()  # exact in any layout
         return (x / size).bfloat16(), size
 
-    def forward(self, x: Prepared, weight: Tensor, factor: float = 1.0) -> Tensor:
-        return PLAIN_PRODUCT.forward((self._wide(x, weight),), weight, factor)
+    def forward(self, x: Prepared, weight: Prepared, factor: float = 1.0) -> Tensor:
+        return super().forward((self._wide(x, weight[0]),), weight, factor)
 
-    def input_gradient(self, grad: Tensor, weight: Tensor, total: Tensor | None, factor: float = 1.0) -> Tensor:
-        return PLAIN_PRODUCT.input_gradient(grad, weight, total, factor)
-
-    def weight_gradient(self, grad: Tensor, x: Prepared, factor: float = 1.0) -> Tensor:
-        return PLAIN_PRODUCT.weight_gradient(grad, (self._wide(x, grad),), factor)
+    def weight_gradient(self, grad: Prepared, x: Prepared, factor: float = 1.0) -> Tensor:
+        return super().weight_gradient(grad, (self._wide(x, grad[0]),), factor)
 
     def _wide(self, x: Prepared, like: Tensor) -> Tensor:
         narrow, size = x

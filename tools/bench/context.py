@@ -57,7 +57,7 @@ def configuration(method: Method, cp: int, length: int, precision: str, head_wid
 def attend(config: Config, mesh: Mesh, kind: Scores = FULL_SCORES) -> Callable[[], Tensor]:
     """A function that runs attention over this rank's part of random sequences, which are made once, before it runs."""
     model, part = config.model, config.model.sequence_length // config.parallel.cp
-    dtype = compute_dtype(config.train.precision)
+    dtype = compute_dtype(config.train.dtype)
     q, k, v = (
         torch.randn(part, config.batch.micro_size, heads, model.head_size).to(dtype).requires_grad_()
         for heads in (model.heads, model.kv_heads, model.kv_heads)

@@ -128,7 +128,7 @@ class Restorer:
 
     def _read(self, path: Path, manifest: Manifest, tensors: dict[str, Tensor], progress: bool) -> None:
         reader = Reader.of_checkpoint(path, manifest)
-        own = str(parameter_dtype(manifest.configuration.train.precision)).removeprefix("torch.")
+        own = str(parameter_dtype(manifest.configuration.train.dtype)).removeprefix("torch.")
         shapes = {name: tensor.shape for name, tensor in tensors.items()}
         if differ := differences(reader.index, shapes, {own} if progress else FLOATS):
             raise DamagedError(path, f"{INDEX} does not have the tensors of its model: {differ}")

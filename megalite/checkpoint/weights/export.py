@@ -32,7 +32,7 @@ def export(checkpoint: Path, config: Config, advanced: Callable[[], None]) -> tu
     if is_folder(fresh, follow=False):  # remains of an attempt that was stopped, perhaps of another checkpoint
         shutil.rmtree(fresh)
     found = replace(open_checkpoint(checkpoint), hashes={})  # it has just been written
-    dtype = DTYPES.get(config.train.precision)
+    dtype = DTYPES.get(config.train.dtype)
     found = found.folded()
     plan = huggingface.plan(found, dtype, None)
     convert(found, plan, fresh, {"to": config.checkpoint.export, "dtype": dtype}, 1, lambda _: advanced())

@@ -170,7 +170,7 @@ def _schedule_file(config: Config) -> Iterator[Problem]:
 
 
 def _data_parallel(config: Config) -> Iterator[Problem]:
-    data, precision = config.parallel.data, config.train.precision
+    data, precision = config.parallel.data, config.train.dtype
     if data.reduce_precision == "bf16" and precision != "bf16":
         rule = f"needs train.precision = bf16, not {precision}"
         yield Problem("parallel.data.reduce_precision", rule, "use fp32: gradients have their own precision", "bf16")

@@ -8,6 +8,7 @@ from megalite.base.errors import Problem
 from megalite.config.schema import Config, Train
 
 MAX_TOKENS = (1 << 63) - 1
+FLOAT8_TOKENS = 16  # products in 8 bits take multiples of so many tokens
 PRODUCT = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
 
 
@@ -17,6 +18,7 @@ def train_rules(config: Config) -> Iterator[Problem]:
     yield from _rollback(config)
     yield from _deterministic(config)
     yield from _product(config.train)
+    yield from _float8(config)
     yield from _export(config)
     yield from _at(config)
     yield from _local(config)
@@ -80,6 +82,29 @@ def _product(train: Train) -> Iterator[Problem]:
     if train.product != "plain" and not PRODUCT.fullmatch(train.product):
         rule = "must be plain, or the module and the name of an object: MODULE:OBJECT"
         yield Problem("train.product", rule, "use plain, for PyTorch's products", train.product)
+
+
+def _float8(config: Config) -> Iterator[Problem]:
+    train, cp = config.train, config.parallel.cp
+    if train.float8_recipe == "mx":
+        rule = "is not there yet: megalite has no MXFP8, whose products only GPUs of sm_100 and later have"
+        yield Problem("train.float8_recipe", rule, "use tensorwise", "mx")
+    if train.precision != "fp8":
+        return
+    if train.compile and config.parallel.tp * cp > 1:
+        rule = "cannot be used with train.precision = fp8 over tp or cp, whose ranks find scales together, uncompiled"
+        yield Problem("train.compile", rule, "use false, or train.precision=bf16", True)
+    if train.product != "plain":
+        rule = f"cannot be used with train.product = {train.product}, which computes the same products"
+        yield Problem("train.precision", rule, "use bf16, or train.product=plain", "fp8")
+    lengths = {"model.sequence_length": config.model.sequence_length}
+    if config.batch.curriculum is not None:  # sequences grow by multiples of the first length
+        lengths["batch.curriculum.start"] = config.batch.curriculum.start
+    for key, length in lengths.items():
+        if length % (FLOAT8_TOKENS * cp):
+            parts = f"{FLOAT8_TOKENS} · parallel.cp = {FLOAT8_TOKENS * cp}" if cp > 1 else f"{FLOAT8_TOKENS}"
+            rule = f"must be divisible by {parts} with train.precision = fp8"
+            yield Problem(key, rule, "change it, or use train.precision=bf16", length)
 
 
 def _deterministic(config: Config) -> Iterator[Problem]:

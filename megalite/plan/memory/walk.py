@@ -52,7 +52,7 @@ class States:
 
     @cached_property
     def w(self) -> int:
-        return PRECISION_BYTES[self.config.train.precision]
+        return PRECISION_BYTES[self.config.train.dtype]
 
     @cached_property
     def p(self) -> int:

@@ -28,7 +28,7 @@ class Sizes:
     @cached_property
     def w(self) -> int:
         """Bytes of an activation, of a weight in a product, and of its gradient."""
-        return PRECISION_BYTES[self.config.train.precision]
+        return PRECISION_BYTES[self.config.train.dtype]
 
     @cached_property
     def z(self) -> int:

@@ -147,7 +147,7 @@ def _check_room(config: Config, folder: Path) -> dict[str, int]:
     """Free and needed bytes of the disk. Raises InputError unless two checkpoints fit."""
     folder.mkdir(parents=True, exist_ok=True)
     parameters = model_parameters(config.model).total
-    state = 3 * (8 if config.train.precision == "fp64" else 4) * parameters  # weights and two moments
+    state = 3 * (8 if config.train.dtype == "fp64" else 4) * parameters  # weights and two moments
     free, needed = shutil.disk_usage(folder).free, 2 * state + SLACK
     if free < needed:
         raise InputError(

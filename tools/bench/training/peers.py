@@ -60,13 +60,13 @@ class PeerStep:
         return total, norm.full_tensor() if isinstance(norm, DTensor) else norm
 
     def _context(self) -> AbstractContextManager[object]:
-        dtype = compute_dtype(self._config.train.precision)
+        dtype = compute_dtype(self._config.train.dtype)
         return torch.autocast(self._device.type, dtype) if self._autocast else nullcontext()
 
 
 def uses_autocast(config: Config, tuned: bool) -> bool:
     """Return whether the weights are cast by autocast, not by FSDP2."""
-    return config.train.precision == "bf16" and not tuned and dist.get_world_size() == 1
+    return config.train.dtype == "bf16" and not tuned and dist.get_world_size() == 1
 
 
 def adamw(model: nn.Module, optim: Optim, **more: bool) -> torch.optim.AdamW:
@@ -85,7 +85,7 @@ def shard(model: nn.Module, groups: Iterable[nn.Module], config: Config, device:
     groups: modules that are gathered one by one, such as layers; the rest is gathered together.
     """
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-    policy = MixedPrecisionPolicy(param_dtype=compute_dtype(config.train.precision), reduce_dtype=torch.float32)
+    policy = MixedPrecisionPolicy(param_dtype=compute_dtype(config.train.dtype), reduce_dtype=torch.float32)
     zero3 = config.parallel.data_mode == "zero3"
     for module in groups:
         fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=zero3)

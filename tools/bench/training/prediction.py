@@ -57,7 +57,7 @@ def mfu(config: Config, seconds: float, on: Cluster | None, ranks: int) -> dict[
     if on is None:
         return {"F": None, "C": None}
     rate = config.batch.global_ * config.model.sequence_length / seconds / ranks
-    peak = on.gpu.peak.get(config.train.precision, on.gpu.peak["bf16"])
+    peak = on.gpu.peak.get(config.train.dtype, on.gpu.peak["bf16"])
     return {
         "F": flops_per_token(config.model, "full") * rate / peak,
         "C": flops_per_token(config.model, "causal") * rate / peak,

@@ -55,7 +55,7 @@ def _shard(model: Transformer, config: Config, device: torch.device) -> None:
     if config.model.tie_embeddings:  # torchtitan's own knows no tied weights
         shard(model, model.layers.values(), config, device)
         return
-    mesh, dtype = init_device_mesh(device.type, (dist.get_world_size(),)), compute_dtype(config.train.precision)
+    mesh, dtype = init_device_mesh(device.type, (dist.get_world_size(),)), compute_dtype(config.train.dtype)
     how = "default" if config.parallel.data_mode == "zero3" else "never"
     apply_fsdp(model, mesh, dtype, torch.float32, False, reshard_after_forward_policy=how)
     sum_gradients(model)

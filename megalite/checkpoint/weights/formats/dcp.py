@@ -164,7 +164,7 @@ def _manifest(found: Weights, target: Path, parts: Sequence[OutputTensor], files
     config = Config(model=found.model) if training is None else training.config
     if training is not None:  # weights in another data type than before are those of a run of another precision
         fits = PRECISIONS[parts[0].dtype]
-        precision = config.train.precision if config.train.precision in fits else fits[-1]
+        precision = config.train.precision if config.train.dtype in fits else fits[-1]
         config = replace(config, train=replace(config.train, precision=precision))
         if found.manifest is not None:
             return replace(found.manifest, config=to_plain(config), files=files)

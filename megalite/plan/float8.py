@@ -1,0 +1,53 @@
+"""Which weights of layers are multiplied in 8 bits, where `train.precision` is fp8."""
+
+from collections.abc import Iterator
+
+from megalite.base.errors import number_ranges
+from megalite.config.layers import layer_kinds
+from megalite.config.schema import Config
+from megalite.plan.model.roles import RoleKind
+from megalite.plan.parts.layer import Layer
+from megalite.plan.parts.part import Part
+
+MULTIPLE = 16  # of rows and columns of an operand, which GPUs demand
+
+
+def wide_weights(config: Config) -> list[str]:
+    """The layers' matrices that stay in bf16, as `7.mlp.down`: a rank's part has a size that is no multiple of 16.
+
+    Matrices that share an input are all in 8 bits, or none of them. None without fp8.
+    """
+    if config.train.precision != "fp8":
+        return []
+    kinds = [Layer(config.model.width, kind) for kind in layer_kinds(config.model)]
+    return [
+        f"{number}.{part.name}.{name}"
+        for number, layer in enumerate(kinds)
+        for part in layer.parts
+        for name in _wide(part, config.parallel.tp)
+    ]
+
+
+def float8_text(config: Config) -> str:
+    """Say which matrix products are in 8 bits, and which weights of layers are not; "" without fp8."""
+    if config.train.precision != "fp8":
+        return ""
+    found: dict[str, list[int]] = {}
+    for weight in wide_weights(config):
+        layer, _, name = weight.partition(".")
+        found.setdefault(name, []).append(int(layer))
+    told = f"fp8 with {config.train.float8_recipe} scales: the matrix products of layers; all else is in bf16"
+    if not found:
+        return f"{told}."
+    left = "; ".join(f"{name} of layers {number_ranges(layers)}" for name, layers in found.items())
+    return f"{told}. No multiples of {MULTIPLE} on a rank, so also in bf16: {left}."
+
+
+def _wide(part: Part, tp: int) -> Iterator[str]:
+    """The names of a part's matrices that stay in bf16."""
+    matrices = ((name, weight) for name, weight in part.weights() if weight.role.kind is RoleKind.MATRIX)
+    shapes = {name.removesuffix(".weight"): (weight.role, weight.part(tp)) for name, weight in matrices}
+    for into_stream in (False, True):
+        together = {name: shape for name, (role, shape) in shapes.items() if role.into_stream == into_stream}
+        if any(size % MULTIPLE for shape in together.values() for size in shape):
+            yield from together

@@ -1,0 +1,198 @@
+"""Matrix products in 8 bits: the same numbers in every layout, near those of bfloat16, and cast no more than needed."""
+
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import partialmethod
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import Ranks
+from torch import Tensor
+from torch._dynamo.utils import counters
+from toy_jobs import advance, config_of, make, one_rank, parts, restorer, save
+
+from megalite.base.errors import InputError
+from megalite.config.layout import Layout
+from megalite.config.schema import Batch, Config, DataMode, Model
+from megalite.parallel import float8
+from megalite.parallel.float8 import Float8, WeightCasts, check_float8, use_float8
+from megalite.parallel.product import PLAIN_PRODUCT
+from megalite.parallel.tensor import Linear
+from megalite.train.build import Job
+from megalite_kernels.float8 import ACTIVATION, GRADIENT, amax, reference, scale_for
+
+WIDE = torch.float64
+
+
+def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """What a tensor in 8 bits stands for."""
+    scale = scale_for(amax(x), dtype)
+    return reference(x, scale, dtype).double() / scale
+
+
+@pytest.fixture
+def product() -> Float8:
+    return Float8(WIDE, WeightCasts(held=False))
+
+
+def operands() -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return (
+        3 * torch.randn(8, 4, 48, dtype=WIDE, generator=generator),
+        torch.randn(16, 48, dtype=WIDE, generator=generator) / 50,
+        1e-4 * torch.randn(8, 4, 16, dtype=WIDE, generator=generator),
+    )
+
+
+@pytest.mark.parametrize("factor", [1.0, 0.3])
+def test_products_are_those_of_the_rounded_operands(product: Float8, factor: float) -> None:
+    x, weight, grad = operands()
+    wide_x, wide_weight, wide_grad = rounded(x, ACTIVATION), rounded(weight, ACTIVATION), rounded(grad, GRADIENT)
+    prepared, of_output = product.prepare(x), product.prepare_gradient(grad)
+    close = {"rtol": 1e-12, "atol": 1e-18}
+    torch.testing.assert_close(product.forward(prepared, (weight,), factor), factor * wide_x @ wide_weight.t(), **close)
+    expected = factor * wide_grad @ wide_weight
+    torch.testing.assert_close(product.input_gradient(of_output, (weight,), None, factor), expected, **close)
+    torch.testing.assert_close(product.input_gradient(of_output, (weight,), x.clone(), factor), x + expected, **close)
+    expected = factor * wide_grad.flatten(0, 1).t() @ wide_x.flatten(0, 1)
+    kept = product.prepare_kept(prepared)
+    torch.testing.assert_close(product.weight_gradient(of_output, kept, factor), expected, **close)
+
+
+def test_products_of_bfloat16_are_pytorchs_and_round_the_same_numbers() -> None:
+    x, weight, grad = (each.bfloat16() for each in operands())
+    found = []
+    for product in (Float8(torch.bfloat16, WeightCasts(held=False)), Float8(WIDE, WeightCasts(held=False))):
+        prepared, of_output = product.prepare(x), product.prepare_gradient(grad)
+        y, of_x = product.forward(prepared, (weight,)), product.input_gradient(of_output, (weight,), None)
+        found.append((y, of_x, product.weight_gradient(of_output, product.prepare_kept(prepared))))
+    for near, exact in zip(*found, strict=True):
+        assert near.dtype == torch.bfloat16
+        torch.testing.assert_close(near.double(), exact, rtol=2**-8, atol=1e-5 * exact.abs().max().item())
+
+
+MODEL = Model(layers=2, width=16, heads=4, kv_heads=2, ffn=24, vocab_size=32, sequence_length=16)
+EVEN = replace(MODEL, width=32, heads=2, ffn=48)  # sizes are multiples of 16
+
+
+def scales_and_losses(layout: Layout, schedule: str = "1f1b") -> tuple[set[tuple[torch.dtype, str]], list[float]]:
+    """The largest values of all that this rank casts in a first step, from which scales follow; the losses of three.
+
+    All but products is in float64. A micro-batch is one sequence. On a CPU, sizes may be any.
+    """
+    found, original = set(), float8.scale_for
+
+    def noted(largest: Tensor, dtype: torch.dtype) -> Tensor:
+        found.add((dtype, f"{largest.item():.5e}"))
+        return original(largest, dtype)
+
+    job = make(replace(config_of(layout, MODEL, schedule), batch=Batch(micro=1, global_=8)))
+    job.casts = WeightCasts(held=True)
+    for stage in job.stages.values():
+        use_float8(stage.layers, (), WIDE, job.mesh, job.casts)
+    float8.scale_for = noted
+    try:
+        losses = advance(job, 0, 1)
+    finally:
+        float8.scale_for = original
+    return found, losses + advance(job, 1, 3)
+
+
+def test_all_layouts_have_the_same_scales_and_train_alike(ranks: Ranks) -> None:
+    with one_rank():
+        scales, expected = scales_and_losses(Layout())
+        plain = advance(make(config_of(Layout(), MODEL)), 0, 3)
+    assert expected != pytest.approx(plain, rel=1e-6)
+    assert expected == pytest.approx(plain, rel=0.02)
+    for layout, schedule in ((Layout(dp_shard=2, tp=2, cp=2), "1f1b"), (Layout(pp=2, dp_shard=2, tp=2), "zb_h1")):
+        everywhere = set[tuple[torch.dtype, str]]()
+        for found, losses in ranks.run(scales_and_losses, layout, schedule):
+            assert losses == pytest.approx(expected, rel=1e-12)
+            everywhere |= found
+        assert everywhere == scales
+
+
+def configured(mode: DataMode = "zero1", model: Model = EVEN, **train: Any) -> Config:
+    """Two micro-batches a step in fp8."""
+    config = config_of(Layout(), model)
+    parallel = replace(config.parallel, data=replace(config.parallel.data, mode=mode))
+    settings = replace(config.train, precision="fp8", **train)
+    return replace(config, batch=Batch(micro=1, global_=2), parallel=parallel, train=settings)
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_weights_are_cast_once_a_step_where_they_stay_gathered(recompute: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And no cast outlives its step: losses are those of weights that are cast whenever they are used."""
+    counts, losses, original = dict[str, int](), dict[str, list[float]](), Float8._cast
+
+    def noted(self: Float8, shapes: list[torch.Size], x: Tensor, *args: Any, **layouts: bool) -> tuple[Tensor, ...]:
+        if x.ndim == 2:  # a weight
+            shapes.append(x.shape)
+        return original(self, x, *args, **layouts)
+
+    with one_rank():
+        for mode in ("zero1", "zero3"):
+            job, shapes = make(configured(mode, recompute=recompute)), list[torch.Size]()
+            monkeypatch.setattr(Float8, "_cast", partialmethod(noted, shapes))
+            losses[mode] = advance(job, 0, 1)
+            counts[mode] = len(shapes)
+            losses[mode] += advance(job, 1, 3)
+    assert losses["zero1"] == losses["zero3"]
+    forwards = 2 if recompute == "full" else 1
+    assert counts == {"zero1": 2 * 7, "zero3": 2 * 7 * 2 * (1 + forwards)}
+
+
+def test_a_checkpoint_goes_on_in_bf16(tmp_path: Path) -> None:
+    with one_rank():
+        config = configured()
+        job = make(config)
+        advance(job, 0, 1)
+        folder, expected = save(job, tmp_path, 1), parts(job)
+        resumed = make(replace(config, train=replace(config.train, precision="bf16")))
+        restorer(resumed).all(folder)
+        found = parts(resumed)
+        assert {module.product for module in linears_of(resumed)} == {PLAIN_PRODUCT}
+    assert found.keys() == expected.keys()
+    for name, part in found.items():
+        assert torch.equal(part.values, expected[name].values)
+
+
+def linears_of(job: Job) -> list[Linear]:
+    return [module for stage in job.stages.values() for module in stage.layers.modules() if isinstance(module, Linear)]
+
+
+def test_a_compiled_layer_is_one_graph_and_trains_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda function: compiler(function, fullgraph=True, backend="aot_eager"))
+    torch._dynamo.reset()
+    counters.clear()
+    model = replace(EVEN, layers=1)
+    with one_rank():
+        expected = advance(make(configured(model=model)), 0, 2)
+        found = advance(make(configured(model=model, compile=True)), 0, 2)
+    assert counters["stats"]["unique_graphs"] == 1
+    assert found == pytest.approx(expected, rel=1e-5)
+
+
+def test_matrices_whose_parts_are_no_multiples_of_16_stay_in_bf16() -> None:
+    with one_rank():
+        job = make(configured(model=replace(EVEN, ffn=40)))
+        names = {name for name, module in job.stages[0].layers.named_modules() if module in wide_of(job)}
+    assert names == {f"{layer}.mlp.{name}" for layer in range(2) for name in ("gate", "up", "down")}
+
+
+def wide_of(job: Job) -> list[Linear]:
+    return [module for module in linears_of(job) if module.product is PLAIN_PRODUCT]
+
+
+@pytest.mark.parametrize(("capability", "works"), [((8, 0), False), ((8, 9), True), ((9, 0), True)])
+def test_gpus_without_products_in_8_bits_are_refused(
+    capability: tuple[int, int], works: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    said = r"needs GPUs of compute capability 8\.9 or later, and this is 8\.0; use bf16"
+    with nullcontext() if works else pytest.raises(InputError, match=said):
+        check_float8(torch.device("cuda"))
+    check_float8(torch.device("cpu"))

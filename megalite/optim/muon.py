@@ -50,7 +50,7 @@ class _Target:
 
     @property
     def gradient(self) -> Tensor:
-        """This rank's part of the gradient."""
+        """The part of the gradient on this rank."""
         assert self.param.grad is not None
         return self.part(self.param.grad)
 

@@ -24,6 +24,7 @@ from megalite.checkpoint.run.save import Saver
 from megalite.checkpoint.store.host_group import HostGroup
 from megalite.checkpoint.store.progress import Progress
 from megalite.checkpoint.store.state import State
+from megalite.config.attention_kernels import attention_heads, kernel_lines
 from megalite.config.identity import same_everywhere
 from megalite.config.schema import Config, Source
 from megalite.cost.stages import Timer
@@ -300,6 +301,8 @@ def announce(report: Report, job: Job, batches: Batches, progress: Progress) -> 
     end = samples_after(config, config.train.steps - progress.step, progress.samples, progress.left_out)
     for part, epochs in zip(samples.parts, samples.epochs(end), strict=True):
         report.say(f"data {part.path}: {part.tokens:,} tokens, {part.unused} at the tail unused, {epochs:.2f} epochs")
+    for line in kernel_lines(config, [job.attention[heads.scores] for heads in attention_heads(config)]):
+        report.say(f"attention: {line}")
     if told := float8_text(config):
         report.say(told)
     if job.mesh.device.type == "cuda":

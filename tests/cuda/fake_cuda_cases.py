@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from fake_device import NOTES, Calls, world
 from torch import Tensor
+from torch.distributed import distributed_c10d
 from torch.nn.attention import _cur_sdpa_kernel_backends
 from torch.nn.attention.flex_attention import BlockMask
 from toy_runs import Notes, RandomSamples
@@ -270,6 +271,12 @@ def trained(config: Config) -> tuple[list[str], list[bool]]:
         with patch.object(report, "record", lambda step, _: events.append(f"record {step}")):
             assert train(job, Batches(loader, None), Progress(), saver, lambda: None, report) == 0
     return events, pinned
+
+
+def groups(config: Config) -> list[Ranks]:
+    """The ranks of every group of two or more that a job makes."""
+    with _job(config):
+        return [tuple(ranks) for ranks in distributed_c10d._world.pg_group_ranks.values() if len(ranks) > 1]
 
 
 def timeouts(config: Config) -> set[timedelta]:

@@ -36,7 +36,7 @@ test: install
 	$(MAKE) -j2 test-slurm test-others
 
 test-slurm: install
-	$(BIN)/python -m pytest -m slurm
+	$(BIN)/python -m pytest -m slurm tests/launch
 
 test-others: install
 	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder -m "not slurm"

@@ -12,8 +12,7 @@ Hopper multiplies a row-major matrix with a column-major one alone:
     dW = gᵀ x    g by columns, x by columns  sums in float32
 
 An input is cast once, kept, and gathered over tp in 8 bits; its transposed copy is made in backward. A gradient is cast
-to both layouts in one pass. So is a weight, once a step where weights stay gathered, and otherwise for every use. Other
-devices than CUDA's multiply the same numbers in a wider type.
+to both layouts in one pass. So is a weight, once a step where weights stay gathered, and otherwise for every use.
 """
 
 from collections.abc import Iterator, Sequence
@@ -72,8 +71,9 @@ class WeightCasts:
 class Float8:
     """Products in 8 bits, with one scale for each tensor.
 
-    dtype: of results. inputs, outputs, weights: the groups whose ranks hold parts of a layer's input, of its output's
-    gradient, and of its weight.
+    dtype: of results; PyTorch's product in 8 bits makes bfloat16, and for others the same numbers are multiplied in
+    that type. inputs, outputs, weights: the groups whose ranks hold parts of a layer's input, of its output's gradient,
+    and of its weight.
     """
 
     def __init__(
@@ -140,7 +140,7 @@ class Float8:
 
     def _product(self, a: Tensor, b: Tensor, of_a: Tensor, of_b: Tensor, factor: float, fast: bool = False) -> Tensor:
         """factor · a bᵀ for matrices by rows. of_a, of_b: inverses of their scales."""
-        if a.device.type == "cuda":
+        if self.dtype == torch.bfloat16:
             scale = of_a if factor == 1 else of_a * factor
             return torch._scaled_mm(a, b.t(), scale, of_b, out_dtype=self.dtype, use_fast_accum=fast)
         wide = wide_dtype(self.dtype)

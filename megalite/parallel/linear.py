@@ -97,11 +97,8 @@ class _Linears(torch.autograd.Function):
         saved = ctx.saved_tensors  # asked for once: full recompute unpacks them
         x, weights = saved[: ctx.inputs], saved[ctx.inputs :]
         group, product, factor = ctx.group, ctx.product, ctx.factor
-        prepared = [product.prepare_gradient(grad) for grad in grads]
-        wanted = ctx.needs_input_grad[5:]
-        trained = [
-            (param, grad) for param, grad, is_wanted in zip(ctx.params, prepared, wanted, strict=True) if is_wanted
-        ]
+        prepared, wanted = [product.prepare_gradient(grad) for grad in grads], ctx.needs_input_grad[5:]
+        trained = [(param, grad) for param, grad, each in zip(ctx.params, prepared, wanted, strict=True) if each]
         make = partial(_accumulate, trained, lambda: _gather(x, group)(), product, factor)
         put_off = not trained or (ctx.gradients is not None and ctx.gradients.later(make))
         inputs = None if put_off else _gather(x, group)
@@ -125,7 +122,7 @@ def _gather(x: Prepared, group: dist.ProcessGroup | None) -> Callable[[], Prepar
 def _accumulate(
     trained: Sequence[tuple[DTensor, Prepared]], inputs: Callable[[], Prepared], product: Product, factor: float
 ) -> None:
-    """Compute and add weight gradients. trained: weights, and the gradients of their outputs."""
+    """Compute and add weight gradients. trained: weights, and the prepared gradients of their outputs."""
     whole = product.prepare_kept(inputs())
     for param, grad in trained:
         add_gradient(param, product.weight_gradient(grad, whole, factor))

@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 OLDEST := .venv-oldest
 NEWEST := .venv-newest
 
-.PHONY: install quickstart test test-slurm test-others test-fast test-oldest test-newest check docs wheel bench soak sweep-kills corrupt layouts house faults gpu clean
+.PHONY: install quickstart test test-slurm test-others test-fast test-oldest test-newest check docs wheel bench counts soak sweep-kills corrupt layouts house faults gpu clean
 
 install: $(VENV)/installed-dev
 
@@ -36,7 +36,7 @@ test: install
 	$(MAKE) -j2 test-slurm test-others
 
 test-slurm: install
-	$(BIN)/python -m pytest -m slurm
+	$(BIN)/python -m pytest -m slurm tests/launch
 
 test-others: install
 	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder -m "not slurm"
@@ -88,6 +88,10 @@ bench: install
 	$(BIN)/megalite-bench-context
 	$(BIN)/megalite-bench-checkpoint
 	$(BIN)/megalite-bench-convert
+
+# Counts of docs/speed.md, which are exact on any machine.
+counts: install
+	$(BIN)/megalite-bench-counts --write docs/speed.md
 
 soak: install
 	$(BIN)/python tests/soak/soak.py --kills 100 --out docs/soak.md

@@ -9,10 +9,12 @@ from megalite_kernels.add_rms_norm import add_rms_norm
 from megalite_kernels.cross_entropy import cross_entropy
 from megalite_kernels.grad_norm import grad_norm
 from megalite_kernels.linear_cross_entropy import linear_cross_entropy
+from megalite_kernels.muon import muon_momentum, muon_update
 from megalite_kernels.qk_norm_rope import qk_norm_rope
 from megalite_kernels.rms_norm import rms_norm
 from megalite_kernels.rope import rope
 from megalite_kernels.swiglu import swiglu
+from megalite_kernels.symmetric_product import symmetric_product
 
 __all__ = [
     "FusedAdamW",
@@ -23,8 +25,11 @@ __all__ = [
     "fused_adamw",
     "grad_norm",
     "linear_cross_entropy",
+    "muon_momentum",
+    "muon_update",
     "qk_norm_rope",
     "rms_norm",
     "rope",
     "swiglu",
+    "symmetric_product",
 ]

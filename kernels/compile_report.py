@@ -32,7 +32,19 @@ from triton.runtime.jit import JITFunction
 from megalite_kernels.compile_cases import CompileCase
 from megalite_launch.base.texts import markdown_table
 
-OPS = ("adamw", "add_rms_norm", "cross_entropy", "float8", "grad_norm", "qk_norm_rope", "rms_norm", "rope", "swiglu")
+OPS = (
+    "adamw",
+    "add_rms_norm",
+    "cross_entropy",
+    "float8",
+    "grad_norm",
+    "muon",
+    "qk_norm_rope",
+    "rms_norm",
+    "rope",
+    "swiglu",
+    "symmetric_product",
+)
 ARCHITECTURES = (80, 90)
 SHARED_BYTES = {80: 163 << 10, 90: 227 << 10}  # bytes that a program may use
 REPORT = Path(__file__).with_name("compile_report.json")

@@ -1,5 +1,6 @@
 """Fixtures shared by all tests."""
 
+import gc
 import os
 import signal
 from collections.abc import Iterator
@@ -120,6 +121,14 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         os.setpriority(os.PRIO_PROCESS, 0, PRIORITY if item.get_closest_marker("slurm") else PRIORITY + 5)
 
 
+def pytest_collection_finish() -> None:
+    """Leave all that has been imported, and the tests themselves, to the garbage collector no more.
+
+    It would look at those many objects in every run that a test trains, several times.
+    """
+    gc.freeze()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark tests by their place, and let the longest come first, so that no worker is left with one at the end."""
     here = Path(__file__).parent
@@ -129,6 +138,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("slow")
         if path.as_posix() in SLURM:
             item.add_marker("slurm")
+            item.add_marker(pytest.mark.timeout(1800))  # a busy machine may be slow, and nobody waits where it works
         if path.parts[0] == "soak":
             item.add_marker("soak")
     turn = {here / name: number for number, name in enumerate(LONGEST)}

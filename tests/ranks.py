@@ -3,6 +3,7 @@
 Every task has a time limit. When a rank fails or hangs, all are killed and the next task gets new ones.
 """
 
+import gc
 import os
 import tempfile
 import time
@@ -106,6 +107,7 @@ def _share_groups() -> None:
 
 
 def _serve(rank: int, meeting: Path, pipe: Connection) -> None:
+    gc.freeze()  # as `megalite train` does: every start of training would look at all that PyTorch has
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     dist.init_process_group("gloo", f"file://{meeting}", timedelta(seconds=60), SIZE, rank)

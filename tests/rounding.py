@@ -6,7 +6,7 @@ from torch import Tensor
 from megalite_kernels.backend import USES_INTERPRETER
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() and not USES_INTERPRETER else "cpu")
-UNITS = {dtype: torch.finfo(dtype).eps / 2 for dtype in (torch.bfloat16, torch.float32, torch.float64)}
+UNITS = {dtype: torch.finfo(dtype).eps / 2 for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64)}
 DTYPES = [torch.bfloat16, torch.float32, torch.float64]
 APART = 2**30
 

@@ -35,11 +35,15 @@ def make_toy(folder: Path, **changes: Mapping[str, Any]) -> None:
     (folder / "toy.yaml").write_text(yaml.safe_dump(config))
 
 
-def launching(module: str, ranks: int) -> str:
-    """A program that starts a module on some ranks of this machine, with its own arguments."""
+def launching(module: str, ranks: int, shared: str | None = "megalite.train.worker") -> str:
+    """A program that starts a module on some ranks of this machine, with its own arguments.
+
+    shared: what the ranks, forks of that program, import once for all; None has each of them start and import on its
+    own, which takes that much longer.
+    """
     return f"""
 import sys
 from pathlib import Path
 from megalite.distributed.start.local import launch
-sys.exit(launch({module!r}, sys.argv[1:], {ranks}, Path()))
+sys.exit(launch({module!r}, sys.argv[1:], {ranks}, Path(), {shared!r}))
 """

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from math import prod
 from typing import Any, TypedDict
 
 import torch
@@ -22,8 +23,10 @@ from megalite_kernels.benchmarks.inputs import (
     flat,
     gradient_inputs,
     linear_inputs,
+    muon_inputs,
     norm_inputs,
     optimizer_inputs,
+    product_inputs,
     qk_norm_inputs,
     rope_inputs,
     swiglu_inputs,
@@ -33,6 +36,8 @@ from megalite_kernels.cross_entropy import reference as cross_entropy_reference
 from megalite_kernels.grad_norm import bytes_moved as grad_norm_bytes
 from megalite_kernels.grad_norm import reference as grad_norm_reference
 from megalite_kernels.linear_cross_entropy import reference as linear_cross_entropy_reference
+from megalite_kernels.muon import bytes_moved as muon_bytes
+from megalite_kernels.muon import reference_momentum, reference_update
 from megalite_kernels.qk_norm_rope import bytes_moved as qk_norm_rope_bytes
 from megalite_kernels.qk_norm_rope import reference as qk_norm_rope_reference
 from megalite_kernels.rms_norm import bytes_moved as rms_norm_bytes
@@ -41,6 +46,7 @@ from megalite_kernels.rope import bytes_moved as rope_bytes
 from megalite_kernels.rope import reference as rope_reference
 from megalite_kernels.swiglu import bytes_moved as swiglu_bytes
 from megalite_kernels.swiglu import reference as swiglu_reference
+from megalite_kernels.symmetric_product import reference as symmetric_product_reference
 
 EPS = 1e-5  # epsilon of norms
 
@@ -55,6 +61,7 @@ class AdamWOptions(TypedDict):
 
 
 ADAMW: AdamWOptions = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+MUON_MOMENTUM, MUON_RATE, MUON_DECAY = 0.95, 1e-3, 0.9999
 SEPARATE_PASSES = ("forward", "backward")
 WHOLE_PASS = "whole"  # forward and backward together, or all there is of an op without backward
 
@@ -95,9 +102,16 @@ def cases(ops: Iterable[str], models: Iterable[Model]) -> list[BenchmarkCase]:
 
 
 def _sizes(op: str, model: Model) -> list[Model]:
-    """The model; for linear_cross_entropy also with twice the tokens: only then the logits of 8B come in chunks."""
-    twice = replace(model, name=f"{model.name}, twice", tokens=2 * model.tokens)
-    return [model, twice] if op == "linear_cross_entropy" else [model]
+    """The model; for linear_cross_entropy also with twice the tokens: only then the logits of 8B come in chunks; for
+    symmetric_product also with half the width: where is PyTorch's product as fast?
+    """
+    shape = model.shape
+    if op == "linear_cross_entropy":
+        return [model, replace(model, name=f"{model.name}, twice", tokens=2 * model.tokens)]
+    if op == "symmetric_product":
+        half = replace(shape, width=shape.width // 2, ffn=shape.ffn // 2)
+        return [model, replace(model, name=f"{model.name}, half", shape=half)]
+    return [model]
 
 
 def _case(name: str, model: Model) -> BenchmarkCase:
@@ -143,6 +157,16 @@ def _adamw_reference(*lists: list[Tensor]) -> list[list[Tensor]]:
         for weight, grad, first, second in zip(weights, grads, firsts, seconds, strict=True)
     ]
     return [list(tensors) for tensors in zip(*updated, strict=True)]
+
+
+def _muon_reference(
+    weights: list[Tensor], grads: list[Tensor], averages: list[Tensor], updates: list[Tensor]
+) -> list[Tensor]:
+    """Averages and weights."""
+    pairs = zip(grads, averages, strict=True)
+    found = [reference_momentum(grad, average, MUON_MOMENTUM)[0] for grad, average in pairs]
+    both = zip(weights, updates, strict=True)
+    return found + [reference_update(weight, update, MUON_RATE, MUON_DECAY) for weight, update in both]
 
 
 def _of_heads(count: Callable[..., tuple[int, int]], model: Model) -> tuple[int, int]:
@@ -209,6 +233,21 @@ OPS = {
         lambda model: adamw_bytes(model.elements),
         parts=(WHOLE_PASS,),
         rounded=(torch.float32, 8),
+    ),
+    "muon": _Op(
+        muon_inputs,
+        _muon_reference,
+        lambda model: f"{len(model.matrices())} matrices",
+        lambda model: muon_bytes(sum(map(prod, model.matrices()))),
+        parts=(WHOLE_PASS,),
+        rounded=(torch.float32, 8),
+    ),
+    "symmetric_product": _Op(
+        product_inputs,
+        symmetric_product_reference,
+        lambda model: f"{model.shape.width} × {model.shape.ffn}",
+        lambda model: None,
+        parts=(WHOLE_PASS,),
     ),
     # Implementations add up thousands of squares in float32 before they add up these sums.
     "grad_norm": _Op(

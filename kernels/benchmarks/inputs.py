@@ -38,6 +38,10 @@ class Model:
         whole = [(vocabulary, width), *layer * self.layers, (width,), (vocabulary, width)]
         return [(-(-rows // self.ranks), *columns) for rows, *columns in whole]
 
+    def matrices(self) -> list[tuple[int, ...]]:
+        """Sizes of this rank's parts of the layers' matrices."""
+        return [size for size in self.parameters()[1:-1] if len(size) == 2]
+
 
 # One rank's part of the states: of 8B, all layers on 8 ranks; of 70B, a fifth of them, on 16.
 MODELS = {
@@ -174,6 +178,20 @@ def optimizer_inputs(model: Model, random: Random) -> Inputs:
     )
     steps = [torch.full((), float(STEP), device=random.device) for _ in sizes]
     return Inputs({}, [weights, grads, firsts, [second.square_().add_(1e-7) for second in seconds], steps], ())
+
+
+def muon_inputs(model: Model, random: Random) -> Inputs:
+    """Weights, gradients and averages of matrices, and updates that are made orthogonal: of Frobenius norm √rows."""
+    sizes = model.matrices()
+    weights, grads, averages = (
+        [random.normal(*size, scale=scale, dtype=torch.float32) for size in sizes] for scale in (0.02, 1e-3, 1e-3)
+    )
+    updates = [random.normal(*size, scale=max(size) ** -0.5) for size in sizes]
+    return Inputs({}, [weights, grads, averages, updates], ())
+
+
+def product_inputs(model: Model, random: Random) -> Inputs:
+    return Inputs({}, [random.normal(model.shape.width, model.shape.ffn, scale=model.shape.ffn**-0.5)], ())
 
 
 def gradient_inputs(model: Model, random: Random) -> Inputs:

@@ -22,6 +22,7 @@ SHARES = {  # targets: least share of the bandwidth of a copy
     ("rope", "forward"): 0.85,
     ("rope", "backward"): 0.85,
     ("adamw", WHOLE_PASS): 0.85,
+    ("muon", WHOLE_PASS): 0.85,
 }
 MAX_MATMUL_RATIO = 1.05  # times the time of the matrix products alone, at most
 OTHER_KINDS = (TORCH_COMPILE, LIGER, EAGER_TORCH, MATMULS)

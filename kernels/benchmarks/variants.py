@@ -22,14 +22,17 @@ from megalite_kernels import (
     cross_entropy,
     grad_norm,
     linear_cross_entropy,
+    muon_momentum,
+    muon_update,
     qk_norm_rope,
     rms_norm,
     rope,
     swiglu,
+    symmetric_product,
 )
 from megalite_kernels.add_rms_norm import reference as add_rms_norm_reference
 from megalite_kernels.backend import Backend
-from megalite_kernels.benchmarks.cases import ADAMW, EPS
+from megalite_kernels.benchmarks.cases import ADAMW, EPS, MUON_DECAY, MUON_MOMENTUM, MUON_RATE
 from megalite_kernels.benchmarks.inputs import Inputs
 from megalite_kernels.rms_norm import reference as rms_norm_reference
 from megalite_kernels.swiglu import reference as swiglu_reference
@@ -167,6 +170,32 @@ def _bind_torch_adamw(inputs: Inputs, compiled: bool) -> Run:
     return run
 
 
+def _muon(
+    weights: list[Tensor], grads: list[Tensor], averages: list[Tensor], updates: list[Tensor]
+) -> tuple[list[Tensor], ...]:
+    directions = [torch.empty_like(update) for update in updates]
+    muon_momentum(grads, averages, directions, momentum=MUON_MOMENTUM, nesterov=True, backend="triton")
+    rates, decays = [MUON_RATE] * len(weights), [MUON_DECAY] * len(weights)
+    muon_update(weights, updates, rates, decays, backend="triton")
+    return averages, weights
+
+
+def _foreach_muon(
+    weights: list[Tensor], grads: list[Tensor], averages: list[Tensor], updates: list[Tensor]
+) -> tuple[list[Tensor], ...]:
+    """The same over lists of tensors, as a user would write it; directions are made, and rounded."""
+    torch._foreach_lerp_(averages, grads, 1 - MUON_MOMENTUM)
+    directions = [u.bfloat16() for u in torch._foreach_lerp(grads, averages, MUON_MOMENTUM)]
+    torch._foreach_mul_(weights, MUON_DECAY)
+    torch._foreach_add_(weights, [update.float() for update in updates], alpha=-MUON_RATE)
+    return averages, weights, directions
+
+
+def _bind_foreach_muon(inputs: Inputs, compiled: bool) -> Run:
+    step = compile_for(inputs.device, _foreach_muon, fullgraph=True) if compiled else _foreach_muon
+    return lambda: step(*inputs.arguments)[:2]
+
+
 def _plain_grad_norm(grads: list[Tensor]) -> Tensor:
     return torch.stack([grad.square().sum() for grad in grads]).sum().sqrt()
 
@@ -232,6 +261,18 @@ VARIANTS = {
         _ours(_adamw),
         Variant(TORCH_COMPILE, TORCH_COMPILE, partial(_bind_torch_adamw, compiled=True)),
         Variant(EAGER_TORCH, EAGER_TORCH, partial(_bind_torch_adamw, compiled=False)),
+        NO_LIGER,
+    ],
+    "muon": [
+        _ours(_muon),
+        Variant(TORCH_COMPILE, TORCH_COMPILE, partial(_bind_foreach_muon, compiled=True)),
+        Variant(EAGER_TORCH, EAGER_TORCH, partial(_bind_foreach_muon, compiled=False)),
+        NO_LIGER,
+    ],
+    "symmetric_product": [
+        _ours(lambda x: symmetric_product(x, backend="triton")),
+        _compiled(lambda x: x @ x.mT),
+        _eager(lambda x: x @ x.mT),
         NO_LIGER,
     ],
     "grad_norm": [

@@ -20,6 +20,7 @@ COMMANDS = {  # module and summary
     "verify": ("megalite.commands.verify", "compare the layout with a single process, step by step in float64"),
     "plan": ("megalite.commands.plan.plan", "find the fastest layouts of a model on a cluster, and explain them"),
     "show": ("megalite.commands.show.show", "print the resolved configuration, the layout, sizes and FLOPs"),
+    "profile": ("megalite.commands.profile", "tell and draw where the time of a run's profiled steps went"),
     "list": (
         "megalite.commands.list_presets",
         "list the models, runs, experiments, clusters and scripts that megalite comes with",
@@ -27,6 +28,7 @@ COMMANDS = {  # module and summary
     "quickstart": ("megalite.commands.quickstart", "train a small model on the sources of Python: minutes on a CPU"),
 }
 INPUTS = {  # arguments of commands that take no CONFIG: how their usage calls them, and help
+    "profile": ("RUN", "the run folder, in which profile.start=STEP has recorded some steps"),
     "list": ("NAME", "print this file in place of the list, to read, copy or change it"),
     "quickstart": ("KEY=VALUE", "a key that is changed in both trainings"),
 }

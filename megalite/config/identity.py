@@ -11,7 +11,12 @@ from megalite.config.convert import leaves, to_plain
 from megalite.config.schema import Config
 
 RUN_ID_DIGITS = 10  # in a run's name
-UNHASHED_KEYS = {"run": ("name", "dir", "cluster"), "checkpoint": (), "log": ()}  # say nothing of what is trained
+UNHASHED_KEYS = {
+    "run": ("name", "dir", "cluster"),
+    "checkpoint": (),
+    "log": (),
+    "profile": (),
+}  # say nothing of what is trained
 NODE_KEYS = re.compile(r"data\.((train|valid)\[\d+\]\.path|tokenizer)")  # where a node may keep its own copy
 
 

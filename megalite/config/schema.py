@@ -5,7 +5,7 @@ none in YAML. Rules that involve several keys are in `validate`.
 """
 
 from dataclasses import dataclass, field, fields
-from typing import Literal
+from typing import Any, Literal
 
 from megalite.config.layout import Layout
 
@@ -260,6 +260,9 @@ class Train:
         return "bf16" if self.precision == "fp8" else self.precision
 
 
+AttentionKernel = Literal["auto", "flash3", "flash4", "cudnn", "flash", "efficient", "flex", "math"]
+
+
 @dataclass
 class Kernels:
     """Kernels of each operation: Triton's, PyTorch's, or those of NVIDIA apex; auto: Triton's on CUDA."""
@@ -269,6 +272,13 @@ class Kernels:
     swiglu: Literal["auto", "triton", "torch"] = "auto"
     cross_entropy: Literal["auto", "triton", "torch"] = "auto"  # with the output layer before it
     adamw: Literal["auto", "triton", "torch", "apex"] = "auto"  # torch: PyTorch's fused one; auto: that without a GPU
+    muon: Literal["auto", "triton", "torch"] = "auto"  # passes over memory, and products that are symmetric
+    attention: AttentionKernel = "auto"  # see `megalite.config.attention_kernels`; the last, for `all`
+
+    @classmethod
+    def all(cls, backend: Any) -> "Kernels":
+        """One word for all operations but attention, which has kernels of its own."""
+        return cls(*[backend] * (len(fields(cls)) - 1))
 
 
 @dataclass
@@ -361,6 +371,13 @@ class Eval:
 
 
 @dataclass
+class Profile:
+    start: int = 0  # first step that is recorded, counted from 1; 0: none is
+    steps: int = 2  # steps that are recorded
+    ranks: list[int] | Literal["all"] = field(default_factory=lambda: [0])  # ranks that record
+
+
+@dataclass
 class Config:
     run: Run = field(default_factory=Run)
     model: Model = field(default_factory=Model)
@@ -374,8 +391,9 @@ class Config:
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     log: Log = field(default_factory=Log)
     eval: Eval = field(default_factory=Eval)
+    profile: Profile = field(default_factory=Profile)
 
     @property
     def kernels_by_operation(self) -> Kernels:
         """`kernels` as a section, with every operation."""
-        return self.kernels if isinstance(self.kernels, Kernels) else Kernels(*[self.kernels] * len(fields(Kernels)))
+        return self.kernels if isinstance(self.kernels, Kernels) else Kernels.all(self.kernels)

@@ -12,7 +12,7 @@ from megalite.config.rules.model import model_rules
 from megalite.config.rules.optim import optim_rules
 from megalite.config.rules.parallel import parallel_rules, pinned_rules, shards, virtual_stages
 from megalite.config.rules.ranges import range_rules
-from megalite.config.rules.run import log_rules, run_rules
+from megalite.config.rules.run import log_rules, profile_rules, run_rules
 from megalite.config.rules.train import train_rules
 from megalite.config.schema import Config
 
@@ -41,10 +41,12 @@ def validate(config: Config, world_size: int | None = None) -> list[Problem]:
     """
     model, parallel = config.model, config.parallel
     dp = parallel.dp_replicate * shards(parallel, world_size)
+    ranks = dp * parallel.pp * parallel.cp * parallel.tp
     limits = parallel.pipeline.searched or parallel.data.mode == "auto"  # batch.memory decides these too
     return [
         *run_rules(config.run),
         *log_rules(config.log),
+        *profile_rules(config.profile, config.train.steps, ranks),
         *range_rules(to_plain(config)),
         *model_rules(model),
         *parallel_rules(config, world_size),

@@ -14,7 +14,7 @@ from megalite.config.schema import Config, Place
 from megalite.cost.cluster import Cluster
 from megalite.cost.layer import KINDS, Seconds
 from megalite.cost.link_clocks import groups, times, total
-from megalite.cost.muon import muon_parameters, muon_seconds
+from megalite.cost.muon import TORCH_SURPLUS, muon_matrices, muon_parameters, muon_seconds
 from megalite.cost.schedule_tables import PICTURE_ROUNDS, Cost, costs_of, enough
 from megalite.cost.slowest_gpu import waiting
 from megalite.cost.stages import (
@@ -369,13 +369,16 @@ def _update(plan: Plan, stages: Sequence[StageTime], timer: Timer) -> float:
     shards = layout.dp_shard * layout.cp if config.parallel.data.sharded else 1
     held = [sum(stages[stage].parameters for stage in plan.stages_of(rank)) for rank in range(layout.pp)]
     muon = config.optim.name == "muon"
-    matrices = [muon_parameters(plan, rank) if muon else 0 for rank in range(layout.pp)]
+    matrices = muon_matrices(plan) if muon else [[]] * layout.pp
+    updated = [muon_parameters(found, layout.tp) for found in matrices]
     seconds = max(
         state_seconds((every - whole) / shards, whole / shards, config.optim.place, timer)
-        for every, whole in zip(held, matrices, strict=True)
+        for every, whole in zip(held, updated, strict=True)
     )
     if muon:
-        seconds += muon_seconds(plan, timer)
+        seconds += muon_seconds(plan, matrices, timer)
+        if config.kernels_by_operation.muon == "torch":
+            seconds += timer.kernels.passes(TORCH_SURPLUS * max(updated) / shards)
     seconds += max(
         timer.net.collective(*shared.partial_sums(stages[stage] for stage in plan.stages_of(rank)))
         for rank in range(layout.pp)

@@ -49,9 +49,12 @@ class Mesh:
         shape = (layout.pp, *data, layout.tp)
         ranks = torch.arange(layout.world_size)
         root = DeviceMesh(device.type, ranks.view(shape), mesh_dim_names=("pp", "dp_replicate", "fsdp", "tp"))
-        world = dist.new_group(ranks.tolist())
+        everybody = layout.world_size == dist.get_world_size()
+        # NCCL takes memory for every group, so the default one is used where it has the same ranks.
+        world = dist.group.WORLD if everybody else dist.new_group(ranks.tolist(), group_desc="world")
+        assert world is not None
         lines = ranks.view(-1, layout.cp, layout.tp).transpose(1, 2).reshape(-1, layout.cp).tolist()
-        cp = dist.new_subgroups_by_enumeration(lines)[0] if layout.cp > 1 else None
+        cp = dist.new_subgroups_by_enumeration(lines, group_desc="cp")[0] if layout.cp > 1 else None
         stage = _stage(root, world) if with_stage else None
         rank = dist.get_rank()
         mesh = Mesh(layout, device, root, world, rank, cp, stage) if rank < layout.world_size else None
@@ -59,7 +62,7 @@ class Mesh:
             for group in mesh.groups:
                 _set_pg_timeout(timeout, group)
         if device.type == "cuda":
-            connect([dist.group.WORLD, *(mesh.groups if mesh is not None else ())], device)
+            connect(dict.fromkeys([dist.group.WORLD, *(mesh.groups if mesh is not None else ())]), device)
         return mesh
 
     @property
@@ -68,6 +71,16 @@ class Mesh:
         axes = [self.group(axis) for axis in self.root.mesh_dim_names or ()]
         others = [group for group in (self.cp, self.stage) if group is not None]
         return list(dict.fromkeys([self.world, *axes, *others]))
+
+    @property
+    def axes(self) -> dict[str, str]:
+        """The axes of this rank's groups of several ranks, by the groups' names: tp, cp, pp and, of replicas too, dp.
+
+        A group of all processes is PyTorch's own, whose description tells no axis.
+        """
+        found = {self.group(axis): axis if axis in ("pp", "tp") else "dp" for axis in self.root.mesh_dim_names or ()}
+        found |= {} if self.cp is None else {self.cp: "cp"}
+        return {group.group_name: axis for group, axis in found.items() if group.size() > 1}
 
     @property
     def coordinates(self) -> dict[str, int]:
@@ -105,7 +118,7 @@ def _stage(root: DeviceMesh, world: dist.ProcessGroup) -> dist.ProcessGroup | No
         return world
     used = [axis for axis, size in enumerate(inner, 1) if size > 1]
     if len(used) > 1:
-        return dist.new_subgroups_by_enumeration(root.mesh.flatten(1).tolist())[0]
+        return dist.new_subgroups_by_enumeration(root.mesh.flatten(1).tolist(), group_desc="stage")[0]
     return None if root.get_coordinate() is None else root.get_group(used[0] if used else 1)
 
 

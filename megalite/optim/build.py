@@ -7,7 +7,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from megalite.config.schema import Model, Optim
+from megalite.config.schema import Kernels, Model, Optim
 from megalite.optim.host_adamw import HostAdamW
 from megalite.optim.interface import Optimizer
 from megalite.optim.muon import Muon, MuonWithAdamW
@@ -22,20 +22,20 @@ def build_optimizer(
     stages: Iterable[nn.Module],
     model: Model,
     optim: Optim,
-    kernel: str = "auto",
+    kernels: Kernels | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> Optimizer:
     """The optimizer `optim.name` for the trained parameters of `stages`, which are parts of `model`.
 
-    kernel: the configuration's `kernels.adamw`. group: all ranks that hold parts of these stages, which Muon needs;
-    None: this rank holds them whole.
+    kernels: the configuration's, of which those of optimizers are read; None: auto. group: all ranks that hold parts of
+    these stages, which Muon needs; None: this rank holds them whole.
     """
     muons: list[Parameter] = []
     others: list[Parameter] = []
     for stage in stages:
         for found in trainable(stage):
             (muons if uses_muon(optim, found.role) else others).append(found)
-    groups = alike(others, model, optim)
+    kernels, groups = kernels or Kernels(), alike(others, model, optim)
     first, second = optim.betas
     states = STORES[optim.place]()
     updates: dict[str, Callable[..., None]] = {
@@ -47,10 +47,13 @@ def build_optimizer(
     if isinstance(states, HostStates):
         rest: FusedAdamW = HostAdamW(groups, optim.lr, (first, second), optim.eps, states)
     else:
-        rest = FusedAdamW(groups, optim.lr, (first, second), optim.eps, update=updates[kernel], zeros=states.zeros)
+        rest = FusedAdamW(
+            groups, optim.lr, (first, second), optim.eps, update=updates[kernels.adamw], zeros=states.zeros
+        )
     if not muons:
         return rest
-    return MuonWithAdamW(Muon(alike(muons, model, optim), group, **vars(optim.muon), states=states), rest)
+    settings = {**vars(optim.muon), "states": states, "backend": kernels.muon}
+    return MuonWithAdamW(Muon(alike(muons, model, optim), group, **settings), rest)
 
 
 def alike(parameters: Iterable[Parameter], model: Model, optim: Optim) -> list[dict[str, Any]]:

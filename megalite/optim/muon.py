@@ -23,7 +23,8 @@ from megalite.optim.exchange import Arriving, PieceExchange, Views
 from megalite.optim.newton_schulz import COEFFICIENTS, SCALES, newton_schulz, scale, working_dtype
 from megalite.optim.states import DeviceStates, States, local
 from megalite.plan.muon import BUCKET_BYTES, Box, MuonPlan, boxes, matrices_of
-from megalite_kernels import FusedAdamW
+from megalite_kernels import FusedAdamW, muon_momentum, muon_update
+from megalite_kernels.backend import Backend
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,12 @@ class _Target:
         assert self.here is not None
         return local(tensor)[self.here]
 
+    @property
+    def gradient(self) -> Tensor:
+        """This rank's part of the gradient."""
+        assert self.param.grad is not None
+        return self.part(self.param.grad)
+
 
 @dataclass(frozen=True)
 class _Bucket:
@@ -54,7 +61,6 @@ class _Bucket:
 
     matrices: list[int]
     owned: list[int]
-    held: dict[int, Box]  # this rank's parts
     gather: PieceExchange
     scatter: PieceExchange
 
@@ -71,7 +77,8 @@ class Muon(torch.optim.Optimizer):
     holds whole. Gradients have the placement of their parameter. stage: `Mesh.stage`; None means that there is one
     rank. steps: the number of Newton–Schulz steps. scale: a rule of `newton_schulz.scale`; with the default, AdamW's
     learning rate and weight decay carry over. bucket_bytes: see `MuonPlan`. states: where the momentum is kept; None:
-    on the device.
+    on the device. backend: what averages gradients, updates weights and computes symmetric products, see
+    `megalite_kernels.muon` and `symmetric_product`; Triton's kernels take contiguous parameters only.
 
     A training loop may set two tensors before a step, as for `FusedAdamW`. found_inf is float32 of one element; if it
     is not 0, nothing changes. clip is 0-dimensional; gradients are multiplied by it, but not overwritten.
@@ -94,10 +101,12 @@ class Muon(torch.optim.Optimizer):
         coefficients: tuple[float, float, float] = COEFFICIENTS,
         bucket_bytes: int = BUCKET_BYTES,
         states: States | None = None,
+        backend: Backend = "auto",
     ) -> None:
         options = {"lr": lr, "momentum": momentum, "nesterov": nesterov, "steps": steps, "weight_decay": weight_decay}
         super().__init__(params, {**options, "scale": scale, "coefficients": coefficients})
         self.stage, self.bucket_bytes, self.states = stage, bucket_bytes, states or DeviceStates()
+        self.backend: Backend = backend
         self.found_inf: Tensor | None = None
         self.clip: Tensor | None = None
         self._planned: dict[tuple[int, ...], tuple[list[_Target], list[_Bucket]]] = {}
@@ -133,43 +142,60 @@ class Muon(torch.optim.Optimizer):
     def _gather(self, bucket: _Bucket, targets: Targets) -> Arriving:
         """Update the momentum with the gradients, and start to send u to the owners of the matrices."""
         outgoing = bucket.gather.begin(working_dtype(targets[0].param), targets[0].param.device)
+        together: dict[object, list[int]] = {}
         for index in bucket.matrices:
-            outgoing.put(index, self._direction(targets[index]), bucket.held[index])
+            # States elsewhere come to the device one by one, to take little memory there.
+            key = (id(targets[index].group), index in outgoing.views) if self.states.on_device else index
+            together.setdefault(key, []).append(index)
+        for indices in together.values():
+            self._average([targets[index] for index in indices], [outgoing.views.get(index, []) for index in indices])
         return outgoing.send(self.stage)
 
-    def _direction(self, target: _Target) -> Tensor:
-        """Update the momentum of a matrix with its gradient. Returns this rank's part of u."""
-        param, group = target.param, target.group
-        assert param.grad is not None
-        state = target.part(self._momentum(param))
-        grad, average = target.part(param.grad), self.states.fetch(state, param.device)
-        if self.clip is not None:
-            grad = grad * self.clip.to(grad.dtype)
-        new = average.lerp(grad, 1 - group["momentum"])
-        self.states.put(state, self._unless_skipped(new, average))
-        return grad.lerp(new, group["momentum"]) if group["nesterov"] else new
+    def _average(self, targets: Targets, sent: Sequence[Sequence[tuple[Box, Tensor]]]) -> None:
+        """Update the momentum of matrices of one group. sent: for each the view that gets this rank's part of u, or
+        nothing if this rank does not send it; the same for all.
+        """
+        states = [target.part(self._momentum(target.param)) for target in targets]
+        averages = [
+            self.states.fetch(state, target.param.device) for state, target in zip(states, targets, strict=True)
+        ]
+        muon_momentum(
+            [target.gradient for target in targets],
+            averages,
+            [view for views in sent for _, view in views],
+            momentum=targets[0].group["momentum"],
+            nesterov=targets[0].group["nesterov"],
+            clip=self.clip,
+            found_inf=self.found_inf,
+            backend=self.backend,
+        )
+        for state, average in zip(states, averages, strict=True):
+            self.states.put(state, average)
 
     def _orthogonalize(self, bucket: _Bucket, arrived: Views, targets: Targets) -> Arriving:
         """Orthogonalize the matrices that this rank owns, and start to send back the parts of the results."""
         outgoing = bucket.scatter.begin(working_dtype(targets[0].param), targets[0].param.device)
         for index in bucket.owned:
             group, (rows, columns) = targets[index].group, targets[index].shape
-            update = newton_schulz(_whole(rows, columns, arrived[index]), group["steps"], group["coefficients"])
+            update = newton_schulz(
+                _whole(rows, columns, arrived[index]), group["steps"], group["coefficients"], self.backend
+            )
             outgoing.put(index, update, (range(rows), range(columns)))
             del update  # makes room for the next
         return outgoing.send(self.stage)
 
     def _apply(self, updates: Views, targets: Targets) -> None:
-        for index, parts in updates.items():
-            target, group = targets[index], targets[index].group
-            rate = group["lr"] * scale(group["scale"], *target.shape)
-            weight = target.part(target.param)
-            for _, update in parts:  # there is one: the part that this rank holds
-                new = weight.mul(1 - group["lr"] * group["weight_decay"]).add_(update, alpha=-rate)
-                weight.copy_(self._unless_skipped(new, weight))
-
-    def _unless_skipped(self, new: Tensor, old: Tensor) -> Tensor:
-        return new if self.found_inf is None else torch.where(self.found_inf == 0, new, old)
+        parts = [(targets[index], update) for index, views in updates.items() for _, update in views]  # one of each
+        groups = [target.group for target, _ in parts]
+        scales = [scale(target.group["scale"], *target.shape) for target, _ in parts]
+        muon_update(
+            [target.part(target.param) for target, _ in parts],
+            [update for _, update in parts],
+            [group["lr"] * each for group, each in zip(groups, scales, strict=True)],
+            [1 - group["lr"] * group["weight_decay"] for group in groups],
+            found_inf=self.found_inf,
+            backend=self.backend,
+        )
 
     def states_of(self, param: Tensor) -> dict[str, Tensor]:
         """The momentum of a parameter, created as zeros if there is none. Waits for a step that is writing it."""
@@ -207,7 +233,6 @@ class Muon(torch.optim.Optimizer):
             _Bucket(
                 [index for index in indices if targets[index].here is not None],
                 [index for index in indices if plan.owners[index] == rank],
-                {index: matrices[index].boxes[rank] for index in indices},
                 PieceExchange(plan.gathered(indices), rank, ranks),
                 PieceExchange(plan.returned(indices), rank, ranks),
             )

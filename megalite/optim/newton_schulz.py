@@ -5,25 +5,41 @@ import math
 import torch
 from torch import Tensor
 
+from megalite_kernels import symmetric_product
+from megalite_kernels.backend import Backend
+from megalite_kernels.symmetric_product import runs_in_kernel
+
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # Jordan's: singular values approach 1 fast, and stay within 0.5 to 1.5
 EPS = 1e-7  # the least norm to divide by, as in torch.optim.Muon
 SCALES = ("match_rms_adamw", "spectral")
 
 
-def newton_schulz(matrix: Tensor, steps: int = 5, coefficients: tuple[float, float, float] = COEFFICIENTS) -> Tensor:
+def newton_schulz(
+    matrix: Tensor,
+    steps: int = 5,
+    coefficients: tuple[float, float, float] = COEFFICIENTS,
+    backend: Backend = "auto",
+) -> Tensor:
     """Approximately U Vᵀ, for a matrix U S Vᵀ `[rows, columns]`, with its shape and data type.
 
     All is computed in that data type. The matrix is first divided by ‖matrix‖_F, which makes singular values at most 1.
     Every step then replaces each singular value s by a·s + b·s³ + c·s⁵. The first division makes a new tensor. So all
     products see the same alignment, and the bits of the result do not depend on the buffer that holds the matrix.
+
+    backend: what computes the two products of a step that are symmetric, see `megalite_kernels.symmetric_product`.
     """
     a, b, c = coefficients
     tall = matrix.shape[0] > matrix.shape[1]
     x = matrix.T if tall else matrix
     x = x / x.norm().clamp(min=EPS)
+    halves = runs_in_kernel(x.shape[0], x.dtype, x.device, backend)
     for _ in range(steps):
-        gram = x @ x.T
-        gram = torch.addmm(gram, gram, gram, beta=b, alpha=c)
+        if halves:
+            gram = symmetric_product(x, backend=backend)
+            gram = symmetric_product(gram, gram, alpha=c, beta=b, backend=backend)
+        else:
+            gram = x @ x.T
+            gram = torch.addmm(gram, gram, gram, beta=b, alpha=c)
         x = torch.addmm(x, gram, x, beta=a)
     return x.T if tall else x
 

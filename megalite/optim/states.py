@@ -1,7 +1,7 @@
 """Stores of optimizer states: each knows one place where states live from step to step, and how an update gets at them.
 
 An optimizer keeps the tensors that a store makes. An update either runs where the states are, as `HostAdamW` does, or
-fetches a state to the device and puts its new values back, as `Muon` does, whose matrix products need the device.
+fetches a state to the device, changes it there and puts it back, as `Muon` does, whose matrix products need the device.
 """
 
 from collections.abc import Callable
@@ -17,16 +17,21 @@ from megalite.parallel.parameter import dtensor
 
 
 class States(Protocol):
-    """Makes states of parameters in one place, and moves them for updates on the device."""
+    """Makes states of parameters in one place, and moves them for updates on the device.
+
+    on_device: whether states live there, so that fetching them takes no memory.
+    """
+
+    on_device: bool
 
     def zeros(self, param: Tensor, dtype: torch.dtype) -> Tensor:
         """A new state of a parameter: its shape and placement, the local part where states live."""
 
     def fetch(self, state: Tensor, device: torch.device) -> Tensor:
-        """A local state, or a view of one, on the device; not to be changed in place."""
+        """A local state, or a view of one, on the device, to be changed in place and given to `put`."""
 
-    def put(self, state: Tensor, values: Tensor) -> None:
-        """Replace a local state, or a view of one, by values from the device."""
+    def put(self, state: Tensor, fetched: Tensor) -> None:
+        """Keep what was changed of a local state, or of a view of one, after `fetch` gave it."""
 
     def settle(self) -> None:
         """Wait until the host may read what `put` has written."""
@@ -35,14 +40,16 @@ class States(Protocol):
 class DeviceStates:
     """Keeps states on the device of their parameter."""
 
+    on_device = True
+
     def zeros(self, param: Tensor, dtype: torch.dtype) -> Tensor:
         return placed_as(param, torch.zeros_like(local(param), dtype=dtype))
 
     def fetch(self, state: Tensor, device: torch.device) -> Tensor:
         return state
 
-    def put(self, state: Tensor, values: Tensor) -> None:
-        state.copy_(values)
+    def put(self, state: Tensor, fetched: Tensor) -> None:
+        pass
 
     def settle(self) -> None:
         pass
@@ -55,6 +62,8 @@ class HostStates:
     update only: on a stream beside, a host far ahead of its device would fetch the states of all matrices.
     """
 
+    on_device = False
+
     def __init__(self) -> None:
         self.memory = HostMemory()
         self._last: torch.cuda.Event | None = None  # end of the latest copy to the host
@@ -65,10 +74,10 @@ class HostStates:
     def fetch(self, state: Tensor, device: torch.device) -> Tensor:
         return torch.empty_like(state, device=device).copy_(state, non_blocking=True)
 
-    def put(self, state: Tensor, values: Tensor) -> None:
-        state.copy_(values, non_blocking=True)
-        if values.is_cuda:
-            self._last = torch.cuda.current_stream(values.device).record_event()
+    def put(self, state: Tensor, fetched: Tensor) -> None:
+        state.copy_(fetched, non_blocking=True)
+        if fetched.is_cuda:
+            self._last = torch.cuda.current_stream(fetched.device).record_event()
 
     def settle(self) -> None:
         if self._last is not None:

@@ -59,7 +59,7 @@ def linears(
     collects the weight gradients that a split backward puts off; None: backward always computes them at once. Weights
     that are not trained get no gradients.
     """
-    # The compiler can trace neither overlapped collectives nor gradients put off.
+    # The compiler can trace no gradients put off, and itself decides what runs beside a collective.
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
         prepared = product.prepare(x)
         whole = tuple(each if group is None or not each.ndim else all_gather(each, group) for each in prepared)

@@ -7,12 +7,13 @@ host to begin the next piece of work. Communication is hidden where something co
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from megalite.profiling.intervals import Interval, Intervals, common, length, union, without
-from megalite.profiling.kinds import AXES, CALLS, COMMUNICATION, COMPUTE, OTHER, axis_of, kind_of
-from megalite.profiling.trace import GROUP, ON_GPU, Event, Trace
+from megalite.profiling.kinds import AXES, COMMUNICATION, COMPUTE, OPERATORS, OTHER, axis_of, kind_of
+from megalite.profiling.trace import GROUP, ON_GPU, READING, UPDATING, Event, Trace
 
-READING, UPDATING = "reading a batch", "updating the weights"  # notes of a rank
+NAME = "Process Group Name"  # detail of an event
 DATA_WAIT, HOST_GAP = "data wait", "host gap"
 
 
@@ -82,9 +83,11 @@ def _compute(trace: Trace) -> Mapping[str, list[Interval]]:
     helpers = _communicating_threads(trace)
     for event in trace.events:
         if trace.on_gpu:
-            counts = event.category in ON_GPU and not COMMUNICATION.search(event.name)
+            counts = event.category in ON_GPU and COMMUNICATION.search(event.name) is None
         else:
-            counts = event.category == "cpu_op" and event.lane not in helpers and not CALLS.match(event.name)
+            counts = (
+                event.category == "cpu_op" and event.lane not in helpers and OPERATORS.match(event.name) is not None
+            )
         if counts:
             begun = trace.begun(event)
             updates = bool(common(updating, ((begun, begun + 1),)))
@@ -95,38 +98,31 @@ def _compute(trace: Trace) -> Mapping[str, list[Interval]]:
 def _communication(trace: Trace) -> Mapping[str, list[Interval]]:
     """Pieces of time in which each axis communicates."""
     found = defaultdict[str, list[Interval]](list)
-    described = _gpu_groups(trace) if trace.on_gpu else _gloo_groups(trace)
-    for event, description in described:
-        found[axis_of(description)].append(event.interval)
+    for event, group in _nccl_groups(trace) if trace.on_gpu else _gloo_groups(trace):
+        found[trace.axes.get(group) or axis_of(trace.groups.get(group, ""))].append(event.interval)
     return found
 
 
-def _gpu_groups(trace: Trace) -> Iterator[tuple[Event, str]]:
-    """Kernels of NCCL with the descriptions of their groups: their own, or that of the host's call they belong to."""
+def _nccl_groups(trace: Trace) -> Iterator[tuple[Event, str]]:
+    """Kernels of NCCL with the names of their groups: their own, or that of the host's call they belong to."""
     calls = {
         event.details.get("External id"): event.details
         for event in trace.events
-        if event.category == "cpu_op" and "Process Group Name" in event.details
+        if event.category == "cpu_op" and NAME in event.details
     }
     for event in trace.events:
         if event.category == "kernel" and COMMUNICATION.search(event.name):
-            named = "Process Group Name" in event.details
-            told = event.details if named else calls.get(event.details.get("External id"), {})
-            name = str(told.get("Process Group Name", ""))
-            yield event, trace.groups.get(name) or str(told.get("Process Group Description", ""))
+            told = event.details if NAME in event.details else calls.get(event.details.get("External id"), {})
+            yield event, str(told.get(NAME, ""))
 
 
 def _gloo_groups(trace: Trace) -> Iterator[tuple[Event, str]]:
-    """Work of gloo with the descriptions of its groups.
+    """Work of gloo with the names of its groups.
 
     Gloo does not tell the group, but a thread of gloo works for one group alone. It is the one that was mostly called
     last before the thread began some work. Messages are on the thread of the call, inside of it.
     """
-    helpers, votes, called = (
-        _communicating_threads(trace),
-        defaultdict[tuple[object, object], Counter[str]](Counter),
-        "",
-    )
+    helpers, votes, called = _communicating_threads(trace), defaultdict[tuple[Any, Any], Counter[str]](Counter), ""
     work = list[tuple[Event, str]]()
     for event in trace.events:
         if event.category == "user_annotation" and event.name.startswith(GROUP):
@@ -134,11 +130,11 @@ def _gloo_groups(trace: Trace) -> Iterator[tuple[Event, str]]:
         elif event.name.startswith("gloo:"):
             work.append((event, called))
             votes[event.lane][called] += 1
-    for event, description in work:
-        yield event, votes[event.lane].most_common(1)[0][0] if event.lane in helpers else description
+    for event, group in work:
+        yield event, votes[event.lane].most_common(1)[0][0] if event.lane in helpers else group
 
 
-def _communicating_threads(trace: Trace) -> set[tuple[object, object]]:
+def _communicating_threads(trace: Trace) -> set[tuple[Any, Any]]:
     """Threads of gloo: those that run its work, and of which no note is."""
     noting = {event.lane for event in trace.notes}
     return {event.lane for event in trace.events if event.name.startswith("gloo:")} - noting

@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from megalite.base.errors import InputError
-from megalite.profiling.intervals import Interval, Intervals, common, length, union, without
+from megalite.profiling.intervals import Interval, Intervals, length, union, without
 from megalite_launch.base.files import opened
 
 NOTE = "note: "  # begins the names of events that say what the rank has noted, see `Activity`
 GROUP = "group: "  # begins the names of events of calls to a process group, as gloo does not tell which one works
 STEPS = NOTE + "profiled steps"  # event from the begin of the first profiled step to the end of the last
-OUTSIDE = ("saving", "evaluating", "rolling back")  # notes of what is not part of a step
+READING, UPDATING = "reading a batch", "updating the weights"  # the first and the last note of a step
 ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
 LAUNCHES = ("cuda_runtime", "cuda_driver")
 MAX_BYTES = 1 << 30  # bytes of a trace as text
@@ -66,6 +66,11 @@ class Trace:
         return int(self.about["last"]) - int(self.about["first"]) + 1
 
     @cached_property
+    def axes(self) -> Mapping[str, str]:
+        """The axes of process groups, by the names of these."""
+        return dict(self.about.get("axes", {}))
+
+    @cached_property
     def on_gpu(self) -> bool:
         """Flag: the work of the steps is done by a GPU."""
         return any(event.category == "kernel" for event in self.events)
@@ -81,9 +86,16 @@ class Trace:
 
     @cached_property
     def window(self) -> Intervals:
-        """The moments of the profiled steps, without saves and evaluations between them."""
-        steps = (event.interval for event in self.events if event.name == STEPS)
-        return without(union(steps), self.noted(*OUTSIDE))
+        """The moments of the profiled steps, each from its first note to the end of its last one.
+
+        Between them are saves and evaluations.
+        """
+        whole = union(event.interval for event in self.events if event.name == STEPS)
+        begins = [note.start for note in self.notes if note.name == READING]
+        ends = [whole[0][0] if whole else 0, *(note.end for note in self.notes if note.name == UPDATING)]
+        between = ((end, next((begin for begin in begins if begin >= end), end)) for end in ends)
+        after = ((ends[-1], whole[-1][1]),) if len(ends) > 1 else ()
+        return without(whole, union((*between, *after)))
 
     def noted(self, *notes: str) -> Intervals:
         """The moments in which the rank was at one of these."""
@@ -103,10 +115,6 @@ class Trace:
     def begun(self, event: Event) -> int:
         """The moment at which the host began what the event is about: before the event, where that is on a GPU."""
         return self.launched.get(event.details.get("correlation"), event).start
-
-    def inside(self, event: Event) -> bool:
-        """Return whether a part of the event lies in the profiled steps."""
-        return bool(common(self.window, (event.interval,)))
 
 
 def read_trace(path: Path) -> Trace:

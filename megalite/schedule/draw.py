@@ -5,7 +5,7 @@ micro-batches and, in SVG, a tooltip say the same without colour. In text, every
 letters.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from math import floor
 
 from rich.text import Text
@@ -105,22 +105,28 @@ def draw_text(table: Table, timeline: Timeline, width: int) -> Text:
     return picture.append(_text_legend(table, timeline, width))
 
 
-def draw_svg(table: Table, timeline: Timeline, heading: str | None = None) -> str:
+def draw_svg(
+    table: Table, timeline: Timeline, heading: str | None = None, below: Mapping[str, Timeline] | None = None
+) -> str:
     """An SVG with a lane per rank: compute with its micro-batch, and communication in a strip below.
 
     It is as wide as the numbers need. Everything in it has a tooltip with its action and time; the legend explains the
-    colours. heading: None for `title`.
+    colours. heading: None for `title`. below: other timelines of the same actions by name, each drawn below every rank.
     """
     heading = title(table, timeline) if heading is None else heading
-    longest, shortest = float(timeline.makespan), float(_shortest(timeline))
+    others = below or {}
+    longest = max(float(each.makespan) for each in (timeline, *others.values()))
+    shortest = float(_shortest(timeline))
+    left = _left(table, others)
     digits = len(str(table.micro_batches - 1))
     narrowest = MIN_FONT * DIGIT * digits + PADDING
     unit = min(MAX_UNIT, max(narrowest, WIDTH * shortest / longest))
     font = min(FONT, (unit - PADDING) / (DIGIT * digits))
     scale, lane = unit / shortest, BOX + STRIP + GAP
-    width = round(max(_left(table) + longest * scale + RIGHT_MARGIN, 2 * MARGIN + TITLE * BOLD_LETTER * len(heading)))
-    legend, lines = _svg_legend(table, timeline, TOP_MARGIN + lane * table.ranks + 8, width)
-    height = TOP_MARGIN + lane * table.ranks + lines * LINE + BOTTOM_MARGIN
+    width = round(max(left + longest * scale + RIGHT_MARGIN, 2 * MARGIN + TITLE * BOLD_LETTER * len(heading)))
+    lanes = [(rank, *each) for rank in range(table.ranks) for each in ((f"rank {rank}", timeline), *others.items())]
+    legend, lines = _svg_legend(table, timeline, TOP_MARGIN + lane * len(lanes) + 8, width)
+    height = TOP_MARGIN + lane * len(lanes) + lines * LINE + BOTTOM_MARGIN
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}" '
         f'font-family="Helvetica, Arial, sans-serif" font-size="{FONT}">',
@@ -128,16 +134,20 @@ def draw_svg(table: Table, timeline: Timeline, heading: str | None = None) -> st
         f'<rect width="{width}" height="{height}" fill="{WHITE}"/>',
         _label(MARGIN, 28, heading, INK, f'font-size="{TITLE}" font-weight="bold"'),
     ]
-    for rank in range(table.ranks):
-        parts += _lane(table, timeline, rank, TOP_MARGIN + rank * lane, scale, font)
+    for number, (rank, name, each) in enumerate(lanes):
+        top, colour = TOP_MARGIN + number * lane, INK if each is timeline else GREY
+        parts.append(_label(MARGIN, top + BOX / 2 + 4, name, colour))
+        parts.append(_label(left + longest * scale + 10, top + BOX / 2 + 4, _summary(each, rank), GREY))
+        parts.append(_box(left, top, longest * scale, BOX, GROUND))
+        parts += _lane(table, each, rank, left, top, scale, font)
     return "\n".join([*parts, *legend, "</svg>", ""])
 
 
-def _lane(table: Table, timeline: Timeline, rank: int, top: int, scale: float, font: float) -> Iterator[str]:
-    local, longest, left = _local(table), float(timeline.makespan) * scale, _left(table)
-    yield _label(MARGIN, top + BOX / 2 + 4, f"rank {rank}", INK)
-    yield _label(left + longest + 10, top + BOX / 2 + 4, _summary(timeline, rank), GREY)
-    yield _box(left, top, longest, BOX, GROUND)
+def _lane(
+    table: Table, timeline: Timeline, rank: int, left: float, top: int, scale: float, font: float
+) -> Iterator[str]:
+    """The actions of a rank in their lane, which begins at (`left`, `top`)."""
+    local = _local(table)
     for span in timeline.spans[rank]:
         kind, stage, micro = action = span.action
         x, length = left + float(span.start) * scale, float(span.end - span.start) * scale
@@ -156,9 +166,10 @@ def _lane(table: Table, timeline: Timeline, rank: int, top: int, scale: float, f
         yield f"<g><title>{_tooltip(span)}</title>{''.join(drawn)}</g>"
 
 
-def _left(table: Table) -> float:
-    """The x at which lanes begin, to the right of the names of their ranks."""
-    return LEFT_MARGIN + FONT * DIGIT * (len(str(table.ranks - 1)) - 1)
+def _left(table: Table, others: Iterable[str]) -> float:
+    """The x at which lanes begin, to the right of the names of their ranks and of other timelines."""
+    names = max((MARGIN + FONT * LETTER * (len(name) + 1) for name in others), default=0.0)
+    return max(names, LEFT_MARGIN + FONT * DIGIT * (len(str(table.ranks - 1)) - 1))
 
 
 def _svg_legend(table: Table, timeline: Timeline, top: float, width: int) -> tuple[list[str], int]:

@@ -179,5 +179,6 @@ def _known_slow(config: Config) -> str:
     if config.train.deterministic:
         return "train.deterministic"
     kernels = config.kernels_by_operation
-    slow = [name for name, chosen in vars(kernels).items() if chosen == "torch" and name != "adamw"]
+    as_fast = ("adamw",) if config.optim.name == "muon" else ("adamw", "muon")  # or unused
+    slow = [name for name, chosen in vars(kernels).items() if chosen == "torch" and name not in as_fast]
     return f"PyTorch's kernels of {', '.join(slow)} in place of Triton's" if slow else ""

@@ -10,12 +10,6 @@ import pytest
 from megalite.base.late_import import import_for_good
 
 
-@pytest.fixture(autouse=True)
-def thawed() -> Iterator[None]:
-    yield
-    gc.unfreeze()
-
-
 @pytest.fixture
 def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """A module that notes whether the collector is at work while it is imported."""

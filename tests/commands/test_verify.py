@@ -143,7 +143,7 @@ def test_a_layout_is_compared_as_it_is_compiled(compiles: bool) -> None:
     """The single process is not compiled."""
     config = configuration()
     small = shrink(replace(config, train=replace(config.train, compile=compiles)))
-    with one_rank(), patch.object(torch, "compile", side_effect=lambda forward: forward) as compiled:
+    with one_rank(), patch.object(torch, "compile", side_effect=lambda forward, **_: forward) as compiled:
         assert all(difference.passed for difference in compare(small, 1, 1e-10))
     assert compiled.call_count == compiles * small.model.layers
     assert "compile" not in "; ".join(not_compared(small, 3))

@@ -13,6 +13,8 @@ from types import TracebackType
 
 UNFINISHED = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING")
 DAEMONS = ("munged", "slurmctld", "slurmd")
+PATIENCE = 600.0  # seconds in which anything must happen that is waited for: a busy machine takes minutes for seconds
+LOOKS = (0.1, 0.5)  # seconds between two looks, at first and in the end: each of them is a command of Slurm or more
 SYSTEM = "/usr/sbin:/sbin"  # where daemons lie
 NODES = ("127.0.0.1", "127.0.0.2")  # names by which the ranks of one machine can find each other
 CONFIGURATION = """
@@ -38,6 +40,7 @@ SlurmctldParameters=preempt_send_user_signal
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 KillWait=30
+MinJobAge=3600
 UnkillableStepTimeout=600
 SlurmdTimeout=10
 ReturnToService=2
@@ -82,24 +85,27 @@ class Cluster:
 
     def run(self, *command: str, check: bool = True, folder: Path | None = None) -> str:
         """What a command of Slurm prints, or one that calls Slurm."""
-        done = subprocess.run(command, cwd=folder, env=self.environment, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(
+            command, cwd=folder, env=self.environment, capture_output=True, text=True, timeout=PATIENCE
+        )
         if check and done.returncode:
             raise RuntimeError(f"{' '.join(command)}: {done.stderr}{self._logs()}")
         return done.stdout.strip()
 
-    def wait(self, job: str, timeout: float = 120) -> dict[str, str]:
+    def wait(self, job: str, timeout: float = PATIENCE) -> dict[str, str]:
         """The properties of a job once it has ended."""
         self.until(lambda: self.job(job)["JobState"] not in UNFINISHED, f"job {job} at its end", timeout)
         return self.job(job)
 
-    def until(self, done: Callable[[], bool], what: str, timeout: float = 120) -> None:
+    def until(self, done: Callable[[], bool], what: str, timeout: float = PATIENCE) -> None:
         """Wait for something; raises TimeoutError with the daemons' messages."""
-        deadline = time.monotonic() + timeout
+        deadline, (pause, longest) = time.monotonic() + timeout, LOOKS
         while not done():
             if time.monotonic() > deadline or any(daemon.poll() is not None for daemon in self._daemons.values()):
                 nodes = self.run("sinfo", "-h", "-N", "-o", "%N %T %E", check=False)
                 raise TimeoutError(f"never saw {what}; nodes: {nodes}{self._logs()}")
-            time.sleep(0.1)
+            time.sleep(pause)
+            pause = min(1.2 * pause, longest)
 
     def idle(self) -> bool:
         """Whether both nodes are there and have nothing to do."""
@@ -150,7 +156,7 @@ class Cluster:
         """Have Slurm's controller go away, as for an upgrade."""
         controller = self._daemons.pop("slurmctld")
         controller.terminate()
-        controller.wait(30)
+        controller.wait(PATIENCE)
 
     def start_controller(self) -> None:
         """Have it come back, with the state that it has left."""
@@ -170,11 +176,11 @@ class Cluster:
         munge = {"key-file": "key", "socket": "socket", "pid-file": "pid", "log-file": "log", "seed-file": "seed"}
         files = [f"--{option}={self.folder}/munge.{end}" for option, end in munge.items()]
         self._daemon("munged", "munged", "--foreground", "--force", *files)  # force: the folder lies in a temporary one
-        self.until((self.folder / "munge.socket").exists, "the socket of munged", 30)
+        self.until((self.folder / "munge.socket").exists, "the socket of munged")
         self._daemon("slurmctld", "slurmctld", "-D", "-c")
         for node in NODES:
             self._daemon(node, "slurmd", "-D", "-N", node)
-        self.until(self.idle, "two idle nodes", 60)
+        self.until(self.idle, "two idle nodes")
 
     def _daemon(self, name: str, *command: str) -> None:
         with (self.folder / "daemons.log").open("ab") as log:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import stand_in
-from slurm_cluster import NODES, Cluster
+from slurm_cluster import NODES, PATIENCE, Cluster
 
 from megalite_launch.base.events import Event, read_events
 
@@ -44,7 +44,7 @@ class Case:
         path = self.run / "metrics.jsonl"
         return path.read_text().count("\n") if path.exists() else 0
 
-    def until(self, done: Callable[[], bool], what: str, timeout: float = 60) -> None:
+    def until(self, done: Callable[[], bool], what: str, timeout: float = PATIENCE) -> None:
         try:
             self.cluster.until(done, what, timeout)
         except TimeoutError as error:
@@ -55,10 +55,10 @@ class Case:
         steps = self.steps()
         self.until(lambda: self.steps() > steps + 1, f"{self.run.name} train")
 
-    def ended(self, timeout: float = 60) -> tuple[str, str, str]:
+    def ended(self, timeout: float = PATIENCE) -> tuple[str, str, str]:
         """State, exit code and restarts of the job once it has ended, and no process of it is left."""
         found = self.cluster.wait(self.job, timeout)
-        self.until(lambda: not self.cluster.processes(SLURM_JOB_ID=self.job), "no process left", 15)
+        self.until(lambda: not self.cluster.processes(SLURM_JOB_ID=self.job), "no process left")
         return found["JobState"], found["ExitCode"], found["Restarts"]
 
     def ranks(self, rank: int) -> int:
@@ -72,7 +72,7 @@ class Case:
 
     def first_process(self) -> int:
         """The batch script as soon as it is there, and holds signals up."""
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + PATIENCE
         while time.monotonic() < deadline:
             for process in self.cluster.processes(SLURM_JOB_ID=self.job):
                 with suppress(OSError):

@@ -77,7 +77,7 @@ def test_a_full_disk(disk: Path, work: SimpleNamespace, tmp_path_factory: pytest
             return supervised_job.submit(cluster, name, sbatch=where, supervisor=how, command=command, run=run)
 
         case = submit("first", f"train.steps={MANY}", f"checkpoint.max_failures={MANY}")
-        case.until(lambda: newest(run) > 0, "a checkpoint", 90)
+        case.until(lambda: newest(run) > 0, "a checkpoint")
         with full(disk):
             step = newest(run)
             time.sleep(2)  # of steps whose saves fail
@@ -85,7 +85,7 @@ def test_a_full_disk(disk: Path, work: SimpleNamespace, tmp_path_factory: pytest
             for path in complete(run / "checkpoints").values():
                 check_complete(path)
             step = newest(run)
-        case.until(lambda: newest(run) > step, "a checkpoint once there is room", 60)
+        case.until(lambda: newest(run) > step, "a checkpoint once there is room")
         assert case.causes() == []  # nothing was started again
         cluster.run("scancel", case.job)
         assert case.ended()[0] == "CANCELLED"
@@ -94,9 +94,9 @@ def test_a_full_disk(disk: Path, work: SimpleNamespace, tmp_path_factory: pytest
 
         case = submit("second", f"train.steps={MANY}", "checkpoint.max_failures=1")
         step = newest(run)
-        case.until(lambda: newest(run) > step, "a checkpoint", 90)
+        case.until(lambda: newest(run) > step, "a checkpoint")
         with full(disk):
-            assert case.ended(60)[:2] == ("FAILED", "4:0"), (folder / "second.log").read_text()
+            assert case.ended()[:2] == ("FAILED", "4:0"), (folder / "second.log").read_text()
         said = (folder / "second.log").read_text()
         assert f"{run}: No space left on device" in said.splitlines()[-1]
         assert len(case.all("attempt")) <= 2  # none but the first of each job
@@ -106,7 +106,7 @@ def test_a_full_disk(disk: Path, work: SimpleNamespace, tmp_path_factory: pytest
         with full(disk):  # before the start
             attempts = len(case.all("attempt"))
             case = submit("restart", f"train.steps={MANY}")
-            assert case.ended(60) == ("FAILED", "4:0", "0"), (folder / "restart.log").read_text()
+            assert case.ended() == ("FAILED", "4:0", "0"), (folder / "restart.log").read_text()
             assert len(case.all("attempt")) <= attempts + 1
         said = (folder / "restart.log").read_text()
         assert "ends with exit code 4: " in said.splitlines()[-1]
@@ -115,7 +115,7 @@ def test_a_full_disk(disk: Path, work: SimpleNamespace, tmp_path_factory: pytest
 
         step = newest(run)
         case = submit("third", f"train.steps={step + 4}")
-        assert case.ended(90)[:2] == ("COMPLETED", "0:0"), (folder / "third.log").read_text()
+        assert case.ended()[:2] == ("COMPLETED", "0:0"), (folder / "third.log").read_text()
         undisturbed = ("megalite", "train", *CONFIG, f"run.dir={folder}", f"train.steps={step + 4}")
         done = work.run(*undisturbed, "parallel.dp_shard=2")
         assert done.returncode == 0, done.stderr

@@ -201,13 +201,13 @@ def test_training_itself_goes_on_after_a_kill_and_after_a_stop(submit, work, exp
         run=run,
         supervisor=("--check", check, "--ranks-per-node", "1"),
     )
-    case.until(lambda: case.steps() > 8, "training", 90)
+    case.until(lambda: case.steps() > 8, "training")
     os.kill(case.ranks(1), signal.SIGKILL)
-    case.until(lambda: len(case.all("attempt")) == 2, "the second attempt", 30)
+    case.until(lambda: len(case.all("attempt")) == 2, "the second attempt")
     seen = case.steps()
-    case.until(lambda: case.steps() > seen + 3, "training again", 60)
+    case.until(lambda: case.steps() > seen + 3, "training again")
     case.cluster.run("scancel", "--signal=USR1", case.job)
-    assert case.ended(120) == ("COMPLETED", "0:0", "1"), case.log
+    assert case.ended() == ("COMPLETED", "0:0", "1"), case.log
     assert case.causes() == ["killed", "stopped", "finished"]
     assert curve(run) == curve(work.folder / "runs" / "undisturbed")
 
@@ -224,7 +224,7 @@ def curve(run: Path) -> dict[int, float]:
 
 def test_the_time_limit(cases: dict[str, Case]) -> None:
     limit, warned = cases["limit"], cases["warned"]
-    assert limit.ended(120)[::2] == ("TIMEOUT", "0"), limit.log
+    assert limit.ended()[::2] == ("TIMEOUT", "0"), limit.log
     assert limit.all("attempt_ended")[0]["cause"] == "stopped"  # on Slurm's SIGTERM
     assert "TimeLimit" in limit.all("not_requeued")[0]["reason"]
     assert stand_in.recorded(limit.run) == stand_in.curve(len(stand_in.recorded(limit.run)))

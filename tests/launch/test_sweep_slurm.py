@@ -37,7 +37,7 @@ def ended(cluster: Cluster, faked: Faked) -> None:
     def over() -> bool:
         return not cluster.run("squeue", "--noheader", "--me")
 
-    cluster.until(over, "the end of all jobs", 200)
+    cluster.until(over, "the end of all jobs")
 
 
 def test_chunks_shapes_and_requeues(cluster: Cluster, tmp_path: Path) -> None:

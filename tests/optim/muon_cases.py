@@ -30,6 +30,7 @@ from megalite.plan.parts import part
 from megalite.plan.resolved import resolve
 from megalite.train.build import build
 from megalite.train.step import train_step
+from megalite_kernels.backend import Backend
 
 CPU = torch.device("cpu")
 STEPS = 3
@@ -98,6 +99,7 @@ def stepped(
     splits: Sequence[int],
     bucket_bytes: int,
     place: Place = "device",
+    backend: Backend = "auto",
 ) -> Held | None:
     """Three steps, of which one is skipped, on matrices and gradients that every rank knows whole."""
     mesh = Mesh.build(layout, CPU, sharded, with_stage=True)
@@ -112,7 +114,8 @@ def stepped(
     params = [module.weight for module in modules]
     for param, whole in zip(params, weights_of(shapes, pp), strict=True):
         fill(param, whole)
-    optimizer = Muon(params, mesh.stage, lr=0.02, weight_decay=0.3, bucket_bytes=bucket_bytes, states=STORES[place]())
+    options: dict[str, Any] = {"bucket_bytes": bucket_bytes, "states": STORES[place](), "backend": backend}
+    optimizer = Muon(params, mesh.stage, lr=0.02, weight_decay=0.3, **options)
     peaks = []
     for step in range(STEPS):
         for param, whole in zip(params, gradients_of(shapes, pp, step), strict=True):

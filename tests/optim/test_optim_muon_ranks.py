@@ -15,6 +15,7 @@ from megalite.optim.muon import Muon
 from megalite.plan.muon import BUCKET_BYTES, MuonPlan, boxes, matrices_of, moves, stage_matrices
 from megalite.plan.pipeline import table_of
 from megalite.plan.split import layers_of, split_of
+from megalite_kernels.backend import Backend
 
 # Of a rank of tp: as few rows as one, fewer and more than there are shards, and none that 8 divides.
 BASE = [(3, 5), (1, 7), (7, 1), (1, 1), (11, 2), (5, 20), (9, 9), (2, 13), (20, 3), (6, 6)]
@@ -62,10 +63,10 @@ def plan_of(layout: Layout, sharded: bool, given: Case, bucket_bytes: int) -> Mu
     return MuonPlan(matrices, 8, bucket_bytes)
 
 
-def on_one(shapes: Sequence[tuple[int, ...]], pp: int) -> tuple[list[Tensor], list[Tensor]]:
+def on_one(shapes: Sequence[tuple[int, ...]], pp: int, backend: Backend) -> tuple[list[Tensor], list[Tensor]]:
     """Weights and momentum of the same steps on whole matrices, without the one that is skipped."""
     params = [nn.Parameter(weight) for weight in weights_of(shapes, pp)]
-    optimizer = Muon(params, lr=0.02, weight_decay=0.3)
+    optimizer = Muon(params, lr=0.02, weight_decay=0.3, backend=backend)
     for step in (step for step in range(STEPS) if step != BAD):
         for param, grad in zip(params, gradients_of(shapes, pp, step), strict=True):
             param.grad = grad * CLIP
@@ -73,13 +74,21 @@ def on_one(shapes: Sequence[tuple[int, ...]], pp: int) -> tuple[list[Tensor], li
     return [param.detach() for param in params], [optimizer.state[param]["momentum_buffer"] for param in params]
 
 
-def check(layout: Layout, sharded: bool, bucket_bytes: int, ranks: Ranks, given: Case | None = None) -> list[Held]:
+def check(
+    layout: Layout,
+    sharded: bool,
+    bucket_bytes: int,
+    ranks: Ranks,
+    given: Case | None = None,
+    place: Place = "device",
+    backend: Backend = "auto",
+) -> list[Held]:
     shapes, splits = given or case(layout.tp)
-    told = ranks.run(stepped, layout, sharded, shapes, splits, bucket_bytes)
+    told = ranks.run(stepped, layout, sharded, shapes, splits, bucket_bytes, place, backend)
     assert told[layout.world_size :] == [None] * (SIZE - layout.world_size)
     plan = plan_of(layout, sharded, (shapes, splits), bucket_bytes)
     for pp in range(layout.pp):
-        weights, momenta = on_one(shapes, pp)
+        weights, momenta = on_one(shapes, pp, backend)
         size = layout.world_size // layout.pp
         for position, held in enumerate(told[pp * size : (pp + 1) * size]):
             assert held.misplaced == []
@@ -108,6 +117,15 @@ def test_stacks_are_bitwise_one_process_in_every_layout(layout: Layout, ranks: R
     tp = layout.tp
     stacks: Case = [(3, 4 * tp, 5), (6, 6), (8, 3, 6 * tp), (2, 2, 2 * tp, 3)], [1, 0, 2, 2]
     check(layout, True, BUCKET_BYTES, ranks, stacks)
+
+
+@pytest.mark.parametrize("place", ["device", "host"])
+@pytest.mark.parametrize("layout", [Layout(dp_replicate=2, dp_shard=2, tp=2), Layout(dp_shard=8)], ids=str)
+def test_kernels_are_bitwise_one_process(layout: Layout, place: Place, ranks: Ranks) -> None:
+    """In Triton's interpreter, with matrices and a stack in one launch or, on the host, one by one."""
+    shapes, splits = case(layout.tp)
+    given = [*shapes, (3, 4 * layout.tp, 5)], [*splits, 1]
+    check(layout, True, BUCKET_BYTES, ranks, given, place, "triton")
 
 
 @pytest.mark.parametrize("layout", [Layout(dp_shard=4), Layout(dp_replicate=2, dp_shard=2, tp=2)], ids=str)

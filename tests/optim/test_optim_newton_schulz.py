@@ -53,6 +53,17 @@ def test_in_bfloat16_it_is_bitwise_that_of_torch(rows: int, columns: int) -> Non
     assert torch.equal(newton_schulz(x), _zeropower_via_newtonschulz(x, COEFFICIENTS, 5, EPS))
 
 
+@pytest.mark.parametrize("shape", [(24, 40), (40, 24), (7, 7), (1, 5), (150, 130)])
+def test_symmetric_products_in_kernels_are_as_near(shape: tuple[int, int]) -> None:
+    """In the interpreter, which rounds float16, not bfloat16, as it should."""
+    x = matrix(*shape, torch.float16)
+    expected, found = by_svd(x.double(), 2), newton_schulz(x, 2, backend="triton")
+    noise = 2e-3 * 3.5**2
+    torch.testing.assert_close(newton_schulz(x, 2, backend="torch").double(), expected, rtol=0, atol=noise)
+    torch.testing.assert_close(found.double(), expected, rtol=0, atol=noise)
+    assert found.abs().max() > 10 * noise
+
+
 @given(SIZES, SIZES, st.integers(0, 5))
 def test_bits_do_not_depend_on_where_a_matrix_lies(rows: int, columns: int, offset: int) -> None:
     x = matrix(rows, columns)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from trace_cases import EVENTS, content, event, kernel, note
+from trace_cases import EVENTS, F, content, event, kernel, nccl, note
 
 from megalite.base.errors import InputError
 from megalite.profiling.breakdown import Breakdown, breakdown
@@ -43,10 +43,20 @@ def test_a_gpus_step_is_told_by_kind_and_by_axis() -> None:
 
 
 def test_saves_and_evaluations_are_no_part_of_a_step() -> None:
-    found = broken_down([*EVENTS, note("saving", 900, 950), note("evaluating", 50, 100)])
-    assert microseconds(found.parts)["host gap"] == 170
-    assert found.data_wait == 50_000
-    assert found.whole == 900_000
+    saved = [note(f"{F} (entry 1 of 1)", 1000, 1200), note("evaluating", 1200, 1300), note("saving", 1300, 1400)]
+    saved.append(kernel("gemm", 7, 1010, 1190, 0))
+    later = [note("reading a batch", 1400, 1450), note("updating the weights", 1500, 1600), note("saving", 1600, 1700)]
+    before = note("saving", -100, 0)
+    found = broken_down([note("profiled steps", -100, 1700), before, *EVENTS[1:], *saved, *later], last=6)
+    assert found.whole == 1_200_000
+    assert found.data_wait == 150_000
+    assert found.compute["matmul"] == 200_000
+
+
+def test_a_group_of_all_processes_is_that_of_the_axis_that_has_them_all() -> None:
+    events = [*EVENTS, nccl("AllReduce", 32, 910, 930, "0", "default_pg")]
+    assert broken_down(events).axes["all"].exposed == 20_000
+    assert broken_down(events, axes={"0": "dp"}).axes["dp"].exposed == 100_000
 
 
 def test_kernels_beside_each_other_count_once() -> None:
@@ -62,16 +72,17 @@ CPU = [
     event("cpu_op", "aten::linear", 99, 10, 40),
     event("cpu_op", "aten::addmm", 99, 15, 35),
     event("cpu_op", "aten::copy_", 99, 16, 20),
-    event("user_annotation", "group: mesh_tp", 99, 40, 70),
+    event("user_annotation", "group: 4", 99, 40, 70),
+    event("cpu_op", "autograd::engine::evaluate_function: Gathered", 99, 40, 72),  # waits for the collective
     event("cpu_op", "c10d::allreduce_", 99, 41, 42),
     event("user_annotation", "gloo:all_reduce", 201, 43, 69),
     event("cpu_op", "aten::copy_", 201, 45, 50),  # gloo's own
-    event("user_annotation", "group: world", 99, 70, 80),
+    event("user_annotation", "group: 5", 99, 70, 80),
     event("user_annotation", "gloo:all_reduce", 201, 72, 74),  # began late: the thread is that of tp all the same
-    event("user_annotation", "group: mesh_tp", 99, 74, 75),
+    event("user_annotation", "group: 4", 99, 74, 75),
     event("user_annotation", "gloo:all_reduce", 201, 75, 76),
     event("user_annotation", "gloo:all_reduce", 301, 76, 78),
-    event("user_annotation", "group: mesh_pp", 99, 80, 82),
+    event("user_annotation", "group: 2", 99, 80, 82),
     event("user_annotation", "gloo:recv", 99, 81, 95),
     event("cpu_op", "aten::mul", 99, 84, 90),
 ]
@@ -97,7 +108,10 @@ def test_the_parts_add_up_to_the_step_whatever_overlaps(some: list[Any], talks: 
     for each, group in named:
         each["args"]["Process Group Name"] = group
         events.append(each)
-    events += [note("reading a batch", start, start + took) for start, took in waits]
+    events += [
+        note("reading a batch", 10, 11),
+        *(note("reading a batch", start, start + took) for start, took in waits),
+    ]
     found = broken_down(events)
     assert sum(found.parts.values()) == found.whole == 100_000
     assert all(0 <= each.exposed <= each.total for each in found.axes.values())

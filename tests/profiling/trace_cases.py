@@ -2,7 +2,7 @@
 
 from typing import Any
 
-GROUPS = [("0", "default_pg"), ("2", "mesh_pp"), ("3", "mesh_fsdp"), ("4", "mesh_tp")]
+GROUPS = [("0", "default_pg"), ("2", "mesh_pp"), ("3", "mesh_fsdp"), ("4", "mesh_tp"), ("5", "world")]
 F, B = "F(stage 0, micro-batch 0)", "B(stage 0, micro-batch 0)"
 
 
@@ -42,7 +42,7 @@ EVENTS = [
     note("reading a batch", 0, 100),
     note(f"{F} (entry 1 of 2)", 100, 200),
     note(f"{B} (entry 2 of 2)", 200, 300),
-    note("updating the weights", 700, 780),
+    note("updating the weights", 700, 1000),
     *(launch(at, number) for number, at in ((1, 110), (2, 120), (3, 210), (4, 220), (5, 710), (6, 230))),
     kernel("nvjet_tst_128x256_64x4_2x1_v_bz_coopA_TNT", 7, 120, 320, 1),
     kernel("void flash_fwd_kernel<Flash_fwd_kernel_traits<128>>(Flash_fwd_params)", 7, 320, 420, 2),
@@ -63,7 +63,14 @@ EVENTS = [
 def content(events: list[dict[str, Any]] = EVENTS, **about: Any) -> dict[str, Any]:
     """The content of a trace's file."""
     return {
-        "megalite": {"rank": 0, "first": 5, "last": 5, "coordinates": {"pp": 0, "dp": 0, "cp": 0, "tp": 0}, **about},
+        "megalite": {
+            "rank": 0,
+            "first": 5,
+            "last": 5,
+            "pp": 1,
+            "coordinates": {"pp": 0, "dp": 0, "cp": 0, "tp": 0},
+            **about,
+        },
         "distributedInfo": {"pg_config": [{"pg_name": name, "pg_desc": told} for name, told in GROUPS]},
         "traceEvents": events,
     }

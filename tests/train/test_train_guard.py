@@ -316,13 +316,6 @@ def test_a_signal_ends_the_run_after_its_step_with_a_checkpoint(number: signal.S
     assert alone(config(), tmp_path).asked == samples(4, 5, 6, 7)
 
 
-def test_ranks_agree_to_stop_though_one_alone_was_asked(tmp_path: Path, ranks: Ranks) -> None:
-    found = ranks.run(stopped_run, config(Layout(pp=2, dp_shard=2, tp=2)), tmp_path, signal.SIGUSR1, 4, 5)
-    last = "stopped by SIGUSR1 after step 5, which is saved; the same command continues"
-    assert {(code, said[-1]) for code, said in found} == {(3, last)}
-    assert [step_of(path) for path in complete(tmp_path)] == [2, 4, 5]
-
-
 def test_a_request_during_the_last_step_changes_nothing(tmp_path: Path) -> None:
     with one_rank():
         code, said = stopped_run(config(), tmp_path, signal.SIGTERM, 8, 0)

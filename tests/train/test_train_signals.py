@@ -20,6 +20,7 @@ from megalite.base.stop_signals import STOP_SIGNALS
 
 TRAIN = ["-m", "megalite.commands.main", "train", "toy.yaml"]
 LAUNCH = launching("hindered", 2)
+SPAWN = launching("hindered", 2, shared=None)
 HINDERED = """
 import os, sys, time
 from itertools import count
@@ -135,7 +136,7 @@ def test_a_signal_while_the_launcher_imports_ends_the_job_with_3(begin: Begin, m
 
 
 @linux
-@pytest.mark.parametrize("command", [TRAIN, ["-c", LAUNCH]], ids=["forked", "spawned"])
+@pytest.mark.parametrize("command", [TRAIN, ["-c", SPAWN]], ids=["forked", "spawned"])
 def test_no_process_outlives_a_launcher_that_is_killed_early(command: list[str], begin: Begin, mark: str) -> None:
     """Killed as soon as the first rank is there, and at a random moment of the start of ranks, forked or not."""
     for delay in (0.0, random.uniform(0, 2.5)):

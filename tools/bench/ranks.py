@@ -1,4 +1,4 @@
-"""Runs benchmarks on local ranks: a benchmark starts itself once more for every rank."""
+"""Runs benchmarks on local ranks: a benchmark runs itself once more for every rank, and its imports are shared."""
 
 import argparse
 import shlex
@@ -33,10 +33,10 @@ def run_on_ranks(
 ) -> int:
     """Run a benchmark. Returns the exit code of its ranks if that is not 0, else the one of `judge`.
 
-    module: the module that is started for every rank. ranks: the number of ranks for given options; raises InputError
-    for bad options. around: entered while there are ranks, by the process that starts them, which ends well whatever
-    signal ends them; for folders that must not be left behind. measure: runs on every rank, in a process group, with
-    one thread; its last argument is the header of a report.
+    module: the module that is run on every rank, each a fork of this process, which must have computed nothing. ranks:
+    the number of ranks for given options; raises InputError for bad options. around: entered while there are ranks, by
+    the process that starts them, which ends well whatever signal ends them; for folders that must not be left behind.
+    measure: runs on every rank, in a process group, with one thread; its last argument is the header of a report.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
 
@@ -55,7 +55,7 @@ def run_on_ranks(
         before = listen(stop)
         try:
             with around(options):
-                code = launch(module, arguments, count)
+                code = launch(module, arguments, count, None, module)
         finally:
             restore(before)
         return code or judge(options)

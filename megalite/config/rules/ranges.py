@@ -84,6 +84,8 @@ MINIMA: dict[str, float | tuple[float, str]] = {  # and why, where that does not
     "log.interval": 1,
     "eval.interval": 0,
     "eval.steps": 0,
+    "profile.start": 0,
+    "profile.steps": 1,
 }
 MAXIMA: dict[str, tuple[float, str]] = {  # and why; whole numbers that are not here are bounded by DEFAULT_MAXIMUM
     "run.seed": ((1 << 63) - 1, "checkpoints keep it in 64 bits"),
@@ -140,6 +142,7 @@ MAXIMA: dict[str, tuple[float, str]] = {  # and why; whole numbers that are not 
     "optim.muon.steps": (100, "singular values come no nearer to 1"),
     "checkpoint.local.replicas": (1, "with one, any node may be lost"),
     "schedule.floor": (1, "it is a share of optim.lr"),
+    "profile.steps": (100, "the traces of more fill memory and disks"),
 }
 DEFAULT_MAXIMUM = 10**12, ANY_RUN
 

@@ -1,10 +1,10 @@
-"""Rules of the run and log sections."""
+"""Rules of the run, log and profile sections."""
 
 from collections.abc import Iterator
 from pathlib import Path
 
 from megalite.base.errors import Problem
-from megalite.config.schema import Log, Run
+from megalite.config.schema import Log, Profile, Run
 
 MAX_NAME_BYTES = 255
 
@@ -37,3 +37,17 @@ def log_rules(log: Log) -> Iterator[Problem]:
         yield Problem("log.wandb", "must be 1 to 128 printable characters", "name a project, or use null", project)
     elif project is not None and set(project) & set("/\\#?%:"):
         yield Problem("log.wandb", "must be the name of a project, without / \\ # ? % :", "leave these out", project)
+
+
+def profile_rules(profile: Profile, steps: int, ranks: int) -> Iterator[Problem]:
+    """Every broken rule of which steps of a run, and which of its ranks, are profiled. ranks: the number of them."""
+    last = profile.start + profile.steps - 1
+    if profile.start and last > steps:
+        rule = f"with profile.steps = {profile.steps} ends at step {last}, after train.steps = {steps}"
+        yield Problem("profile.start", rule, "begin earlier, or use 0, which profiles none", profile.start)
+    if profile.ranks == []:
+        yield Problem("profile.ranks", "must name a rank", "use all, or profile.start=0, which profiles none", [])
+    for index, rank in enumerate(profile.ranks if isinstance(profile.ranks, list) else ()):
+        if not 0 <= rank < ranks:
+            rule = f"must be a rank of the job: from 0 to {ranks - 1}"
+            yield Problem(f"profile.ranks[{index}]", rule, "leave it out, or use all", rank)

@@ -4,7 +4,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
 from types import FrameType
 
@@ -27,12 +27,15 @@ class Activity:
     def __init__(self) -> None:
         self.step = 0  # the optimizer step that is under way
         self.asked: Collection[int] = ()  # signals by which this rank was asked to stop
+        self.follower: Callable[[object], None] | None = None  # told of every note, while steps are profiled
         self("starting")
         self.tick()
 
     def __call__(self, what: object) -> None:
         """Note that `what` begins now; it is turned into text only if somebody asks."""
         self.now = what, time.monotonic()
+        if self.follower is not None:
+            self.follower(what)
 
     def tick(self) -> None:
         """Note progress of work that is long or in the background, such as one more piece of a checkpoint."""

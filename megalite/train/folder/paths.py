@@ -12,7 +12,18 @@ from megalite_launch.base.files import foreign
 from megalite_launch.base.run_folder import ATTEMPT
 
 FILES = ("metrics.jsonl", "config.yaml", "wandb.json", "events.jsonl", "interval.json")
-FOLDERS = ("lock", "attempts", "logs", "checkpoints", "export", "starts", "tensorboard", "tokenizer", "wandb")
+FOLDERS = (
+    "lock",
+    "attempts",
+    "logs",
+    "checkpoints",
+    "export",
+    "profile",
+    "starts",
+    "tensorboard",
+    "tokenizer",
+    "wandb",
+)
 
 
 @dataclass(frozen=True)

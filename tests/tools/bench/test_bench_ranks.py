@@ -16,12 +16,24 @@ from megalite_tools.bench import pipeline as bench_pipeline
 from megalite_tools.bench import ranks as bench_ranks
 from megalite_tools.bench import schedules as bench_schedules
 
+# Sleeps this short take no time beside the runner.
+PATIENT = """
+import sys
+from megalite_tools.bench import pipeline
+pipeline.TOLERANCE = pipeline.NOISE = 1000.0
+sys.exit(pipeline.main(sys.argv[1:]))
+"""
 
-def test_every_schedule_is_measured_beside_its_simulation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench_pipeline, "TOLERANCE", 1000.0)  # sleeps this short take no time beside the runner
-    monkeypatch.setattr(bench_pipeline, "NOISE", 1000.0)
+
+def run(*command: str) -> None:
+    """Run a benchmark as a program: its ranks are forks of it, and of this process they cannot be."""
+    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr
+
+
+def test_every_schedule_is_measured_beside_its_simulation(tmp_path: Path) -> None:
     out = tmp_path / "pipeline.json"
-    assert bench_pipeline.main(["--unit", "1", "--micro-batches", "8", "--steps", "1", "--out", str(out)]) == 0
+    run("-c", PATIENT, "--unit", "1", "--micro-batches", "8", "--steps", "1", "--out", str(out))
     rows = json.loads(out.read_text())["schedules"]
     assert tuple(row["schedule"] for row in rows) == NAMES
     for row in rows:
@@ -95,7 +107,7 @@ def test_ranks_that_fail_are_not_bad_input(tmp_path: Path, monkeypatch: pytest.M
 
 def test_every_method_sends_what_is_predicted(tmp_path: Path) -> None:
     out = tmp_path / "context.json"
-    assert bench_context.main(["--cp", "2", "--length", "64", "--rounds", "1", "--out", str(out)]) == 0
+    run("-m", "megalite_tools.bench.context", "--cp", "2", "--length", "64", "--rounds", "1", "--out", str(out))
     rows = {row["method"]: row for row in json.loads(out.read_text())["methods"]}
     assert set(rows) == {"ring", "ulysses", "all_gather"}
     assert all(row["sent"] == row["sent_predicted"] > 0 for row in rows.values())
@@ -106,7 +118,7 @@ def test_every_way_to_save_and_load_is_measured(tmp_path: Path) -> None:
     out = tmp_path / "checkpoint.json"
     small = ["--ranks", "2", "--layers", "1", "--width", "64", "--rounds", "1"]
     small += ["--folder", str(tmp_path), "--local", str(tmp_path)]
-    assert bench_checkpoint.main([*small, "--out", str(out)]) == 0
+    run("-m", "megalite_tools.bench.checkpoint", *small, "--out", str(out))
     report = json.loads(out.read_text())
     weights = 2 * 4096 * 64 + 4 * 64 * 64 + 3 * 64 * 170 + 3 * 64
     assert report["bytes"] == 12 * weights, "weights and two moments in fp32"
@@ -123,22 +135,20 @@ def test_every_way_to_save_and_load_is_measured(tmp_path: Path) -> None:
 
 
 def test_how_long_training_stands_still_for_both_tiers(tmp_path: Path) -> None:
-    """It runs as a program here, and a second one is ended by a signal: neither leaves anything."""
+    """A second one is ended by a signal: neither leaves anything."""
     folder, local, out = tmp_path / "shared", tmp_path / "local", tmp_path / "tiers.json"
     folder.mkdir()
     local.mkdir()
-    command = [sys.executable, "-m", "megalite_tools.bench.checkpoint", "--tiers", "--ranks", "2", "--layers", "1"]
+    command = ["-m", "megalite_tools.bench.checkpoint", "--tiers", "--ranks", "2", "--layers", "1"]
     command += ["--width", "64", "--rounds", "1", "--every", "2", "--folder", str(folder), "--local", str(local)]
-    short = [*command, "--saves", "4", "--pause", "0.1", "--out", str(out)]
+    run(*command, "--saves", "4", "--pause", "0.1", "--out", str(out))
     endless = [*command, "--saves", "1000000", "--pause", "0.1", "--out", str(tmp_path / "never.json")]
-    done = subprocess.run(short, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
     found = json.loads(out.read_text())["standstill"]
     assert {way: len(each["stood_still"]) for way, each in found.items()} == {
         "shared": 4, "shared, rarely": 2, "local": 4,
     }  # fmt: skip
     assert all(0 < each["durable"] <= 4 and each["lost"] > 0 for each in found.values())
-    with subprocess.Popen(endless, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen([sys.executable, *endless], stderr=subprocess.PIPE, text=True) as process:
         deadline = time.monotonic() + 60
         while not any(local.glob("*/*")) and time.monotonic() < deadline:  # a rank has saved
             time.sleep(0.05)

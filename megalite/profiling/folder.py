@@ -1,0 +1,34 @@
+"""Names of the files of profiled steps in a run folder."""
+
+import re
+from pathlib import Path
+
+from megalite.base.errors import InputError
+from megalite.base.files import is_folder
+
+FOLDER, STEP = "profile", "step-{step:06}"
+TRACE, SNAPSHOT = "rank-{rank}.json.gz", "rank-{rank}.memory.pickle"
+STEP_NAME, TRACE_NAME = re.compile(r"step-(\d{1,15})"), re.compile(r"rank-(\d{1,8})\.json\.gz")
+
+
+def folder_of(run: Path, step: int) -> Path:
+    """The folder of the profile that begins with `step`."""
+    return run / FOLDER / STEP.format(step=step)
+
+
+def latest_profile(run: Path) -> Path:
+    """The folder of the latest profiled steps of a run. Raises InputError if there is none."""
+    parent = run / FOLDER
+    names = [path.name for path in parent.iterdir()] if is_folder(parent) else []
+    steps = [int(found[1]) for name in names if (found := STEP_NAME.fullmatch(name))]
+    if not steps:
+        raise InputError(f"{run}: has no profile; train with profile.start=STEP to make one")
+    return folder_of(run, max(steps))
+
+
+def traces_in(folder: Path) -> list[Path]:
+    """The traces of profiled steps, by rank. Raises InputError if there is none."""
+    found = {int(name[1]): path for path in folder.iterdir() if (name := TRACE_NAME.fullmatch(path.name))}
+    if not found:
+        raise InputError(f"{folder}: has no trace; it is written when the last profiled step has ended")
+    return [found[rank] for rank in sorted(found)]

@@ -1,0 +1,67 @@
+"""What Muon costs on a device: symmetric products by half, passes as the kernels make them, matrices found once."""
+
+from unittest.mock import patch
+
+import pytest
+import torch
+from test_cost_predict import H100, TIMER, configured
+
+from megalite.cost import muon
+from megalite.cost.muon import SYMMETRIC_ROWS, TORCH_SURPLUS, computed_flops, symmetric_rows
+from megalite.cost.predict import predict
+from megalite.cost.program import MEGALITE
+from megalite.plan.muon import Matrix
+from megalite_kernels.grad_norm import bytes_moved as norm_bytes
+from megalite_kernels.muon import bytes_moved
+from megalite_kernels.symmetric_product import MIN_ROWS
+
+WIDE = "optim.name=muon", "batch.global=64", "run.device=cuda"
+
+
+def test_numbers_are_those_of_the_kernels() -> None:
+    assert SYMMETRIC_ROWS == MIN_ROWS
+    moved = bytes_moved(1)[0] + 2 * 2  # a result is copied into the buffer that returns it
+    assert moved + norm_bytes(1, torch.float32)[0] == MEGALITE.optimizer
+    assert moved + TORCH_SURPLUS == 100, "both are counted by test_optim_muon_kernels.py"
+
+
+@pytest.mark.parametrize("shape", [(4096, 14336), (14336, 4096), (4096, 4096)])
+def test_two_products_of_three_are_halved(shape: tuple[int, int]) -> None:
+    m, n = sorted(shape)
+    matrix = Matrix(shape, ())
+    assert matrix.flops == 5 * (2 * m * m * n + 2 * m**3 + 2 * m * m * n)
+    assert computed_flops(matrix, m) == 5 * (m * m * n + m**3 + 2 * m * m * n)
+    assert computed_flops(matrix, m + 1) == matrix.flops
+
+
+@pytest.mark.parametrize(
+    ("keys", "rows"),
+    [
+        ((), SYMMETRIC_ROWS),
+        (("kernels=triton",), 0),
+        (("kernels.muon=torch",), float("inf")),
+        (("train.precision=fp64",), float("inf")),
+        (("run.device=cpu", "train.precision=fp32"), float("inf")),
+    ],
+)
+def test_products_are_halved_where_the_kernel_runs(keys: tuple[str, ...], rows: float) -> None:
+    assert symmetric_rows(configured(8, *WIDE, *keys)) == rows
+
+
+def test_kernels_save_operations_and_bytes() -> None:
+    """Of 8 GPUs with one replica and Llama 3 8B, whose matrices have 4096 rows or 1024 at least."""
+    slow, fast = (
+        predict(configured(8, *WIDE, f"kernels.muon={kernel}", model="llama3_8b"), H100, TIMER).parts["optimizer"]
+        for kernel in ("torch", "auto")
+    )
+    m, n = 4096, 14336
+    large = 32 * (2 * m * m * (m + m) + 3 * m * m * (n + m)) * 5 / 8
+    passes = 32 * (2 * m * m + 2 * 1024 * m + 3 * m * n) / 8 * TORCH_SURPLUS
+    saved = large / (TIMER.kernels.rate("bf16") * muon.RATE_SHARE) + TIMER.kernels.passes(passes)
+    assert slow - fast == pytest.approx(saved, rel=0.02)
+
+
+def test_matrices_are_found_once() -> None:
+    with patch.object(muon, "_matrices", wraps=muon._matrices) as found:
+        predict(configured(8, *WIDE, "parallel.pp=2"), H100, TIMER)
+    assert [call.args[1] for call in found.mock_calls] == [0, 1]

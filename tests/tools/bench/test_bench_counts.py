@@ -1,0 +1,64 @@
+"""`megalite-bench-counts`, and the limits of what it counts. A test that fails here names what a change has added."""
+
+import re
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from toy_jobs import one_rank
+
+from megalite_tools.bench import counts
+from megalite_tools.bench.counts import COUNTS, Count, main, page
+from megalite_tools.bench.host_calls import calls_per_layer, plain_calls_per_layer
+
+PAGE = Path("docs/speed.md").read_text(encoding="utf-8")
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    with one_rank():
+        yield
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("row", COUNTS, ids=lambda row: row.name)
+def test_a_count_keeps_its_limit_and_is_that_of_the_page(row: Count) -> None:
+    count = row.count()
+    assert row.limit is None or count <= row.limit
+    found = re.search(rf"^\| {re.escape(row.name)} \| ([\d,]+) \|", PAGE, re.MULTILINE)
+    assert found is not None
+    written = int(found[1].replace(",", ""))  # perhaps with another Python or PyTorch
+    assert count == pytest.approx(written, rel=0.1), "make counts"
+
+
+@pytest.mark.usefixtures("alone")
+def test_calls_are_counted_exactly_and_by_where_they_come_from() -> None:
+    found = calls_per_layer("fp32")
+    assert found == calls_per_layer("fp32")
+    assert found["megalite.model.decoder.Layer.forward"] > 0
+    assert found["megalite_kernels.adamw.FusedAdamW.states_of"] > 0
+    assert plain_calls_per_layer().total() < found.total()
+
+
+def test_a_count_above_its_limit_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = (Count("some", lambda: 1000, 1000), Count("others", lambda: 7, None))
+    monkeypatch.setattr(counts, "COUNTS", rows)
+    out = tmp_path / "page.md"
+    assert main(["--write", str(out)]) == 0
+    assert "| some | 1,000 | 1,000 |\n| others | 7 |  |\n" in out.read_text()
+    assert out.read_text() == page([1000, 7])
+    monkeypatch.setattr(counts, "COUNTS", (Count("some", lambda: 1001, 1000), rows[1]))
+    assert main([]) == 1
+    monkeypatch.setitem(counts.ORIGINS, "fp32", lambda: Counter({"megalite.a": 2, "megalite.b": 3}))
+    capsys.readouterr()
+    assert main(["--origins", "fp32"]) == 0
+    assert re.search(r"megalite.b +3 *\n.*megalite.a +2 *\n.*all +5 *\n", capsys.readouterr().out)
+
+
+def test_limits_are_those_of_the_page() -> None:
+    for row in COUNTS:
+        limit = "" if row.limit is None else f"{row.limit:,}"
+        assert re.search(rf"^\| {re.escape(row.name)} \| [\d,]+ \| {limit} \|$", PAGE, re.MULTILINE)

@@ -1,0 +1,118 @@
+"""What a training step costs, as counts that need no GPU and depend on no load: the page docs/speed.md.
+
+Each count has a limit, which a test keeps (tests/tools/bench/test_bench_counts.py). Where code gets better, lower the
+limit; --write makes the page again.
+"""
+
+import argparse
+import platform
+import sys
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from megalite.base.entry import exit_code
+from megalite.base.exit_codes import ExitCode
+from megalite.base.files import write_whole
+from megalite.distributed.start.start import start_alone
+from megalite_launch.base.texts import markdown_table
+from megalite_tools.bench.host_calls import DEEP, SHALLOW, calls_per_layer, plain_calls_per_layer
+from megalite_tools.terminal import Terminal
+
+COMMAND = "megalite-bench-counts"
+ORIGINS: dict[str, Callable[[], Counter[str]]] = {
+    "plain": plain_calls_per_layer,
+    "fp32": partial(calls_per_layer, "fp32"),
+    "bf16": partial(calls_per_layer, "bf16"),
+}
+PAGE = """\
+# Speed, in counts
+
+These numbers decide how fast a step can be, and a CPU counts them exactly. `{command} --write docs/speed.md`
+makes this page; tests keep the limits. [benchmarks.md](benchmarks.md) has times.
+
+{table}
+Calls are those of functions in Python and C that `sys.setprofile` sees in a step of a model of width 64 with 1 × 32
+tokens on one rank, per layer: the difference of {deep} and {shallow} layers. The host makes them while a GPU computes;
+where they take longer than a layer's kernels, the GPU waits. `{command} --origins fp32` lists where they
+come from.
+
+Python {python}, torch {torch}.
+"""
+
+
+@dataclass(frozen=True)
+class Count:
+    """One row of the page."""
+
+    name: str
+    count: Callable[[], int]
+    limit: int | None  # None: something of others, to compare with
+
+
+COUNTS = (
+    Count("calls per layer, fp32", lambda: calls_per_layer("fp32").total(), 900),
+    Count("calls per layer, bf16", lambda: calls_per_layer("bf16").total(), 2650),
+    Count("the same model as plain modules in fp32, fused AdamW", lambda: plain_calls_per_layer().total(), None),
+)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs the program. Returns the exit code, which is FAILED where a count exceeds its limit."""
+    return exit_code(COMMAND, lambda: _run(sys.argv[1:] if argv is None else argv))
+
+
+def _run(arguments: Sequence[str]) -> int:
+    options = _parser().parse_args(arguments)
+    terminal = Terminal()
+    start_alone()
+    try:
+        if options.origins:
+            found = ORIGINS[options.origins]()
+            rows = [(origin, f"{calls:,}") for origin, calls in found.most_common()]
+            terminal.table(("function:", "calls per layer"), [*rows, ("all", f"{found.total():,}")])
+            return ExitCode.DONE
+        counted = [row.count() for row in COUNTS]
+    finally:
+        dist.destroy_process_group()
+    exceeding = [at for at, row in enumerate(COUNTS) if row.limit is not None and counted[at] > row.limit]
+    terminal.table(("count:", "found", "limit"), table(counted), exceeding)
+    if options.write:
+        write_whole(Path(options.write), page(counted))
+    return ExitCode.FAILED if exceeding else ExitCode.DONE
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog=COMMAND, description=__doc__)
+    parser.add_argument("--write", metavar="FILE", help="page to write, in Markdown")
+    parser.add_argument("--origins", choices=ORIGINS, help="list the functions that make calls, and count nothing else")
+    return parser
+
+
+def table(counted: Sequence[int]) -> list[tuple[str, str, str]]:
+    """The rows of the page: names, counts and limits."""
+    return [
+        (row.name, f"{count:,}", "" if row.limit is None else f"{row.limit:,}")
+        for row, count in zip(COUNTS, counted, strict=True)
+    ]
+
+
+def page(counted: Sequence[int]) -> str:
+    """The whole page."""
+    return PAGE.format(
+        command=COMMAND,
+        table=markdown_table(("", "found", "limit"), table(counted)),
+        deep=DEEP,
+        shallow=SHALLOW,
+        python=platform.python_version(),
+        torch=torch.__version__.partition("+")[0],
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -40,13 +40,14 @@ class Gathered(ABC):
         return columns, whole + inputs // sizes.w if sizes.in_8_bits(self.weights(), into_stream=True) else 0
 
     def forward_transfers(self, sizes: Sizes, cp: int, phase: str) -> Transfers:
-        return sizes.over_tp("all_gather", f"{phase}: gather of the input of {self.title}")
+        return sizes.over_tp("all_gather", f"{phase}: gather of the input of {self.title}", sizes.pieces)
 
     def output_transfers(self, sizes: Sizes, phase: str) -> Transfers:
-        return sizes.over_tp("reduce_scatter", f"{phase}: scatter of the output of {self.title}")
+        return sizes.over_tp("reduce_scatter", f"{phase}: scatter of the output of {self.title}", sizes.pieces)
 
     def backward_transfers(self, sizes: Sizes, cp: int) -> Transfers:
-        gathered = sizes.over_tp("all_gather", f"backward: gather of the output gradient of {self.title}")
+        purpose = f"backward: gather of the output gradient of {self.title}"
+        gathered = sizes.over_tp("all_gather", purpose, sizes.pieces)
         return gathered + sizes.over_tp("reduce_scatter", f"backward: scatter of the input gradient of {self.title}")
 
     def weight_transfers(self, sizes: Sizes) -> Transfers:

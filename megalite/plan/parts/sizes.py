@@ -7,6 +7,7 @@ from typing import Any
 
 from megalite.config.schema import Config
 from megalite.plan.model.roles import RoleKind
+from megalite.plan.parts.pieces import pieces
 from megalite.plan.traffic.transfers import Transfers, over
 
 PRECISION_BYTES = {"bf16": 2, "fp32": 4, "fp64": 8}  # by train.dtype
@@ -81,6 +82,15 @@ class Sizes:
         shapes = (weight.part(self.t) for weight in matrices if weight.role.into_stream == into_stream)
         return not any(size % MULTIPLE for shape in shapes for size in shape)
 
-    def over_tp(self, kind: str, purpose: str) -> Transfers:
-        """A collective over tp of the residual stream."""
-        return over("tp", kind, self.gathered, self.w, purpose)
+    @cached_property
+    def pieces(self) -> int:
+        """The pieces in which ranks of tp gather the input of a part in forward, scatter its output, and gather its
+        gradient; PyTorch's products alone are computed in pieces."""
+        parallel, train = self.config.parallel, self.config.train
+        if train.product != "plain" or train.precision == "fp8":
+            return 1
+        return pieces(self.config.model.sequence_length // parallel.cp // parallel.tp, self.gathered)
+
+    def over_tp(self, kind: str, purpose: str, n: int = 1) -> Transfers:
+        """A collective over tp of the residual stream, in `n` pieces."""
+        return over("tp", kind, self.gathered // n, self.w, purpose, n)

@@ -178,7 +178,7 @@ def choose(asked: AttentionKernel, need: Need, gpu: Machine | None) -> Choice:
     for kernel in ORDER:
         rule = broken(kernel, need, gpu) or _first(PREFERENCES.get(kernel, ()), need, gpu)
         if rule is None:
-            return Choice(kernel, "; ".join(against) or "the first of the table")
+            return Choice(kernel, "; ".join(against) or ("on a CPU" if gpu is None else "the first of the table"))
         if rule is not ON_CPU:
             against.append(f"{kernel} {rule.text}")
     raise AssertionError("math can do anything")

@@ -22,7 +22,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from megalite.base.errors import InputError, Problem
 from megalite.distributed.mesh import Mesh
@@ -42,7 +41,7 @@ class WeightCasts:
     def __init__(self, held: bool) -> None:
         """held: False where gathered weights are freed after every use, and copies of all of them would stay."""
         self._held = held
-        self._casts: dict[int, tuple[DTensor, Prepared]] | None = None  # by identity of the weight, which is kept alive
+        self._casts: dict[int, tuple[Tensor, Prepared]] | None = None  # by identity of the weight, which is kept alive
 
     @contextmanager
     def once(self) -> Iterator[None]:
@@ -53,12 +52,12 @@ class WeightCasts:
         finally:
             self._casts = None
 
-    def find(self, weight: DTensor) -> Prepared | None:
+    def find(self, weight: Tensor) -> Prepared | None:
         """The casts of a weight, if there are any yet."""
         found = (self._casts or {}).get(id(weight))
         return None if found is None else found[1]
 
-    def put(self, weight: DTensor, casts: Prepared) -> None:
+    def put(self, weight: Tensor, casts: Prepared) -> None:
         assert self._casts is not None
         self._casts[id(weight)] = weight, casts
 
@@ -89,7 +88,7 @@ class Float8:
         rows, inverse = self._cast(x, ACTIVATION, self._inputs, by_rows=True)
         return rows.view(torch.uint8).unflatten(0, x.shape[:-1]), inverse
 
-    def prepare_weight(self, weight: DTensor, part: Tensor) -> Prepared:
+    def prepare_weight(self, weight: Tensor, part: Tensor) -> Prepared:
         """Both layouts of the weight, and the inverse of its scale; or the weight, to be cast when it is used."""
         if torch.compiler.is_compiling() or not self.casts.keeps:
             return (part,)

@@ -66,7 +66,8 @@ def linears(
         prepared = product.prepare(x)
         whole = tuple(each if group is None or not each.ndim else all_gather(each, group) for each in prepared)
         return [product.forward(whole, product.prepare_weight(each, part(each)), factor) for each in weights]
-    return _Linears.apply(x, group, gradients, product, factor, *weights)
+    others = None if group is None or group.size() == 1 else group  # a rank alone has nothing to gather
+    return _Linears.apply(x, others, gradients, product, factor, *weights)
 
 
 class _Linears(torch.autograd.Function):

@@ -62,8 +62,17 @@ def machine(device: torch.device) -> Machine | None:
     if device.type != "cuda":
         return None
     packages = frozenset(kernel for kernel, module in MODULES.items() if _importable(module))
-    cudnn = 0 if torch.version.hip else torch.backends.cudnn.version() or 0
-    return Machine(torch.cuda.get_device_capability(device), packages, cudnn)
+    cudnn, refused = 0, dict[Kernel, str]()
+    try:
+        cudnn = 0 if torch.version.hip else torch.backends.cudnn.version() or 0
+    except RuntimeError as error:  # an older cuDNN stands in the way of PyTorch's own, as in LD_LIBRARY_PATH
+        refused["cudnn"] = _told(error)
+    return Machine(torch.cuda.get_device_capability(device), packages, cudnn, refused)
+
+
+def _told(error: Exception) -> str:
+    """The first line of an error."""
+    return str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__
 
 
 def _importable(module: str) -> bool:
@@ -85,7 +94,7 @@ def _refused(choices: Iterable[Choice], needs: Iterable[tuple[Need, Heads]], dev
                 activate_flash_attention_impl(IMPLEMENTATIONS[kernel])
             _try(kernel, need, heads, device)
         except (ImportError, RuntimeError, AttributeError, TypeError, ValueError) as error:
-            found[kernel] = str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__
+            found[kernel] = _told(error)
     return found
 
 

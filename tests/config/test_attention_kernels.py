@@ -81,7 +81,8 @@ def test_what_is_chosen_can_be_asked_for(need: Need, gpu: Machine | None, kernel
     ("need", "gpu", "reason"),
     [
         (PLAIN, EVERYTHING, "the first of the table"),
-        (PLAIN, None, "the first of the table"),
+        (PLAIN, None, "on a CPU"),
+        (replace(PLAIN, capped=True), None, "flash has no cap on scores"),
         (
             PLAIN,
             H100,

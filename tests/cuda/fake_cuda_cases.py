@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from fake_device import NOTES, Calls, world
 from torch import Tensor
+from torch.distributed import distributed_c10d
 from torch.nn.attention import _cur_sdpa_kernel_backends
 from torch.nn.attention.flex_attention import BlockMask
 from toy_runs import Notes, RandomSamples
@@ -170,7 +171,7 @@ def stepped(config: Config) -> dict[str, Any]:
         "states": {str(value.device) for state in job.optimizer.state.values() for value in state.values()},
         "settled": settled,  # states were waited for, as the device may still write them
         "skips": {None if skips is None else str(skips.device) for skips in updates},
-        "signs": (str(taken.values.device), str(taken.host.device), taken.arrived is not None),
+        "signs": (str(taken.values.device), str(taken.arriving.host.device), taken.arriving.arrived is not None),
     }
 
 
@@ -270,6 +271,12 @@ def trained(config: Config) -> tuple[list[str], list[bool]]:
         with patch.object(report, "record", lambda step, _: events.append(f"record {step}")):
             assert train(job, Batches(loader, None), Progress(), saver, lambda: None, report) == 0
     return events, pinned
+
+
+def groups(config: Config) -> list[Ranks]:
+    """The ranks of every group of two or more that a job makes."""
+    with _job(config):
+        return [tuple(ranks) for ranks in distributed_c10d._world.pg_group_ranks.values() if len(ranks) > 1]
 
 
 def timeouts(config: Config) -> set[timedelta]:

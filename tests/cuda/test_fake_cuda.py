@@ -97,6 +97,14 @@ def test_copies_of_a_tied_embedding_meet_over_what_is_connected(call: Call) -> N
     assert stepping["transfers"] == {(0, 1)} <= building["transfers"]
 
 
+@pytest.mark.parametrize(
+    "layout", [{"tp": 2}, {"pp": 2, "dp_shard": 2}, {"dp_replicate": 2, "dp_shard": 2, "tp": 2}], ids=str
+)
+def test_no_two_groups_have_the_same_ranks(layout: dict[str, int], call: Call) -> None:
+    made = call(cases.groups, spread(**layout))
+    assert len(made) == len(set(made)) > 0
+
+
 def test_groups_of_a_mesh_have_the_timeout_of_the_job(call: Call) -> None:
     assert call(cases.timeouts, spread(pp=2, tp=2, cp=2)) == {timedelta(seconds=77)}
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megalite.base.errors import InputError
-from megalite.config.attention_kernels import ORDER, Kernel, Machine, Need
+from megalite.config.attention_kernels import ORDER, Kernel, Machine, Need, choose
 from megalite.config.layers import Heads
 from megalite.config.schema import Config, Kernels, Model
 from megalite.parallel import settled_attention
@@ -102,6 +102,17 @@ def test_nothing_is_tried_on_a_cpu(device: Device) -> None:
 
 def test_a_cpu_is_no_machine_of_the_table() -> None:
     assert machine(torch.device("cpu")) is None
+
+
+def test_another_cudnn_in_the_way_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def incompatible() -> int:
+        raise RuntimeError("cuDNN version incompatibility: found 9.1.0\nmore")
+
+    monkeypatch.setattr(torch.backends.cudnn, "version", incompatible)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    choice = choose("auto", Need(), machine(CUDA))
+    assert choice.kernel == "flash"
+    assert "cudnn does not run here: cuDNN version incompatibility: found 9.1.0" in choice.reason
 
 
 def test_a_trial_is_what_attention_takes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -65,6 +65,6 @@ def _kernels(config: Config) -> Iterator[Problem]:
     attention = config.kernels_by_operation.attention
     if attention != "auto" and config.model.heads > 0:
         needs = (need_of(config, kind.attention.heads) for kind in layer_kinds(config.model))
-        rules = dict.fromkeys(rule.text for need in needs if (rule := broken(attention, need, ANY_GPU)) is not None)
-        for rule in rules:
-            yield Problem("kernels.attention", rule, "use auto, which chooses for layers of each kind", attention)
+        rules = [broken(attention, need, ANY_GPU) for need in needs]
+        for text in dict.fromkeys(each.text for each in rules if each is not None):
+            yield Problem("kernels.attention", text, "use auto, which chooses for layers of each kind", attention)

@@ -1,13 +1,17 @@
 """Sizes of a micro-batch's tensors on one rank."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 from megalite.config.schema import Config
+from megalite.plan.model.roles import RoleKind
 from megalite.plan.parts.pieces import pieces
 from megalite.plan.traffic.transfers import Transfers, over
 
-PRECISION_BYTES = {"bf16": 2, "fp32": 4, "fp64": 8}  # by train.precision
+PRECISION_BYTES = {"bf16": 2, "fp32": 4, "fp64": 8}  # by train.dtype
+MULTIPLE = 16  # of the sizes of operands in 8 bits
 
 
 @dataclass(frozen=True)
@@ -66,6 +70,17 @@ class Sizes:
         trained: some layer is, so that its weight's gradient needs the input.
         """
         return grads + self.stream + (self.gathered * (1 + trained) if self.gathered else 0)
+
+    def in_8_bits(self, weights: Iterable[tuple[str, Any]], into_stream: bool) -> bool:
+        """Return whether the products of a part's matrices are in 8 bits: of those into the stream, or of all others.
+
+        They share an input, and GPUs want all sizes of operands to be multiples of `MULTIPLE`.
+        """
+        if self.config.train.precision != "fp8":
+            return False
+        matrices = (weight for _, weight in weights if weight.role.kind is RoleKind.MATRIX)
+        shapes = (weight.part(self.t) for weight in matrices if weight.role.into_stream == into_stream)
+        return not any(size % MULTIPLE for shape in shapes for size in shape)
 
     @cached_property
     def pieces(self) -> int:

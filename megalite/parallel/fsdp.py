@@ -58,7 +58,7 @@ def shard(
     for module, over in groups:
         fully_shard(module, mesh=over, mp_policy=policy, reshard_after_forward=mode == "zero3")
     fully_shard(stage, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
-    stage.fsdp_groups = [module for module in stage.modules() if isinstance(module, FSDPModule)]
+    stage.fsdp_groups = [module for module in stage.modules() if isinstance(module, FSDPModule)]  # type: ignore[assignment]
     for group in _groups(stage):
         if mesh.size() > 1:  # one rank would divide by 1, in another pass over its gradients
             group.set_gradient_divide_factor(1.0)

@@ -18,9 +18,9 @@ from megalite_kernels.compile_cases import LLAMAS, CompileCase, meta
 
 TILE = 128  # rows and columns of a program's part of the result
 DEPTH = 64  # elements of the sum that are loaded at a time
-STAGES = 4  # so many such parts are under way: 128 KiB of shared memory in bfloat16
+STAGES = 4  # parts of a sum that are under way: 128 KiB of shared memory in bfloat16
 WARPS = 8
-DTYPES = (torch.bfloat16, torch.float16)  # what the kernel multiplies; others are left to PyTorch
+DTYPES = (torch.bfloat16, torch.float16)  # data types of the kernel; PyTorch multiplies others
 MIN_ROWS = 3072  # rows of a matrix: of 2048, the triangle's 136 tiles are two waves on an H100, as long as one of all
 
 

@@ -8,6 +8,8 @@ from importlib import import_module
 from megalite.base.exit_codes import ExitCode
 from megalite.base.stop_signals import end_at_once
 
+ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # environment: PyTorch's CUDA memory; an older name
+
 
 def note_stop(code: int) -> None:
     """Tell a supervisor that this rank was asked to stop, as early as that was. Without one, nothing is imported."""
@@ -20,6 +22,8 @@ def note_stop(code: int) -> None:
 
 def main() -> int:
     """The exit code of `megalite.commands.main.main`."""
+    if not any(name in os.environ for name in ALLOCATOR):  # PyTorch reads it when it is imported
+        os.environ[ALLOCATOR[0]] = "expandable_segments:True"  # freed memory is used again whatever the size was
     end_at_once(ExitCode.STOPPED if sys.argv[1:2] == ["train"] else ExitCode.INTERRUPTED, note_stop)
     code: int = import_module("megalite.commands.main").main()
     return code

@@ -28,6 +28,7 @@ TIED: Overrides = {"model.tie_embeddings": True}
 WIDE: Overrides = {**TIED, "model.width": 1024, "model.ffn": 512, "model.sequence_length": 256}
 ZERO2: Overrides = {"parallel.data.mode": "zero2"}
 NARROW: Overrides = {"parallel.data.reduce_precision": "bf16"}
+FP8: Overrides = {"train.precision": "fp8"}
 NORMED: Overrides = {"model.qk_norm": True, "train.recompute": "selective", "model.sequence_length": 4096}
 
 CHUNKED: Overrides = {"batch.micro": 24, "batch.global": 48, "model.vocab_size": 8192, "model.ffn": 256}
@@ -77,6 +78,13 @@ CASES: dict[str, tuple[Overrides, int]] = {  # name -> overrides and the pipelin
     "attention most of all, documents": ({**ATTENTION, **DOCUMENTS}, 0),
     "attention most of all, ring": ({**ATTENTION, "parallel.cp": 4}, 0),
     "attention most of all, split backward": ({**ATTENTION, **PIPELINE, "parallel.pipeline.schedule": "zb_h1"}, 0),
+    "fp8, zero1, tp": ({**FP8, **SHARDED, "parallel.tp": 2, "parallel.data.mode": "zero1"}, 0),
+    "fp8, recompute full": ({**FP8, **SHARDED, "train.recompute": "full", "batch.micro": 4}, 0),
+    "fp8, selective, split backward": (
+        {**FP8, **PIPELINE, "train.recompute": "selective", "parallel.pipeline.schedule": "zb_h1"},
+        0,
+    ),
+    "fp8, post norms, MLP in bf16": ({**FP8, **POST, "model.ffn": 648, "model.vocab_size": 64}, 0),
     "window": ({**ATTENTION, **WINDOW}, 0),
     "window, documents, fp32": ({**ATTENTION, **WINDOW, **DOCUMENTS, "train.precision": "fp32"}, 0),
     "alternating windows, recompute": (

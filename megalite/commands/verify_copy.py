@@ -35,6 +35,7 @@ def shrink(config: Config) -> Config:
         micro_batches = min(micro_batches, 2 * parallel.pp + 1)
     kernels = config.kernels_by_operation
     other: dict[str, Any] = {operation: "auto" for operation, kernel in asdict(kernels).items() if kernel == "apex"}
+    other["attention"] = "auto"  # on a CPU, in float64, there is little to choose
     model = _shrink_model(config.model, layers, parallel)
     first = full = micro * dp * micro_batches
     rampup = curriculum = None

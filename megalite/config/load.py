@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import fields
 from os.path import lexists, realpath
 from pathlib import Path
 from typing import Any, cast
@@ -175,7 +174,7 @@ def _merge(base: dict[Any, Any], over: dict[Any, Any], prefix: str = "") -> dict
 
 def _spelled_out(kernels: Any) -> Any:
     """The section that a word for all kernels stands for, so that single ones can be changed."""
-    return {field.name: kernels for field in fields(Kernels)} if isinstance(kernels, str) else kernels
+    return vars(Kernels.all(kernels)) if isinstance(kernels, str) else kernels
 
 
 def _overridden(plain: dict[str, Any], override: str) -> dict[str, Any]:

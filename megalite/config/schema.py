@@ -5,7 +5,7 @@ none in YAML. Rules that involve several keys are in `validate`.
 """
 
 from dataclasses import dataclass, field, fields
-from typing import Literal
+from typing import Any, Literal
 
 from megalite.config.layout import Layout
 
@@ -260,6 +260,9 @@ class Train:
         return "bf16" if self.precision == "fp8" else self.precision
 
 
+AttentionKernel = Literal["auto", "flash3", "flash4", "cudnn", "flash", "efficient", "flex", "math"]
+
+
 @dataclass
 class Kernels:
     """Kernels of each operation: Triton's, PyTorch's, or those of NVIDIA apex; auto: Triton's on CUDA."""
@@ -270,6 +273,12 @@ class Kernels:
     cross_entropy: Literal["auto", "triton", "torch"] = "auto"  # with the output layer before it
     adamw: Literal["auto", "triton", "torch", "apex"] = "auto"  # torch: PyTorch's fused one; auto: that without a GPU
     muon: Literal["auto", "triton", "torch"] = "auto"  # passes over memory, and products that are symmetric
+    attention: AttentionKernel = "auto"  # see `megalite.config.attention_kernels`; the last, for `all`
+
+    @classmethod
+    def all(cls, backend: Any) -> "Kernels":
+        """One word for all operations but attention, which has kernels of its own."""
+        return cls(*[backend] * (len(fields(cls)) - 1))
 
 
 @dataclass
@@ -387,4 +396,4 @@ class Config:
     @property
     def kernels_by_operation(self) -> Kernels:
         """`kernels` as a section, with every operation."""
-        return self.kernels if isinstance(self.kernels, Kernels) else Kernels(*[self.kernels] * len(fields(Kernels)))
+        return self.kernels if isinstance(self.kernels, Kernels) else Kernels.all(self.kernels)

@@ -14,7 +14,7 @@ from megalite.cost.cluster import Cluster
 from megalite.cost.constants import FITTED_CONSTANTS, Constants
 from megalite.cost.kernels import VECTOR_ELEMENTS, Kernels
 from megalite.cost.network import Group, Net
-from megalite.cost.program import HOST_BACKWARD_RATIO, Program, attention_shares
+from megalite.cost.program import HOST_BACKWARD_RATIO, TABLE_KERNELS, Program, attention_shares, machine_of
 from megalite.cost.share import Share
 from megalite.plan.parts.part import Product
 from megalite.plan.recompute_modes import Mode
@@ -155,10 +155,10 @@ class LayerModel:
             return products + there, 2 * products + back
         seen = attended_pairs(s, heads.scores.window) / s  # keys of a query, on average
         flops = 2 * share.tokens * seen * (heads.queries + heads.outputs) / share.tp
-        kind = heads.scores
-        plain = share.whole and kind.window_in(s) is None and kind.softcap is None
-        kernel = program.whole if plain and program.whole else program.attention
-        there, back = attention_shares(kernel, self.cluster.gpu.name, heads.width)
+        gpu, kernel = self.cluster.gpu.name, program.attention
+        if kernel == "table":
+            kernel = TABLE_KERNELS.get(share.kernel(heads, machine_of(gpu)), "flash2")
+        there, back = attention_shares(kernel, gpu, heads.width)
         forward = self.kernels.attention(flops, there, share.outside)
         return forward, self.kernels.attention(ATTENTION_BACKWARD * flops, back, share.outside)
 

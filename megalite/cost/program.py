@@ -4,8 +4,11 @@ Bytes are those that passes over activations read and write; a tensor in bf16 th
 elements. The defaults are one set for all programs, as fits published runs best.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
+
+from megalite.config.attention_kernels import Kernel, Machine
 
 Attention = Literal["unfused", "flash1", "flash2", "flash3", "cudnn"]
 
@@ -19,8 +22,7 @@ class Program:
         queries, keys and values, for positions and layouts, forward and backward. scores: of unfused attention's
         scores, forward and backward. logit: of the logits, in the loss and its gradient.
     Attention:
-        attention: its kernel. whole: that of causal attention over whole sequences, if it is another: without windows,
-        capped scores, documents, or a ring.
+        attention: its kernel; "table": the one that `config/attention_kernels` has for a layer and a GPU.
     Recompute:
         repeats: share of a layer's forward matrix products that selective recompute repeats; None: it repeats
         attention.
@@ -44,9 +46,8 @@ class Program:
     """
 
     name: str
-    attention: Attention
+    attention: Attention | Literal["table"]
     sequence_parallel: bool
-    whole: Attention | None = None
     forward: float = 34
     backward: float = 44
     forward_ffn: float = 6
@@ -70,12 +71,10 @@ class Program:
 
 # Bytes are those that kernels declare (`bytes_moved`; a test compares them): norms with the residual's addition move
 # four tensors each way, SwiGLU three and five, the loss six; AdamW reads a gradient and updates three float32 tensors,
-# for the norm the gradient is read once more. Selective recompute repeats passes, no matrix products. PyTorch chooses
-# cuDNN for whole sequences (docs/benchmarks/gpu); blocks of sequences go to FlashAttention 2.
+# for the norm the gradient is read once more. Selective recompute repeats passes, no matrix products.
 MEGALITE = Program(
     "megalite",
-    attention="flash2",
-    whole="cudnn",
+    attention="table",
     forward=16,
     backward=16,
     forward_ffn=3,
@@ -104,6 +103,28 @@ DEFAULT_SHARES = (0.34, 0.29)
 NARROW_HEAD_FACTORS: dict[Attention, float] = {"flash1": 1.0, "flash2": 0.9}
 DEFAULT_NARROW_FACTOR = 0.75
 WIDE_HEAD_SIZE = 128
+
+
+# Kernels of `config/attention_kernels` that nobody has measured are taken to be as fast as FlashAttention 2.
+TABLE_KERNELS: Mapping[Kernel, Attention] = {"flash3": "flash3", "flash4": "flash3", "cudnn": "cudnn"}
+# GPUs by a part of their names: compute capabilities, which decide about kernels. MI300X has no cuDNN.
+GPUS = {
+    "A100": Machine((8, 0)),
+    "H100": Machine((9, 0)),
+    "H200": Machine((9, 0)),
+    "GB300": Machine((10, 3)),
+    "B200": Machine((10, 0)),
+    "L40S": Machine((8, 9)),
+    "4090": Machine((8, 9)),
+    "5090": Machine((12, 0)),
+    "MI300X": Machine((9, 4), cudnn=0),
+}
+UNKNOWN_GPU = Machine((8, 0))
+
+
+def machine_of(gpu: str) -> Machine:
+    """The facts that the table of kernels asks of a GPU with this name, with no packages beside PyTorch."""
+    return next((machine for name, machine in GPUS.items() if name in gpu), UNKNOWN_GPU)
 
 
 def attention_shares(kernel: Attention, gpu: str, head_size: int) -> tuple[float, float]:

@@ -3,8 +3,9 @@
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+from megalite.config.attention_kernels import Kernel, Machine, Need, choose
 from megalite.config.layers import Heads, LayerKind
-from megalite.config.schema import Config
+from megalite.config.schema import AttentionKernel, Config
 from megalite.plan.model.weights import embedding
 from megalite.plan.parts.layer import Layer
 from megalite.plan.parts.part import Passed, Product
@@ -28,7 +29,7 @@ class Share:
     """Layers of one kind, and how much of a micro-batch a rank has.
 
     parts: of each layer. vocab: with padding. micro: sequences. precision: of matrix products. documents: attention
-    stays inside of them.
+    stays inside of them. deterministic, attention: as in `train.deterministic` and `kernels.attention`.
     """
 
     parts: tuple[Computed, ...]
@@ -42,6 +43,8 @@ class Share:
     precision: Literal["bf16", "fp8", "fp32", "fp64"] = "bf16"
     method: Literal["ring", "ulysses", "all_gather"] = "ring"
     documents: bool = False
+    deterministic: bool = False
+    attention: AttentionKernel = "auto"
 
     @property
     def tokens(self) -> int:
@@ -59,11 +62,6 @@ class Share:
         return "bf16" if self.precision == "fp8" else self.precision
 
     @property
-    def whole(self) -> bool:
-        """Flag: attention sees a rank's sequences whole, as one document each."""
-        return not self.documents and (self.cp == 1 or self.method == "ulysses")
-
-    @property
     def heads(self) -> list[Heads]:
         """Heads of each part that has attention."""
         return [part.heads for part in self.parts if part.heads is not None]
@@ -73,6 +71,14 @@ class Share:
         """Elements that kernels between matrix products read or write."""
         found = [part.passed(self.tp) for part in self.parts]
         return Passed(sum(each.hidden for each in found), sum(each.heads for each in found))
+
+    def kernel(self, heads: Heads, gpu: Machine) -> Kernel:
+        """The kernel of attention with `heads`, by the table."""
+        scores, ring = heads.scores, self.cp > 1 and self.method != "ulysses"
+        window, capped = scores.window_in(self.sequence) is not None, scores.softcap is not None
+        widths = heads.width, heads.value_width
+        need = Need(self.outside, ring, self.documents, window, capped, *widths, self.deterministic)
+        return choose("auto", need, gpu).kernel if self.attention == "auto" else self.attention
 
     def products(self, tokens: float) -> list[Product]:
         """The matrix products of a layer's forward pass, of so many tokens."""
@@ -94,4 +100,6 @@ def share_of(config: Config, kind: LayerKind, recompute: Mode = "none") -> Share
         precision=config.train.precision,
         method=parallel.context.method,
         documents=config.data.mask_documents,
+        deterministic=config.train.deterministic,
+        attention=config.kernels_by_operation.attention,
     )

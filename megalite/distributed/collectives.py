@@ -39,23 +39,26 @@ class Pending:
         return self.result
 
 
-def start_gather(x: Tensor, group: dist.ProcessGroup) -> Pending:
-    """Begin to gather `[n/t, …]` of every rank into `[n, …]`, without gradients."""
+def start_gather(x: Tensor, group: dist.ProcessGroup, into: Tensor | None = None) -> Pending:
+    """Begin to gather `[n/t, …]` of every rank into `[n, …]`, or a tensor of yours, without gradients."""
     if group.size() == 1:
         return Pending(x, None)
     if torch.compiler.is_compiling():
         return Pending(FUNCTIONAL.all_gather_into_tensor(x.contiguous(), group.size(), group.group_name), None)
-    whole = x.new_empty(x.shape[0] * group.size(), *x.shape[1:])
+    whole = x.new_empty(x.shape[0] * group.size(), *x.shape[1:]) if into is None else into
     return Pending(whole, all_gather_single(whole, x.contiguous(), group=group, async_op=True))
 
 
-def start_reduce_scatter(x: Tensor, group: dist.ProcessGroup) -> Pending:
-    """Begin to sum `[n, …]` over all ranks and to give each its part `[n/t, …]` of the sum, without gradients."""
+def start_reduce_scatter(x: Tensor, group: dist.ProcessGroup, into: Tensor | None = None) -> Pending:
+    """Begin to sum `[n, …]` over all ranks and to give each its part `[n/t, …]` of the sum, without gradients.
+
+    into: a contiguous tensor of yours that takes the part.
+    """
     if group.size() == 1:
         return Pending(x, None)
     if torch.compiler.is_compiling():
         return Pending(FUNCTIONAL.reduce_scatter_tensor(x.contiguous(), "sum", group.size(), group.group_name), None)
-    part = x.new_empty(x.shape[0] // group.size(), *x.shape[1:])
+    part = x.new_empty(x.shape[0] // group.size(), *x.shape[1:]) if into is None else into
     return Pending(part, reduce_scatter_single(part, x.contiguous(), group=group, async_op=True))
 
 

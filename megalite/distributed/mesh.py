@@ -49,7 +49,10 @@ class Mesh:
         shape = (layout.pp, *data, layout.tp)
         ranks = torch.arange(layout.world_size)
         root = DeviceMesh(device.type, ranks.view(shape), mesh_dim_names=("pp", "dp_replicate", "fsdp", "tp"))
-        world = dist.new_group(ranks.tolist(), group_desc="world")
+        # NCCL takes memory for every group. On CPUs that costs nothing, and a dry run tells axes by their groups.
+        is_default = device.type == "cuda" and layout.world_size == dist.get_world_size()
+        world = dist.group.WORLD if is_default else dist.new_group(ranks.tolist(), group_desc="world")
+        assert world is not None
         lines = ranks.view(-1, layout.cp, layout.tp).transpose(1, 2).reshape(-1, layout.cp).tolist()
         cp = dist.new_subgroups_by_enumeration(lines, group_desc="cp")[0] if layout.cp > 1 else None
         stage = _stage(root, world) if with_stage else None
@@ -59,7 +62,7 @@ class Mesh:
             for group in mesh.groups:
                 _set_pg_timeout(timeout, group)
         if device.type == "cuda":
-            connect([dist.group.WORLD, *(mesh.groups if mesh is not None else ())], device)
+            connect(dict.fromkeys([dist.group.WORLD, *(mesh.groups if mesh is not None else ())]), device)
         return mesh
 
     @property

@@ -2,14 +2,15 @@
 
 from dataclasses import replace
 
-from megalite.config.schema import Config
+from megalite.config.schema import AttentionKernel, Config, Kernels
 from megalite.plan.traffic.window import busiest
 
 
 def as_counted(config: Config) -> Config:
     """`config` as a dry run runs it: on a CPU, with PyTorch's kernels, its layers not compiled."""
     on_cpu, train = replace(config.run, device="cpu"), replace(config.train, compile=False)
-    return replace(config, run=on_cpu, train=train, kernels="torch")
+    attention: AttentionKernel = "math" if config.kernels_by_operation.attention == "math" else "auto"
+    return replace(config, run=on_cpu, train=train, kernels=replace(Kernels.all("torch"), attention=attention))
 
 
 def busiest_rank(config: Config, pp: int) -> int:

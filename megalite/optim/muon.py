@@ -9,7 +9,7 @@ matrix has an owner, one of the ranks that hold its parts, which computes the up
 arithmetic is the same in every layout. Equal gradients therefore give bitwise equal updates.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -50,7 +50,7 @@ class _Target:
 
     @property
     def gradient(self) -> Tensor:
-        """This rank's part of the gradient."""
+        """The part of the gradient on this rank."""
         assert self.param.grad is not None
         return self.part(self.param.grad)
 
@@ -78,7 +78,8 @@ class Muon(torch.optim.Optimizer):
     rank. steps: the number of Newton–Schulz steps. scale: a rule of `newton_schulz.scale`; with the default, AdamW's
     learning rate and weight decay carry over. bucket_bytes: see `MuonPlan`. states: where the momentum is kept; None:
     on the device. backend: what averages gradients, updates weights and computes symmetric products, see
-    `megalite_kernels.muon` and `symmetric_product`; Triton's kernels take contiguous parameters only.
+    `megalite_kernels.muon` and `symmetric_product`; Triton's kernels take contiguous parameters only. copy_of: the copy
+    of a parameter, in any data type and placed alike, that updates write too, or None; all have one or none has.
 
     A training loop may set two tensors before a step, as for `FusedAdamW`. found_inf is float32 of one element; if it
     is not 0, nothing changes. clip is 0-dimensional; gradients are multiplied by it, but not overwritten.
@@ -102,11 +103,13 @@ class Muon(torch.optim.Optimizer):
         bucket_bytes: int = BUCKET_BYTES,
         states: States | None = None,
         backend: Backend = "auto",
+        copy_of: Callable[[Tensor], Tensor | None] = lambda _: None,
     ) -> None:
         options = {"lr": lr, "momentum": momentum, "nesterov": nesterov, "steps": steps, "weight_decay": weight_decay}
         super().__init__(params, {**options, "scale": scale, "coefficients": coefficients})
         self.stage, self.bucket_bytes, self.states = stage, bucket_bytes, states or DeviceStates()
         self.backend: Backend = backend
+        self.copy_of = copy_of
         self.found_inf: Tensor | None = None
         self.clip: Tensor | None = None
         self._planned: dict[tuple[int, ...], tuple[list[_Target], list[_Bucket]]] = {}
@@ -193,6 +196,7 @@ class Muon(torch.optim.Optimizer):
             [update for _, update in parts],
             [group["lr"] * each for group, each in zip(groups, scales, strict=True)],
             [1 - group["lr"] * group["weight_decay"] for group in groups],
+            copies=[target.part(copy) for target, _ in parts if (copy := self.copy_of(target.param)) is not None],
             found_inf=self.found_inf,
             backend=self.backend,
         )

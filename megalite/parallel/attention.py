@@ -48,13 +48,19 @@ def empty_result(q: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def attend(
-    out: Tensor, lse: Tensor, q: Tensor, kv: Tensor, blocks: Iterable[Block], kind: Scores = FULL_SCORES
+    out: Tensor,
+    lse: Tensor,
+    q: Tensor,
+    kv: Tensor,
+    blocks: Iterable[Block],
+    kind: Scores = FULL_SCORES,
+    math: bool = False,
 ) -> None:
     """Merge the attention of q `[s, b, h, e]` over kv `[s', 2, b, k, e]` into the result `out`, `lse`, in place.
 
-    kind: says how scores are made; blocks have its window already.
+    kind: says how scores are made; blocks have its window already. math: by plain PyTorch, whatever kernels there are.
     """
-    kernels = _kernels(q, kind)
+    kernels = _kernels(q, kind, math)
     for block in chain.from_iterable(map(kernels.parts, blocks)):
         found, found_lse = kernels.forward(*_cut(q, kv, block), block)  # n b h e, b h n
         seen_lse = lse[block.samples, :, block.queries]
@@ -73,9 +79,10 @@ def attend_backward(
     lse: Tensor,
     blocks: Iterable[Block],
     kind: Scores = FULL_SCORES,
+    math: bool = False,
 ) -> None:
     """Add the gradients of q and kv from `blocks` to `dq` and `dkv`, in place. `out` and `lse` are the final ones."""
-    kernels = _kernels(q, kind)
+    kernels = _kernels(q, kind, math)
     for block in chain.from_iterable(map(kernels.parts, blocks)):
         rows = block.queries, block.samples
         result = grad[rows], out[rows], lse[block.samples, :, block.queries].contiguous()
@@ -87,10 +94,10 @@ def _add(totals: Iterable[Tensor], found: Iterable[Tensor]) -> None:
         total += part
 
 
-def _kernels(q: Tensor, kind: Scores) -> BlockKernels:
+def _kernels(q: Tensor, kind: Scores, math: bool = False) -> BlockKernels:
     """FlashAttention's kernels if they can be used: they cap no scores, and on CUDA take 16-bit data types only."""
     softcap, scale = kind.softcap, kind.scale
-    if softcap is not None or (q.is_cuda and q.element_size() > 2):
+    if math or softcap is not None or (q.is_cuda and q.element_size() > 2):
         forward = partial(explicit.forward, softcap=softcap, scale=scale)
         return BlockKernels(forward, partial(explicit.backward, softcap=softcap, scale=scale), _as_it_is)
     if q.is_cuda:

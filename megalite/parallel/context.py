@@ -24,18 +24,28 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
+from megalite.config.attention_kernels import Kernel
 from megalite.config.layers import Scores
 from megalite.parallel.attention import attend, attend_backward, empty_result
 from megalite.parallel.blocks import Block
 from megalite.parallel.exchange import AllGather, Halo, KeyValueExchange
 from megalite.parallel.flex import Flex
+from megalite.parallel.packed import Packed
 from megalite.parallel.sequence import Documents, Method, Sequences, gaps, missing, own_blocks, place, ring_steps, rows
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]  # q [s, b, h, e], k and v [s, b, k, e] → [s, b, h, e]
 Gaps = Sequence[tuple[slice, Sequence[Block]]]
 FULL_SCORES = Scores()
+FLASH: tuple[Kernel, ...] = ("flash", "flash3", "flash4")
+# PyTorch's functions for the kernels that it chooses from; FlashAttention 3 and 4 take the place of 2 when activated.
+BACKENDS: dict[Kernel, SDPBackend] = {
+    **dict.fromkeys(FLASH, SDPBackend.FLASH_ATTENTION),
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+}
 
 
 def attention(
@@ -45,49 +55,69 @@ def attention(
     device: torch.device,
     documents: Sequence[Documents] | None = None,
     kind: Scores = FULL_SCORES,
+    kernel: Kernel | None = None,
 ) -> Attention:
     """Causal attention for a micro-batch of sequences of `length`, spread over `group` (None: not spread).
 
-    documents: those of every sample, if attention must stay inside of them. The host never waits for the device here.
+    documents: those of every sample, if attention must stay inside of them. kernel: what computes it, of those that can
+    (`config/attention_kernels`); None: one that fits the tensors, and PyTorch chooses for whole causal sequences. The
+    host never waits for the device here.
     """
-    if documents is None:
-        sequences = [Sequences(slice(None), (0, length))]
-    else:
-        sequences = [Sequences(slice(i, i + 1), bounds) for i, bounds in enumerate(documents)]
     if group is None or method == "ulysses":
-        plain = documents is None and kind.window_in(length) is None and kind.softcap is None
-        whole = partial(causal, scale=kind.scale) if plain else _whole(length, device, sequences, kind)
+        whole = _whole(length, device, documents, kind, kernel)
         return whole if group is None else Ulysses(whole, group)
+    sequences, math = _sequences(length, documents), kernel == "math"
     cp, rank, window = group.size(), group.rank(), kind.window_in(length)
     mine = rows(method, cp, rank, length)
     own = own_blocks(mine, sequences, device, window)
     if window is None and method == "ring":
-        return Ring([own, *ring_steps(cp, rank, length, sequences)], group, kind)
+        return Ring([own, *ring_steps(cp, rank, length, sequences)], group, kind, math)
     held = (range(length),) if window is None else missing(mine, window)
     far = [(place(held, gap), blocks) for gap, blocks in gaps(mine, sequences, window)]
     exchange = AllGather(group) if window is None else Halo.over(group, length, window)
-    return Fetching(own, far, exchange, kind)
+    return Fetching(own, far, exchange, kind, math)
 
 
-def _whole(length: int, device: torch.device, sequences: Sequence[Sequences], kind: Scores) -> Attention:
-    """Attention over sequences that this rank holds whole, in documents, in a window or with capped scores."""
-    window = kind.window_in(length)
-    if kind.softcap is not None and device.type == "cuda":
-        return Flex([sequence.documents for sequence in sequences], window, kind.softcap, device, kind.scale)
-    return Ring([own_blocks((range(length),), sequences, device, window)], None, kind)
+def _sequences(length: int, documents: Sequence[Documents] | None) -> list[Sequences]:
+    if documents is None:
+        return [Sequences(slice(None), (0, length))]
+    return [Sequences(slice(i, i + 1), bounds) for i, bounds in enumerate(documents)]
 
 
-def causal(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Tensor:
-    """Causal attention over sequences that this rank holds whole."""
+def _whole(
+    length: int, device: torch.device, documents: Sequence[Documents] | None, kind: Scores, kernel: Kernel | None
+) -> Attention:
+    """Attention over sequences that this rank holds whole."""
+    window, on_cuda = kind.window_in(length), device.type == "cuda"
+    if kernel == "flex" or (kernel is None and kind.softcap is not None and on_cuda):
+        return Flex(documents or [(0, length)], window, kind.softcap, device, kind.scale)
+    if documents is None and window is None and kind.softcap is None and kernel != "math":
+        return partial(causal, scale=kind.scale, kernel=kernel)
+    if kernel in FLASH and on_cuda:
+        return Packed(documents, window, device, kind.scale)
+    blocks = own_blocks((range(length),), _sequences(length, documents), device, window)
+    return Ring([blocks], None, kind, kernel == "math")
+
+
+def causal(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None, kernel: Kernel | None = None) -> Tensor:
+    """Causal attention over sequences that this rank holds whole.
+
+    kernel: the only one that may run on CUDA, where another would be slower without a word; None: PyTorch chooses.
+    """
     q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))  # b h s e
-    if _needs_equal_heads(q, k):
+    if q.shape[1] != k.shape[1] and (kernel == "efficient" or _needs_equal_heads(q, k)):
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
-    y = scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
-    return y.permute(2, 0, 1, 3)
+    attend = partial(
+        scaled_dot_product_attention, q, k, v, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+    )
+    if kernel is None or not q.is_cuda:
+        return attend().permute(2, 0, 1, 3)
+    with sdpa_kernel(BACKENDS[kernel]):
+        return attend().permute(2, 0, 1, 3)
 
 
 def _needs_equal_heads(q: Tensor, k: Tensor) -> bool:
-    """Return whether key-value heads must be repeated, one per query head, so that CUDA can use a fused kernel.
+    """Return whether fewer key-value heads must be repeated, one per query head, so that CUDA has a fused kernel.
 
     Without a fused kernel, CUDA makes the matrix of all queries and keys. Flash and cuDNN attention take grouped
     queries but no fp32. Memory-efficient attention takes fp32 but no grouped queries. No fused kernel takes fp64.
@@ -103,10 +133,11 @@ class Ring:
     steps: Sequence[Sequence[Block]]
     group: dist.ProcessGroup | None
     kind: Scores = FULL_SCORES
+    math: bool = False
 
     @torch.compiler.disable
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return _Ring.apply(q, torch.stack((k, v), dim=1), self.steps, self.group, self.kind)
+        return _Ring.apply(q, torch.stack((k, v), dim=1), self.steps, self.group, (self.kind, self.math))
 
 
 @dataclass(eq=False)
@@ -117,10 +148,12 @@ class Fetching:
     far: Gaps
     exchange: KeyValueExchange
     kind: Scores = FULL_SCORES
+    math: bool = False
 
     @torch.compiler.disable
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return _Fetching.apply(q, torch.stack((k, v), dim=1), self.own, self.far, self.exchange, self.kind)
+        how = self.kind, self.math
+        return _Fetching.apply(q, torch.stack((k, v), dim=1), self.own, self.far, self.exchange, how)
 
 
 @dataclass(eq=False)
@@ -149,16 +182,16 @@ class _Ring(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, kv: Tensor, steps: Any, group: dist.ProcessGroup | None, kind: Scores) -> Tensor:
+    def forward(ctx: Any, q: Tensor, kv: Tensor, steps: Any, group: dist.ProcessGroup | None, how: Any) -> Tensor:
         out, lse = empty_result(q)
         held = kv
         for step, blocks in enumerate(steps):
             arriving = _pass_on(held, group) if step < len(steps) - 1 else None
-            attend(out, lse, q, held, blocks, kind)
+            attend(out, lse, q, held, blocks, *how)
             held = arriving() if arriving else held
         out = out.to(q.dtype)
         ctx.save_for_backward(q, kv, out, lse)
-        ctx.steps, ctx.group, ctx.kind = steps, group, kind
+        ctx.steps, ctx.group, ctx.how = steps, group, how
         return out
 
     @staticmethod
@@ -169,7 +202,7 @@ class _Ring(torch.autograd.Function):
         for step, blocks in enumerate(ctx.steps):
             arriving = _pass_on(held, ctx.group) if step < len(ctx.steps) - 1 else None
             theirs = _zeros(held) if step else dkv
-            attend_backward(dq, theirs, grad, q, held, out, lse, blocks, ctx.kind)
+            attend_backward(dq, theirs, grad, q, held, out, lse, blocks, *ctx.how)
             if returning:
                 theirs += returning()
             if step:
@@ -211,18 +244,18 @@ class _Fetching(torch.autograd.Function):
         own: Sequence[Block],
         far: Gaps,
         exchange: KeyValueExchange,
-        kind: Scores,
+        how: tuple[Scores, bool],
     ) -> Tensor:
         out, lse = empty_result(q)
         arriving = exchange.fetch(kv)
-        attend(out, lse, q, kv, own, kind)
+        attend(out, lse, q, kv, own, *how)
         fetched = arriving()
         del arriving  # it holds a large copy
         for gap, blocks in far:
-            attend(out, lse, q, fetched[gap], blocks, kind)
+            attend(out, lse, q, fetched[gap], blocks, *how)
         out = out.to(q.dtype)
         ctx.save_for_backward(q, kv, out, lse)
-        ctx.own, ctx.far, ctx.exchange, ctx.kind = own, far, exchange, kind
+        ctx.own, ctx.far, ctx.exchange, ctx.how = own, far, exchange, how
         return out
 
     @staticmethod
@@ -230,12 +263,12 @@ class _Fetching(torch.autograd.Function):
         q, kv, out, lse = ctx.saved_tensors
         dq, dkv = _zeros(q), _zeros(kv)
         arriving = ctx.exchange.fetch(kv)
-        attend_backward(dq, dkv, grad, q, kv, out, lse, ctx.own, ctx.kind)
+        attend_backward(dq, dkv, grad, q, kv, out, lse, ctx.own, *ctx.how)
         fetched = arriving()
         del arriving
         dfetched = _zeros(fetched)
         for gap, blocks in ctx.far:
-            attend_backward(dq, dfetched[gap], grad, q, fetched[gap], out, lse, blocks, ctx.kind)
+            attend_backward(dq, dfetched[gap], grad, q, fetched[gap], out, lse, blocks, *ctx.how)
         ctx.exchange.give_back(dfetched, dkv)
         return dq.to(q.dtype), dkv.to(q.dtype), None, None, None, None
 

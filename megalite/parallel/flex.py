@@ -1,4 +1,4 @@
-"""Attention over whole sequences with a cap on scores, by the kernels that FlexAttention generates on CUDA.
+"""Attention over whole sequences, with capped scores or without, by kernels that FlexAttention generates on CUDA.
 
 A query attends to an unbroken range of keys that ends with its own: the keys of its document that are in its window. So
 the first key of each query describes the whole mask. From these first keys follows which tiles of queries and keys have
@@ -20,16 +20,16 @@ TILE = 128  # rows of queries, and of keys
 
 
 class Flex:
-    """Causal attention with capped scores, within documents and a window.
+    """Causal attention within documents and a window.
 
-    documents: one entry per sample, or one for all samples.
+    documents: one entry per sample, or one for all samples. softcap: None: scores are not capped.
     """
 
     def __init__(
         self,
         documents: Sequence[tuple[int, ...]],
         window: int | None,
-        softcap: float,
+        softcap: float | None,
         device: torch.device,
         scale: float | None = None,
     ) -> None:
@@ -43,12 +43,8 @@ class Flex:
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q `[s, b, h, e]`, k and v `[s, b, k, e]` → `[s, b, h, e]`."""
         q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
-        softcap = self.softcap
-
-        def capped(score: Tensor, b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
-            return softcap * torch.tanh(score / softcap)
-
-        y = compiled(q.is_cuda)(q, k, v, score_mod=capped, block_mask=self.mask, scale=self.scale, enable_gqa=True)
+        options = {"block_mask": self.mask, "scale": self.scale, "enable_gqa": True}
+        y = compiled(q.is_cuda)(q, k, v, score_mod=_capping(self.softcap), **options)
         return y.permute(2, 0, 1, 3)
 
 
@@ -57,6 +53,16 @@ def compiled(on_cuda: bool) -> Callable[..., Tensor]:
     """FlexAttention as a compiled kernel on CUDA. Elsewhere it is not compiled and makes all scores, for tests only."""
     run: Callable[..., Any] = flex_attention
     return torch.compile(run) if on_cuda else run
+
+
+def _capping(softcap: float | None) -> Callable[..., Tensor] | None:
+    if softcap is None:
+        return None
+
+    def capped(score: Tensor, b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return softcap * torch.tanh(score / softcap)
+
+    return capped
 
 
 def _begins(documents: Sequence[tuple[int, ...]], window: int | None) -> Tensor:

@@ -12,8 +12,7 @@ Hopper multiplies a row-major matrix with a column-major one alone:
     dW = gᵀ x    g by columns, x by columns  sums in float32
 
 An input is cast once, kept, and gathered over tp in 8 bits; its transposed copy is made in backward. A gradient is cast
-to both layouts in one pass. So is a weight, once a step where weights stay gathered, and otherwise for every use. Other
-devices than CUDA's multiply the same numbers in a wider type.
+to both layouts in one pass. So is a weight, once a step where weights stay gathered, and otherwise for every use.
 """
 
 from collections.abc import Iterator, Sequence
@@ -23,7 +22,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from megalite.base.errors import InputError, Problem
 from megalite.distributed.mesh import Mesh
@@ -43,7 +41,7 @@ class WeightCasts:
     def __init__(self, held: bool) -> None:
         """held: False where gathered weights are freed after every use, and copies of all of them would stay."""
         self._held = held
-        self._casts: dict[int, tuple[DTensor, Prepared]] | None = None  # by identity of the weight, which is kept alive
+        self._casts: dict[int, tuple[Tensor, Prepared]] | None = None  # by identity of the weight, which is kept alive
 
     @contextmanager
     def once(self) -> Iterator[None]:
@@ -54,12 +52,12 @@ class WeightCasts:
         finally:
             self._casts = None
 
-    def find(self, weight: DTensor) -> Prepared | None:
+    def find(self, weight: Tensor) -> Prepared | None:
         """The casts of a weight, if there are any yet."""
         found = (self._casts or {}).get(id(weight))
         return None if found is None else found[1]
 
-    def put(self, weight: DTensor, casts: Prepared) -> None:
+    def put(self, weight: Tensor, casts: Prepared) -> None:
         assert self._casts is not None
         self._casts[id(weight)] = weight, casts
 
@@ -72,8 +70,9 @@ class WeightCasts:
 class Float8:
     """Products in 8 bits, with one scale for each tensor.
 
-    dtype: of results. inputs, outputs, weights: the groups whose ranks hold parts of a layer's input, of its output's
-    gradient, and of its weight.
+    dtype: of results; PyTorch's product in 8 bits makes bfloat16, and for others the same numbers are multiplied in
+    that type. inputs, outputs, weights: the groups whose ranks hold parts of a layer's input, of its output's gradient,
+    and of its weight.
     """
 
     def __init__(
@@ -89,7 +88,7 @@ class Float8:
         rows, inverse = self._cast(x, ACTIVATION, self._inputs, by_rows=True)
         return rows.view(torch.uint8).unflatten(0, x.shape[:-1]), inverse
 
-    def prepare_weight(self, weight: DTensor, part: Tensor) -> Prepared:
+    def prepare_weight(self, weight: Tensor, part: Tensor) -> Prepared:
         """Both layouts of the weight, and the inverse of its scale; or the weight, to be cast when it is used."""
         if torch.compiler.is_compiling() or not self.casts.keeps:
             return (part,)
@@ -140,7 +139,7 @@ class Float8:
 
     def _product(self, a: Tensor, b: Tensor, of_a: Tensor, of_b: Tensor, factor: float, fast: bool = False) -> Tensor:
         """factor · a bᵀ for matrices by rows. of_a, of_b: inverses of their scales."""
-        if a.device.type == "cuda":
+        if self.dtype == torch.bfloat16:
             scale = of_a if factor == 1 else of_a * factor
             return torch._scaled_mm(a, b.t(), scale, of_b, out_dtype=self.dtype, use_fast_accum=fast)
         wide = wide_dtype(self.dtype)

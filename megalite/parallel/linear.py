@@ -2,8 +2,9 @@
 
 Layers that share an input are computed by one function, which prepares the input once. If tensor parallelism gathers
 the input along the sequence, the rank saves only its own part, and backward gathers it again while the first matrix
-products run (Korthikanti et al. 2022, arXiv 2205.05198, §4.2.2). If a schedule splits backward, gradients of weights
-are put off until the schedule asks for them (Qi et al., arXiv 2401.10241).
+products run (Korthikanti et al. 2022, arXiv 2205.05198, §4.2.2). A long input is gathered in pieces, so that forward
+waits for the first alone. If a schedule splits backward, gradients of weights are put off until the schedule asks for
+them (Qi et al., arXiv 2401.10241).
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -19,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from megalite.distributed.collectives import Pending, all_gather, start_gather, start_reduce_scatter
 from megalite.parallel.parameter import add_gradient, part
 from megalite.parallel.product import PLAIN_PRODUCT, Prepared, Product
+from megalite.plan.parts.pieces import pieces
 
 
 class WeightGradients:
@@ -64,7 +66,8 @@ def linears(
         prepared = product.prepare(x)
         whole = tuple(each if group is None or not each.ndim else all_gather(each, group) for each in prepared)
         return [product.forward(whole, product.prepare_weight(each, part(each)), factor) for each in weights]
-    return _Linears.apply(x, group, gradients, product, factor, *weights)
+    others = None if group is None or group.size() == 1 else group  # a rank alone has nothing to gather
+    return _Linears.apply(x, others, gradients, product, factor, *weights)
 
 
 class _Linears(torch.autograd.Function):
@@ -88,20 +91,23 @@ class _Linears(torch.autograd.Function):
         kept = mine if any(ctx.needs_input_grad[5:]) else ()  # inputs are for the gradients of weights alone
         ctx.inputs = len(kept)
         ctx.save_for_backward(*kept, *weights)
-        whole = _gather(mine, group)()
-        prepared = map(product.prepare_weight, params, weights)
-        return tuple(product.forward(whole, weight, factor) for weight in prepared)
+        prepared = list(map(product.prepare_weight, params, weights))
+
+        def outputs(whole: Prepared) -> tuple[Tensor, ...]:
+            return tuple(product.forward(whole, weight, factor) for weight in prepared)
+
+        ranks = 1 if group is None else group.size()
+        if ranks == 1 or product is not PLAIN_PRODUCT or (n := pieces(len(x), x.nbytes * ranks)) == 1:
+            return outputs(_gather(mine, group)())
+        return products_of_pieces([_gather((piece,), group) for piece in x.chunk(n)], ranks, outputs)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors  # asked for once: full recompute unpacks them
         x, weights = saved[: ctx.inputs], saved[ctx.inputs :]
         group, product, factor = ctx.group, ctx.product, ctx.factor
-        prepared = [product.prepare_gradient(grad) for grad in grads]
-        wanted = ctx.needs_input_grad[5:]
-        trained = [
-            (param, grad) for param, grad, is_wanted in zip(ctx.params, prepared, wanted, strict=True) if is_wanted
-        ]
+        prepared, wanted = [product.prepare_gradient(grad) for grad in grads], ctx.needs_input_grad[5:]
+        trained = [(param, grad) for param, grad, each in zip(ctx.params, prepared, wanted, strict=True) if each]
         make = partial(_accumulate, trained, lambda: _gather(x, group)(), product, factor)
         put_off = not trained or (ctx.gradients is not None and ctx.gradients.later(make))
         inputs = None if put_off else _gather(x, group)
@@ -112,6 +118,23 @@ class _Linears(torch.autograd.Function):
         if inputs is not None:
             _accumulate(trained, inputs, product, factor)
         return (of_x if scattered is None else scattered.wait(), *(None for _ in ctx.needs_input_grad[1:]))
+
+
+def products_of_pieces(
+    started: Sequence[Callable[[], Prepared]], ranks: int, products: Callable[[Prepared], tuple[Tensor, ...]]
+) -> tuple[Tensor, ...]:
+    """The products `[s, …]` of an input that arrives in pieces: those of one are computed while the next is gathered.
+
+    started: functions that wait for a piece, `[s/n, …]`, with an equal run of positions of every rank. products: of a
+    piece.
+    """
+    wholes: list[Tensor] = []
+    for index, wait in enumerate(started):
+        made = products(wait())
+        wholes = wholes or [y.new_empty(len(y) * len(started), *y.shape[1:]) for y in made]
+        for whole, y in zip(wholes, made, strict=True):
+            whole.unflatten(0, (ranks, len(started), -1))[:, index] = y.unflatten(0, (ranks, -1))
+    return tuple(wholes)
 
 
 def _gather(x: Prepared, group: dist.ProcessGroup | None) -> Callable[[], Prepared]:
@@ -125,7 +148,7 @@ def _gather(x: Prepared, group: dist.ProcessGroup | None) -> Callable[[], Prepar
 def _accumulate(
     trained: Sequence[tuple[DTensor, Prepared]], inputs: Callable[[], Prepared], product: Product, factor: float
 ) -> None:
-    """Compute and add weight gradients. trained: weights, and the gradients of their outputs."""
+    """Compute and add weight gradients. trained: weights, and the prepared gradients of their outputs."""
     whole = product.prepare_kept(inputs())
     for param, grad in trained:
         add_gradient(param, product.weight_gradient(grad, whole, factor))

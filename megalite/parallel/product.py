@@ -6,7 +6,6 @@ from typing import Protocol, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 Prepared = tuple[Tensor, ...]
 
@@ -26,7 +25,7 @@ class Product(Protocol):
         x: the products are given all ranks' tensors, put together. One without dimensions is left as it is.
         """
 
-    def prepare_weight(self, weight: DTensor, part: Tensor) -> Prepared:
+    def prepare_weight(self, weight: Tensor, part: Tensor) -> Prepared:
         """Prepare a weight for forward or for gradients of inputs. part: this rank's part of it, `[out, in]`."""
 
     def prepare_gradient(self, grad: Tensor) -> Prepared:
@@ -51,7 +50,7 @@ class Plain:
     def prepare(self, x: Tensor) -> Prepared:
         return (x,)
 
-    def prepare_weight(self, weight: DTensor, part: Tensor) -> Prepared:
+    def prepare_weight(self, weight: Tensor, part: Tensor) -> Prepared:
         return (part,)
 
     def prepare_gradient(self, grad: Tensor) -> Prepared:

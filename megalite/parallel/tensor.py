@@ -14,13 +14,15 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Shard
 
 from megalite.distributed.collectives import reduce_scatter
 from megalite.parallel.linear import WeightGradients, linears
 from megalite.parallel.parameter import parameter, part
 from megalite.parallel.product import PLAIN_PRODUCT, Product
+from megalite.parallel.scattered import scattered_linear
 from megalite.plan.parts.part import Weight
+from megalite.plan.parts.pieces import pieces
 
 
 class Linear(nn.Module):
@@ -57,12 +59,23 @@ class RowLinear(Linear):
     def __init__(self, weight: Weight, mesh: DeviceMesh, factor: float = 1.0) -> None:
         super().__init__(weight)
         self.factor = factor
+        self.rows = weight.shape[0]
         self.weight = parameter(weight, mesh, Shard(1))
         self.group: dist.ProcessGroup = mesh.get_group()
 
     def forward(self, x: Tensor) -> Tensor:
+        n = self._pieces(x)
+        if n > 1:
+            assert isinstance(self.weight, DTensor)
+            return scattered_linear(x, self.weight, self.group, self.gradients, self.factor, n)
         (y,) = linears(x, [self.weight], None, self.gradients, self.product, self.factor)
         return reduce_scatter(y, self.group)
+
+    def _pieces(self, x: Tensor) -> int:
+        """In how many pieces the output is scattered: in one where others overlap, or the product is not PyTorch's."""
+        ranks = self.group.size()
+        whole = torch.compiler.is_compiling() or not torch.is_grad_enabled() or self.product is not PLAIN_PRODUCT
+        return 1 if whole or ranks == 1 else pieces(len(x) // ranks, x.nbytes // x.shape[-1] * self.rows)
 
 
 class VocabularyEmbedding(nn.Module):

@@ -8,8 +8,7 @@ from megalite.config.schema import Config
 from megalite.plan.model.roles import RoleKind
 from megalite.plan.parts.layer import Layer
 from megalite.plan.parts.part import Part
-
-MULTIPLE = 16  # of rows and columns of an operand, which GPUs demand
+from megalite.plan.parts.sizes import MULTIPLE, Sizes
 
 
 def wide_weights(config: Config) -> list[str]:
@@ -24,7 +23,7 @@ def wide_weights(config: Config) -> list[str]:
         f"{number}.{part.name}.{name}"
         for number, layer in enumerate(kinds)
         for part in layer.parts
-        for name in _wide(part, config.parallel.tp)
+        for name in _wide(part, Sizes(config))
     ]
 
 
@@ -43,11 +42,9 @@ def float8_text(config: Config) -> str:
     return f"{told}. No multiples of {MULTIPLE} on a rank, so also in bf16: {left}."
 
 
-def _wide(part: Part, tp: int) -> Iterator[str]:
+def _wide(part: Part, sizes: Sizes) -> Iterator[str]:
     """The names of a part's matrices that stay in bf16."""
-    matrices = ((name, weight) for name, weight in part.weights() if weight.role.kind is RoleKind.MATRIX)
-    shapes = {name.removesuffix(".weight"): (weight.role, weight.part(tp)) for name, weight in matrices}
     for into_stream in (False, True):
-        together = {name: shape for name, (role, shape) in shapes.items() if role.into_stream == into_stream}
-        if any(size % MULTIPLE for shape in together.values() for size in shape):
-            yield from together
+        if not sizes.in_8_bits(part.weights(), into_stream):
+            matrices = ((name, weight.role) for name, weight in part.weights() if weight.role.kind is RoleKind.MATRIX)
+            yield from (name.removesuffix(".weight") for name, role in matrices if role.into_stream == into_stream)

@@ -54,7 +54,7 @@ def measured_step(traces: Sequence[Trace]) -> MeasuredStep | None:
 
 
 def actions(trace: Trace) -> list[Span]:
-    """When each compute action of the last profiled step ran, in nanoseconds; on a GPU, when its kernels did.
+    """The spans of the last profiled step's compute actions, in nanoseconds; on a GPU, those of their kernels.
 
     Waits for its input are left out.
     """

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from megalite.base.errors import InputError
-from megalite.profiling.intervals import Interval, Intervals, common, length, union, without
+from megalite.profiling.intervals import Interval, Intervals, length, union, without
 from megalite_launch.base.files import opened
 
 NOTE = "note: "  # begins the names of events that say what the rank has noted, see `Activity`
@@ -115,10 +115,6 @@ class Trace:
     def begun(self, event: Event) -> int:
         """The moment at which the host began what the event is about: before the event, where that is on a GPU."""
         return self.launched.get(event.details.get("correlation"), event).start
-
-    def inside(self, event: Event) -> bool:
-        """Return whether a part of the event lies in the profiled steps."""
-        return bool(common(self.window, (event.interval,)))
 
 
 def read_trace(path: Path) -> Trace:

@@ -3,7 +3,7 @@
 import os
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 
@@ -11,6 +11,8 @@ import torch
 from torch import nn
 
 from megalite.base.errors import InputError, Problem
+from megalite.config.attention_kernels import Choice
+from megalite.config.layers import Scores
 from megalite.config.schema import Config
 from megalite.data.loader import Micros
 from megalite.distributed.health.activity import Activity
@@ -29,6 +31,7 @@ from megalite.parallel.offload import AsIs, Offload
 from megalite.parallel.pipeline import Activation, Pipeline
 from megalite.parallel.product import Product, product_of
 from megalite.parallel.recompute import recompute
+from megalite.parallel.settled_attention import attention_kernels
 from megalite.parallel.tensor import split_backward, use_product
 from megalite.plan.float8 import wide_weights
 from megalite.plan.pipeline import micro_batches
@@ -53,6 +56,7 @@ class Job:
     casts: WeightCasts  # weights in 8 bits, if products are
     activity: Activity  # where this rank notes what it is doing
     clock: SectionClock  # how long it works without waiting for others
+    attention: Mapping[Scores, Choice]  # the kernel of every kind of attention
     pipelines: dict[str, tuple[torch.Size, Pipeline]] = field(default_factory=dict)  # the latest, by shape of batch
 
     @property
@@ -104,6 +108,7 @@ def build(plan: Plan, mesh: Mesh, activity: Activity | None = None) -> Job:
     config, memory = plan.config, HostMemory()
     casts = WeightCasts(held=config.parallel.data_mode != "zero3")
     check_kernels(config, mesh.device)
+    attention = attention_kernels(config, mesh.device)
     if config.train.precision == "fp8":
         check_float8(mesh.device)
     if config.train.compile:
@@ -115,12 +120,14 @@ def build(plan: Plan, mesh: Mesh, activity: Activity | None = None) -> Job:
     gradients = Gradients(stages, plan.placement, mesh, config.model.tie_embeddings)
     optimizer = build_optimizer(stages.values(), config.model, config.optim, config.kernels_by_operation, mesh.stage)
     activity, clock = activity or Activity(), SectionClock(mesh.device)
-    return Job(plan, mesh, stages, put_off, gradients, optimizer, memory, casts, activity, clock)
+    return Job(plan, mesh, stages, put_off, gradients, optimizer, memory, casts, activity, clock, attention)
 
 
 def check_kernels(config: Config, device: torch.device) -> None:
     """Raises InputError for kernels that tensors on `device` cannot be given to."""
     for operation, backend in asdict(config.kernels_by_operation).items():
+        if operation == "attention":  # `attention_kernels` checks it
+            continue
         try:
             if backend == "apex":
                 apex.check(operation, device)

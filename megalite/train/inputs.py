@@ -36,11 +36,14 @@ def _token_positions(job: Job, documents: list[list[Documents]], tokens: Tensor,
     attend = partial(attention, config.parallel.context.method, job.mesh.cp, len(tokens), device)
     plan = job.plan
     kinds = {plan.kinds[layer].attention.heads.scores for stage in job.stages for layer in plan.layers[stage]}
-    attends = [{kind: attend(kind=kind) for kind in kinds}] * len(documents)
+    kernels = {kind: job.attention[kind].kernel for kind in kinds}
+    attends = [{kind: attend(kind=kind, kernel=kernel) for kind, kernel in kernels.items()}] * len(documents)
     positions: Sequence[Tensor | None] = [None] * len(documents)
     turns = split(torch.arange(len(tokens), device=device), mine)
     if data.mask_documents:
-        attends = [{kind: attend(micro, kind=kind) for kind in kinds} for micro in documents]
+        attends = [
+            {kind: attend(micro, kind=kind, kernel=kernel) for kind, kernel in kernels.items()} for micro in documents
+        ]
         if data.reset_positions:
             turns = torch.arange(len(tokens), device=device)
             positions = split(positions_in_documents(documents, device), mine).unbind(1)

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import TracebackType
+from typing import Any
 
 from megalite.base.errors import InputError
 from megalite.base.files import write_new
@@ -76,12 +77,11 @@ class Profiler:
                     self._begin()
             elif step == self.last and self._recording is not None:
                 with meter.paused():
-                    self.job.activity("writing a profile")
                     self._write(report)
 
     def _begin(self) -> None:
         mesh, expected = self.job.mesh, self._expected()
-        about = {"rank": mesh.rank, "first": self.first, "last": self.last, "pp": mesh.layout.pp}
+        about: dict[str, Any] = {"rank": mesh.rank, "first": self.first, "last": self.last, "pp": mesh.layout.pp}
         about |= {"coordinates": mesh.coordinates, "axes": mesh.axes}
         text = json.dumps({**about, "expected": expected and expected.plain()})
         self._recording = Recording(self.job.activity, mesh.device, **{KEY: text})
@@ -96,6 +96,7 @@ class Profiler:
     def _write(self, report: Silent) -> None:
         recording, rank = self._end(), self.job.mesh.rank
         assert recording is not None
+        self.job.activity("writing a profile")  # not before: the last step's note ends when the device is done with it
         content = compressed(recording)
         self._check_owner()
         path = self.folder / TRACE.format(rank=rank)

@@ -16,6 +16,7 @@ from megalite.model.positions import TokenPositions
 from megalite.parallel.context import attention
 from megalite.parallel.fsdp import compute_dtype
 from megalite.parallel.recompute import measure
+from megalite.parallel.settled_attention import attention_kernels
 from megalite.plan.automatic import Costing
 from megalite.plan.recompute_modes import MODES, Costs, ModeCost
 from megalite.plan.resolved import Plan, resolve
@@ -52,7 +53,8 @@ def _measured(config: Config, mesh: Mesh, layer: int) -> Costs:
     initialize(stage, model, config.run.seed)
     length = model.sequence_length // layout.cp
     kind, method = layer_kinds(model)[layer].attention.heads.scores, config.parallel.context.method
-    attend = attention(method, mesh.cp, model.sequence_length, mesh.device, kind=kind)
+    kernel = attention_kernels(config, mesh.device)[kind].kernel
+    attend = attention(method, mesh.cp, model.sequence_length, mesh.device, kind=kind, kernel=kernel)
     positions = replace(TokenPositions.whole(model, length, mesh.device, dtype), attention={kind: attend})
     shape = (length // layout.tp, config.batch.micro_size, model.width)
     x = torch.ones(shape, dtype=dtype, device=mesh.device, requires_grad=True)

@@ -53,7 +53,7 @@ class Recording:
         kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
         with ExitStack() as stack:
             if cuda:
-                torch.cuda.memory._record_memory_history(max_entries=MAX_EVENTS)
+                torch.cuda.memory._record_memory_history(max_entries=MAX_EVENTS, stacks="python")
                 stack.callback(torch.cuda.memory._record_memory_history, enabled=None)
                 stack.callback(self._keep_snapshot)
                 torch.cuda.synchronize(device)  # the first profiled step begins on an idle device

@@ -29,15 +29,15 @@ class Arriving:
     """Numbers on their way from the device to the host. Neither waits until they are read."""
 
     def __init__(self, values: Tensor) -> None:
-        self._host = torch.empty_like(values, device="cpu", pin_memory=values.is_cuda)
-        self._host.copy_(values, non_blocking=True)
-        self._arrived = torch.cuda.current_stream(values.device).record_event() if values.is_cuda else None
+        self.host = torch.empty_like(values, device="cpu", pin_memory=values.is_cuda)
+        self.host.copy_(values, non_blocking=True)
+        self.arrived = torch.cuda.current_stream(values.device).record_event() if values.is_cuda else None
 
     def read(self) -> list[float]:
         """The numbers. Waits until the device has finished earlier work."""
-        if self._arrived is not None:
-            self._arrived.synchronize()
-        found: list[float] = self._host.tolist()
+        if self.arrived is not None:
+            self.arrived.synchronize()
+        found: list[float] = self.host.tolist()
         return found
 
 

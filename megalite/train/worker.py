@@ -4,8 +4,8 @@ import logging
 import os
 import socket
 from collections import Counter
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -24,6 +24,7 @@ from megalite.checkpoint.run.save import Saver
 from megalite.checkpoint.store.host_group import HostGroup
 from megalite.checkpoint.store.progress import Progress
 from megalite.checkpoint.store.state import State
+from megalite.config.attention_kernels import attention_heads, kernel_lines
 from megalite.config.identity import same_everywhere
 from megalite.config.schema import Config, Source
 from megalite.cost.stages import Timer
@@ -39,9 +40,11 @@ from megalite.distributed.start.meeting import meet
 from megalite.distributed.start.ranks import RankInfo
 from megalite.distributed.start.signals import ignore_stops
 from megalite.distributed.start.start import run_rank, start
+from megalite.plan.automatic import Costing
 from megalite.plan.batches import GlobalBatch, samples_after
 from megalite.plan.float8 import float8_text
 from megalite.plan.memory.fit import TENSOR_SHARE, check_memory, fitted
+from megalite.plan.memory.remedies import out_of_memory_text
 from megalite.plan.pipeline import uses_fsdp
 from megalite.train.build import Job, build, build_mesh
 from megalite.train.compile_time import CompileTime
@@ -117,6 +120,22 @@ def _train(
     if rank_info.rank == 0:
         for text in checked.warnings:
             warn(text)
+    with explained(config, device):
+        return _train_here(rank_info, config, device, activity, check_owner, group, costing, checked)
+
+
+def _train_here(
+    rank_info: RankInfo,
+    config: Config,
+    device: torch.device,
+    activity: Activity,
+    check_owner: Callable[[], None],
+    group: HostGroup,
+    costing: Costing | None,
+    checked: Checked,
+) -> int:
+    """Train by a configuration that has been checked and fitted. Returns the exit code."""
+    folder = Folder.of(config)
     activity("connecting to the other ranks")
     patience = timedelta(seconds=PATIENCE * config.train.timeout)
     mesh = build_mesh(config, device, patience)
@@ -169,6 +188,18 @@ def _train(
                 text = f"{outcome(config.train.steps, progress.step)}, run folder {folder.path}"
                 report.event(report.step, "done", text)
             return code
+
+
+@contextmanager
+def explained(config: Config, device: torch.device) -> Iterator[None]:
+    """Add to the error of a GPU without memory what fills it and what would make it fit."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        with suppress(InputError):  # no plan, no explanation
+            here = replace(config, run=replace(config.run, device="cuda"))
+            error.add_note(out_of_memory_text(here, torch.cuda.get_device_properties(device).total_memory))
+        raise
 
 
 def naming(stragglers: Stragglers) -> Follower:
@@ -270,6 +301,8 @@ def announce(report: Report, job: Job, batches: Batches, progress: Progress) -> 
     end = samples_after(config, config.train.steps - progress.step, progress.samples, progress.left_out)
     for part, epochs in zip(samples.parts, samples.epochs(end), strict=True):
         report.say(f"data {part.path}: {part.tokens:,} tokens, {part.unused} at the tail unused, {epochs:.2f} epochs")
+    for line in kernel_lines(config, [job.attention[heads.scores] for heads in attention_heads(config)]):
+        report.say(f"attention: {line}")
     if told := float8_text(config):
         report.say(told)
     if job.mesh.device.type == "cuda":

@@ -1,4 +1,5 @@
 import argparse
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -193,3 +194,31 @@ def test_a_broken_pipe_elsewhere_is_a_fault_to_see() -> None:
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert done.stderr.endswith("BrokenPipeError: worker\n")
+
+
+@pytest.mark.parametrize(
+    ("given", "kept"),
+    [
+        ({}, {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}),
+        ({"PYTORCH_ALLOC_CONF": "backend:native"}, {"PYTORCH_ALLOC_CONF": "backend:native"}),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "backend:native"}, {"PYTORCH_CUDA_ALLOC_CONF": "backend:native"}),
+    ],
+)
+def test_allocator_is_set_before_torch_is_imported_unless_the_user_has(
+    given: dict[str, str], kept: dict[str, str]
+) -> None:
+    script = """
+import os, sys
+from megalite.__main__ import main
+sys.argv = ["megalite", "--version"]
+try:
+    main()
+except SystemExit:
+    pass
+print({name: value for name, value in os.environ.items() if "ALLOC_CONF" in name}, "torch" in sys.modules)
+"""
+    clean = {name: value for name, value in os.environ.items() if "ALLOC_CONF" not in name}
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, env=clean | given, capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout.splitlines()[-1] == f"{kept} False"

@@ -1,4 +1,4 @@
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -198,7 +198,7 @@ def test_an_unknown_key_brings_the_nearest_name(override: str, meant: str) -> No
         (
             "kernels=apex",
             'kernels = "apex": must be auto, triton or torch or a section with keys from rms_norm, rope, swiglu, '
-            "cross_entropy, adamw or muon",
+            "cross_entropy, adamw, muon or attention",
         ),
         (
             "parallel.pipeline=null",
@@ -308,7 +308,7 @@ def test_keywords_have_no_underscore_in_yaml() -> None:
 )
 def test_one_of_the_kernels_is_changed_alone(overrides: list[str], adamw: str, others: str, tmp_path: Path) -> None:
     found = load([], overrides).kernels_by_operation
-    assert found == replace(Kernels(*[others] * len(fields(Kernels))), adamw=adamw)
+    assert found == replace(Kernels.all(others), adamw=adamw)
     paths = [tmp_path / f"{number}.yaml" for number in range(len(overrides))]
     for path, override in zip(paths, overrides, strict=True):
         key, _, value = override.partition("=")

@@ -15,6 +15,8 @@ import torch
 import torch.distributed as dist
 from fake_device import NOTES, Calls, world
 from torch import Tensor
+from torch.distributed import distributed_c10d
+from torch.nn.attention import _cur_sdpa_kernel_backends
 from torch.nn.attention.flex_attention import BlockMask
 from toy_runs import Notes, RandomSamples
 
@@ -80,22 +82,40 @@ def attended(config: Config) -> list[tuple[str, list[int], list[int] | None, boo
                 assert (offsets.dtype, offsets.device) == (torch.int32, DEVICE)
             ends = None if offsets is None else list(offsets.shape)
             found.append((name, list(args[first].shape), ends, args[causal]))
+    for name, first, offset in (("packed_attention", 0, 3), ("packed_attention_backward", 1, 6)):
+        for args, _ in calls.of(f"megalite::{name}"):
+            assert (args[offset].dtype, args[offset].device) == (torch.int32, DEVICE)
+            found.append((name, list(args[first].shape), list(args[offset].shape), True))
     return found
 
 
-def attended_in_window(method: Method | None, kind: Scores, precision: torch.dtype) -> list[dict[str, Any]]:
-    """Of every call of FlashAttention over 64 positions on rank 0 of 2, or alone: its shapes, and window if any.
+def packed_in_window(documents: list[Documents] | None) -> list[tuple[str, list[int], list[list[int]] | None, int]]:
+    """Of every call of `packed_attention` over 64 positions in a window of 10: its queries, groups, and left."""
+    q, k, v = (torch.ones(64, 2, heads, 16, device=DEVICE, requires_grad=True) for heads in (4, 2, 2))
+    attend = attention("ring", None, 64, DEVICE, documents, Scores(10), "flash")
+    with Calls() as calls:
+        attend(q, k, v).sum().backward()
+    found = []
+    for name, first in (("packed_attention", 0), ("packed_attention_backward", 1)):
+        for args, _ in calls.of(f"megalite::{name}"):
+            *_, ends, left, _scale = args
+            found.append((name, list(args[first].shape), None if ends is None else ends.tolist(), left))
+    return found
+
+
+def attended_in_window(method: Method, kind: Scores, precision: torch.dtype) -> list[dict[str, Any]]:
+    """Of every call of FlashAttention over 64 positions on rank 0 of 2: its shapes, and window if any.
 
     Of two samples, the second has two documents.
     """
-    cp, length = 1 if method is None else 2, 64
+    cp, length = 2, 64
     documents: list[Documents] = [(0, length), (0, 20, length)]
     q, k, v = (
         torch.ones(length // cp, 2, heads, 16, dtype=precision, device=DEVICE, requires_grad=True)
         for heads in (4, 2, 2)
     )
     with world(cp):
-        attend = attention(method or "ring", dist.group.WORLD if method else None, length, DEVICE, documents, kind)
+        attend = attention(method, dist.group.WORLD, length, DEVICE, documents, kind)
         with Calls() as calls:
             attend(q, k, v).sum().backward()
     found = []
@@ -123,12 +143,18 @@ def generated(window: int | None) -> list[tuple[str, str, list[int]]]:
     return found
 
 
-def given_to_sdpa(config: Config) -> set[tuple[int, int, bool]]:
-    """Heads of queries and of keys, and whether these are said to be fewer, in every attention over whole sequences."""
-    attend = context.scaled_dot_product_attention
-    with _job(config) as (job, _), patch.object(context, "scaled_dot_product_attention", wraps=attend) as calls:
+def given_to_sdpa(config: Config) -> set[tuple[int, int, bool, tuple[str, ...]]]:
+    """For attention over whole sequences: heads of queries and of keys, whether these are fewer, what may run it."""
+    attend, found = context.scaled_dot_product_attention, set()
+
+    def given(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        kernels = tuple(backend.name for backend in _cur_sdpa_kernel_backends())
+        found.add((q.shape[1], k.shape[1], options["enable_gqa"], kernels))
+        return attend(q, k, v, **options)
+
+    with _job(config) as (job, _), patch.object(context, "scaled_dot_product_attention", given):
         _step(job)
-    return {(q.shape[1], k.shape[1], call.kwargs["enable_gqa"]) for call in calls.mock_calls for q, k, _ in [call.args]}
+    return found
 
 
 def stepped(config: Config) -> dict[str, Any]:
@@ -145,7 +171,7 @@ def stepped(config: Config) -> dict[str, Any]:
         "states": {str(value.device) for state in job.optimizer.state.values() for value in state.values()},
         "settled": settled,  # states were waited for, as the device may still write them
         "skips": {None if skips is None else str(skips.device) for skips in updates},
-        "signs": (str(taken.values.device), str(taken.host.device), taken.arrived is not None),
+        "signs": (str(taken.values.device), str(taken.arriving.host.device), taken.arriving.arrived is not None),
     }
 
 
@@ -245,6 +271,12 @@ def trained(config: Config) -> tuple[list[str], list[bool]]:
         with patch.object(report, "record", lambda step, _: events.append(f"record {step}")):
             assert train(job, Batches(loader, None), Progress(), saver, lambda: None, report) == 0
     return events, pinned
+
+
+def groups(config: Config) -> list[Ranks]:
+    """The ranks of every group of two or more that a job makes."""
+    with _job(config):
+        return [tuple(ranks) for ranks in distributed_c10d._world.pg_group_ranks.values() if len(ranks) > 1]
 
 
 def timeouts(config: Config) -> set[timedelta]:

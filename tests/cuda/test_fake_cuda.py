@@ -97,6 +97,14 @@ def test_copies_of_a_tied_embedding_meet_over_what_is_connected(call: Call) -> N
     assert stepping["transfers"] == {(0, 1)} <= building["transfers"]
 
 
+@pytest.mark.parametrize(
+    "layout", [{"tp": 2}, {"pp": 2, "dp_shard": 2}, {"dp_replicate": 2, "dp_shard": 2, "tp": 2}], ids=str
+)
+def test_no_two_groups_have_the_same_ranks(layout: dict[str, int], call: Call) -> None:
+    made = call(cases.groups, spread(**layout))
+    assert len(made) == len(set(made)) > 0
+
+
 def test_groups_of_a_mesh_have_the_timeout_of_the_job(call: Call) -> None:
     assert call(cases.timeouts, spread(pp=2, tp=2, cp=2)) == {timedelta(seconds=77)}
 
@@ -112,17 +120,25 @@ def test_attention_in_blocks_takes_what_flash_attention_does(method: Any, docume
     heads, width = (2 if method == "ulysses" else 4), 16
     for name, shape, ends, causal in calls:
         assert shape[-2:] == [heads, width], name
-        assert len(shape) == (4 if ends is None else 3), name
+        packed = name.startswith("packed")
+        assert packed == (method == "ulysses")
+        assert len(shape) == (4 if packed or ends is None else 3), name
         assert ends is None or causal
     found = {name: sum(called == name for called, *_ in calls) for name, *_ in calls}
     assert len(set(found.values())) <= 1, "every block has a backward"
 
 
-def test_a_window_is_one_call_of_flash_attention(call: Call) -> None:
-    found = call(cases.attended_in_window, None, Scores(10), torch.bfloat16)
-    window = {"window_size_left": 9, "window_size_right": 0}
-    expected = [{"name": name, "queries": 64, "keys": 64, "causal": True, **window} for name in ("forward", "backward")]
-    assert found == [expected[0], expected[0], expected[1], expected[1]]  # of either sample
+@pytest.mark.parametrize(
+    ("documents", "groups"),
+    [
+        (None, None),
+        ([(0, 64), (0, 20, 64)], [[2, 64], [3, 44]]),
+        ([(0, 20, 64)] * 2, [[3, 44]]),
+    ],
+)
+def test_a_window_is_one_call_of_flash_attention(documents: Any, groups: Any, call: Call) -> None:
+    forward = ("packed_attention", [64, 2, 4, 16], groups, 9)
+    assert call(cases.packed_in_window, documents) == [forward, ("packed_attention_backward", *forward[1:])]
 
 
 def test_what_windows_reach_on_other_ranks_is_one_call_each(call: Call) -> None:
@@ -146,8 +162,11 @@ def test_capped_scores_of_whole_sequences_are_left_to_flex_attention(call: Call)
     assert call(cases.generated, 10) == [("cuda:0", "cuda:0", [2, 1, 3, 3])]
 
 
-@pytest.mark.parametrize(("precision", "expected"), [("bf16", (4, 2, True)), ("fp32", (4, 4, False))])
-def test_in_fp32_attention_has_a_key_for_every_query_head(precision: Any, expected: Any, call: Call) -> None:
+@pytest.mark.parametrize(
+    ("precision", "expected"),
+    [("bf16", (4, 2, True, ("FLASH_ATTENTION",))), ("fp32", (4, 4, False, ("EFFICIENT_ATTENTION",)))],
+)
+def test_pytorch_is_given_one_kernel_and_the_heads_that_it_takes(precision: Any, expected: Any, call: Call) -> None:
     assert call(cases.given_to_sdpa, replace(PLAIN, train=Train(precision=precision))) == {expected}
 
 

@@ -9,13 +9,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from toy_jobs import CPU
-from traffic_cases import CASES, FP32, MUON, NORMED, TIED, TP, Overrides, configured, data, pipeline
+from traffic_cases import CASES, FP32, FULL, MUON, NORMED, POST, TIED, TP, Overrides, configured, data, pipeline
 
 from megalite.config.schema import Config
 from megalite.data.loader import Micros
 from megalite.dry_run.configuration import as_counted, busiest_rank
 from megalite.dry_run.run import dry_run, fake_world
 from megalite.dry_run.transfers import CountedTransfers, axes_of
+from megalite.parallel.product import Plain
+from megalite.plan.parts import pieces
 from megalite.plan.pipeline import micro_batches
 from megalite.plan.resolved import resolve
 from megalite.plan.traffic.step import step_traffic
@@ -24,6 +26,7 @@ from megalite.train.build import Job, build, build_mesh
 from megalite.train.step import train_step
 from megalite_kernels.collectives import all_gather_single, reduce_scatter_single
 
+ANOTHER = Plain()
 SUM = Transfer("all_reduce", "world", 4, "float32")
 
 
@@ -79,12 +82,31 @@ def test_a_whole_backward_between_the_halves_of_another(tmp_path: Path) -> None:
         assert predicted(config, 0) == counted(job)
 
 
-@pytest.mark.parametrize("overrides", [FP32, data("zero3", dp_shard=2), pipeline("zb_h1")], ids=["", "zero3", "split"])
+@pytest.mark.parametrize(
+    "overrides",
+    [{**FP32, **data("ddp", dp_shard=2)}, data("zero3", dp_shard=2), pipeline("zb_h1")],
+    ids=["without fsdp", "zero3", "split"],
+)
 def test_gradients_of_weights_that_tp_does_not_split_are_summed_once_a_step(overrides: Overrides) -> None:
     config = as_counted(configured({**TP, **NORMED, **overrides}, steps=4))
     with job_of(config, 0) as job:
         found = counted(job)
     assert [times for each, times in found.items() if (each.kind, each.axis) == ("all_reduce", "tp")] == [1]
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [FULL, {**FULL, **POST}, {**pipeline("zb_h1"), **NORMED}, {"train.product": f"{__name__}:ANOTHER"}],
+    ids=["full recompute", "norms after", "split", "another product"],
+)
+def test_collectives_in_pieces_are_predicted(overrides: Overrides, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pieces, "MIN_PIECE_BYTES", 1)
+    config = as_counted(configured({**TP, **data("zero2", dp_shard=2), **overrides}))
+    with job_of(config, 0) as job:
+        found = counted(job)
+    assert found == predicted(config, 0)
+    piece = Transfer("all_gather", "tp", 64 * 64 * 2 // 4, "bfloat16")
+    assert (piece in found) == ("train.product" not in overrides)
 
 
 def test_a_dry_run_counts_the_step_that_it_runs() -> None:

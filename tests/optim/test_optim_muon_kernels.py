@@ -96,3 +96,15 @@ def test_a_step_in_kernels_is_that_of_torch(states: Any) -> None:
         torch.testing.assert_close(mine, its, rtol=0, atol=1e-5)
         found, expected = (each.states_of(param)["momentum_buffer"] for each, param in ((one, mine), (other, its)))
         torch.testing.assert_close(found.to(DEVICE), expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("backend", ["triton", "torch"])
+def test_updates_write_copies(backend: Backend) -> None:
+    """In float16, to which the interpreter rounds as it should; a skipped step leaves them alone."""
+    params = parameters()
+    copies = {param: torch.zeros_like(param, dtype=torch.float16) for param in params}
+    optimizer = Muon(params, backend=backend, copy_of=copies.get)
+    take_step(params, optimizer, bad=True)
+    assert not any(copy.any() for copy in copies.values())
+    take_step(params, optimizer, bad=False)
+    assert all(torch.equal(copy, param.half()) for param, copy in copies.items())

@@ -1,7 +1,5 @@
 """Attention block by block against attention with an explicit mask, on the CPU's kernels and as CUDA's are called."""
 
-import math
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -11,6 +9,7 @@ import pytest
 import torch
 from attention_parts import in_blocks as over_ranks
 from attention_parts import mask, oracle
+from flash_stand_ins import STAND_INS
 from torch import Tensor
 
 from megalite.config.layers import Scores
@@ -35,75 +34,16 @@ def heads(count: int, seed: int, dtype: torch.dtype = torch.float64) -> Tensor:
     return torch.randn(LENGTH, len(DOCUMENTS), count, WIDTH, dtype=torch.float64, generator=generator).to(dtype)
 
 
-def flash_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    offsets_q: Tensor | None,
-    offsets_k: Tensor | None,
-    longest_q: int,
-    longest_k: int,
-    dropout: float,
-    causal: bool,
-    debug: bool,
-    scale: float | None = None,
-    window_size_left: int = -1,
-    window_size_right: int = -1,
-) -> tuple[Tensor, ...]:
-    """What `aten::_flash_attention_forward` is documented to do on CUDA: dense `[b, n, h, e]` or packed `[n, h, e]`."""
-    assert (dropout, debug) == (0.0, False)
-    assert window_size_right == (0 if causal and window_size_left >= 0 else -1)
-    if offsets_q is None or offsets_k is None:
-        assert (longest_q, longest_k) == (q.shape[1], k.shape[1])
-        return *plain_attention(q, k, v, causal, window_size_left, scale), Tensor(), Tensor(), Tensor()
-    assert offsets_q.dtype == offsets_k.dtype == torch.int32
-    found = []
-    lengths = offsets_q.diff().tolist(), offsets_k.diff().tolist()
-    assert (longest_q, longest_k) == (max(lengths[0]), max(lengths[1]))
-    for parts in zip(q.split(lengths[0]), k.split(lengths[1]), v.split(lengths[1]), strict=True):
-        found.append(plain_attention(*(part[None] for part in parts), causal, window_size_left, scale))
-    out = torch.cat([out[0] for out, _ in found])
-    return out, torch.cat([lse[0] for _, lse in found], dim=1), Tensor(), Tensor(), Tensor()
-
-
-def plain_attention(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool, left: int, scale: float | None
-) -> tuple[Tensor, Tensor]:
-    """The last query is at the place of the last key; a query sees `left` keys before its place, −1 being all."""
-    k, v = (x.repeat_interleave(q.shape[2] // k.shape[2], dim=2) for x in (k, v))
-    scores = torch.einsum("bnhe,bmhe->bhnm", q, k) * (1 / math.sqrt(q.shape[-1]) if scale is None else scale)
-    n, m = q.shape[1], k.shape[1]
-    back = torch.arange(n)[:, None] + m - n - torch.arange(m)
-    hidden = (back < 0 if causal else torch.zeros(n, m, dtype=torch.bool)) | (back > (m if left < 0 else left))
-    scores = scores.masked_fill(hidden, -torch.inf)
-    return torch.einsum("bhnm,bmhe->bnhe", scores.softmax(-1), v), scores.logsumexp(-1)
-
-
-def flash_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *rest: object, **options: Any
-) -> Iterator:
-    """Likewise `aten::_flash_attention_backward`; `out` and `lse` may be those of more keys than k has."""
-    *ends, dropout, causal, _, _ = rest
-    q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
-    with torch.enable_grad():
-        block_out, block_lse, *_ = flash_forward(q, k, v, *ends, dropout, causal, False, **options)
-        # Of the final softmax this block's keys have the share exp(block_lse − lse); the other keys' share is fixed.
-        by_head = (block_lse - lse).transpose(-1, -2)[..., None].exp()
-        total = (grad * block_out * by_head).sum() - ((grad * out).sum(-1, keepdim=True) * by_head).sum()
-    return iter(torch.autograd.grad(total, (q, k, v)))
-
-
 @pytest.fixture
 def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """The CPU's kernels, plain PyTorch, or the code that calls CUDA's kernels with stand-ins for those."""
     if request.param == "explicit":
         plain = [partial(function, softcap=None) for function in (explicit.forward, explicit.backward)]
-        monkeypatch.setattr(attention, "_kernels", lambda _, kind: scaled(*plain, lambda block: [block], kind))
+        monkeypatch.setattr(attention, "_kernels", lambda _, kind, math: scaled(*plain, lambda block: [block], kind))
     if request.param == "cuda":
         of_cuda = attention._forward_cuda, attention._backward_cuda, lambda block: [with_offsets(block)]
-        monkeypatch.setattr(attention, "_kernels", lambda _, kind: scaled(*of_cuda, kind))
-        stand_ins = {"_flash_attention_forward": flash_forward, "_flash_attention_backward": flash_backward}
-        monkeypatch.setattr(attention, "ops", SimpleNamespace(**stand_ins))
+        monkeypatch.setattr(attention, "_kernels", lambda _, kind, math: scaled(*of_cuda, kind))
+        monkeypatch.setattr(attention, "ops", STAND_INS)
     return request.param
 
 

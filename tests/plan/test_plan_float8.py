@@ -15,15 +15,16 @@ from megalite.plan.pipeline import uses_fsdp
 
 MODEL = Model(layers=3, width=64, heads=4, kv_heads=2, ffn=96, vocab_size=100, sequence_length=32)
 
+FOUR = ["attention.q", "attention.k", "attention.v", "mlp.gate", "mlp.up", "mlp.down"]  # stay with 4 ranks of tp
+
 
 def configured(tp: int = 1, cp: int = 1, **train: Any) -> Config:
-    return Config(model=MODEL, parallel=Parallel(tp=tp, cp=cp), train=replace(Train(precision="fp8"), **train))
+    return Config(
+        model=MODEL, parallel=Parallel(tp=tp, cp=cp, dp_shard=1), train=replace(Train(precision="fp8"), **train)
+    )
 
 
-@pytest.mark.parametrize(
-    ("tp", "wide"),
-    [(1, []), (2, []), (4, ["attention.q", "attention.k", "attention.v", "mlp.gate", "mlp.up", "mlp.down"])],
-)
+@pytest.mark.parametrize(("tp", "wide"), [(1, []), (2, []), (4, FOUR)])
 def test_parts_that_are_no_multiples_of_16_stay_in_bf16(tp: int, wide: list[str]) -> None:
     """With 4 ranks, 8 features of keys and 24 of the MLP are on each, and 16 of queries, which share their input."""
     config = configured(tp)
@@ -71,7 +72,7 @@ def test_shorter_sequences_are_multiples_too() -> None:
 
 def test_the_planner_takes_the_rates_of_8_bits_and_utilization_is_that_of_bf16() -> None:
     model = Model(layers=4, width=4096, heads=32, kv_heads=8, ffn=14336, vocab_size=32000, sequence_length=8192)
-    fp8 = Config(model=model, batch=Batch(micro=1, global_=8), train=Train(precision="fp8"))
+    fp8 = replace(configured(), model=model, batch=Batch(micro=1, global_=8))
     cluster = load_cluster("h100_sxm")
     fast, slow = (predict(config, cluster) for config in (fp8, replace(fp8, train=Train())))
     assert 1.05 < slow.seconds / fast.seconds < 1.5

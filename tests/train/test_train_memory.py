@@ -5,8 +5,13 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from megalite.commands import main, train
+from megalite.config.load import load
+from megalite.config.validate import check
+from megalite.distributed.start.start import explain
+from megalite.train.worker import explained
 
 
 def test_a_model_too_big_for_the_machine_is_refused_before_ranks_start(
@@ -91,3 +96,16 @@ def test_ranks_that_may_be_on_other_hosts_are_not_compared_with_this_one(
     assert checked(monkeypatch, tmp_path, "--check") == 2
     assert "of this machine's memory" in capsys.readouterr().err
     assert checked(monkeypatch, tmp_path, "--check", "--world-size=1") == 0
+
+
+def test_a_full_gpu_is_told_what_fills_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = check(load([], ["run.device=auto", "batch.global=32", "batch.micro=8"]), 1)
+    properties = SimpleNamespace(total_memory=1 << 30)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    with pytest.raises(torch.OutOfMemoryError) as caught, explained(config, torch.device("cuda", 0)):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+    code, text = explain(caught.value)
+    assert code == 1
+    assert "OutOfMemoryError: CUDA out of memory\nout of memory: pipeline rank 0 needs " in text
+    with pytest.raises(ValueError, match=r"^another$"), explained(config, torch.device("cuda", 0)):
+        raise ValueError("another")

@@ -41,7 +41,7 @@ def failing(at: Callable[[int, int], bool]) -> Iterator[None]:
         signs = train_step(job, batch, index, asked)
         if at(index + 1, bad):
             bad += 1
-            signs.host[1] = torch.nan
+            signs.arriving.host[1] = torch.nan
         return signs
 
     with patch.object(loop, "train_step", faulty):

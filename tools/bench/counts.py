@@ -33,14 +33,14 @@ ORIGINS: dict[str, Callable[[], Counter[str]]] = {
 PAGE = """\
 # Speed, in counts
 
-These numbers decide how fast a step can be, and a CPU can count them exactly. `{command} --write docs/speed.md` makes
-this page; tests keep the limits. [benchmarks.md](benchmarks.md) has times.
+These numbers decide how fast a step can be, and a CPU counts them exactly. `{command} --write docs/speed.md`
+makes this page; tests keep the limits. [benchmarks.md](benchmarks.md) has times.
 
 {table}
 Calls are those of functions in Python and C that `sys.setprofile` sees in a step of a model of width 64 with 1 × 32
 tokens on one rank, per layer: the difference of {deep} and {shallow} layers. The host makes them while a GPU computes;
-where they take longer than a layer's kernels, the GPU waits. `{command} --origins fp32` lists the functions they come
-from.
+where they take longer than a layer's kernels, the GPU waits. `{command} --origins fp32` lists where they
+come from.
 
 Python {python}, torch {torch}.
 """
@@ -56,8 +56,8 @@ class Count:
 
 
 COUNTS = (
-    Count("calls per layer, fp32", lambda: calls_per_layer("fp32").total(), 1250),
-    Count("calls per layer, bf16", lambda: calls_per_layer("bf16").total(), 3050),
+    Count("calls per layer, fp32", lambda: calls_per_layer("fp32").total(), 900),
+    Count("calls per layer, bf16", lambda: calls_per_layer("bf16").total(), 2650),
     Count("the same model as plain modules in fp32, fused AdamW", lambda: plain_calls_per_layer().total(), None),
 )
 

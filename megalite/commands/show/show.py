@@ -20,6 +20,7 @@ from megalite.commands.show.expected import expected
 from megalite.commands.show.memory import MAX_LISTED, alike, fullest, measure, memory_sections, verdict
 from megalite.commands.show.parametrization import parametrization
 from megalite.commands.show.schedule import MAX_UNASKED_ACTIONS, bubble_text, check_path, show_schedule
+from megalite.config.attention_kernels import attention_heads, choose, kernel_lines, need_of
 from megalite.config.layers import layer_kinds
 from megalite.config.layout import AXES, Layout
 from megalite.config.load import dump, dump_model, load
@@ -27,6 +28,7 @@ from megalite.config.schema import Config, Model
 from megalite.config.validate import check
 from megalite.cost.cluster import Cluster, load_cluster
 from megalite.cost.order_costs import costing_of
+from megalite.cost.program import machine_of
 from megalite.plan.batches import batch_sizes, samples_after
 from megalite.plan.float8 import float8_text
 from megalite.plan.memory.fit import TENSOR_SHARE, fitted
@@ -44,6 +46,7 @@ from megalite.plan.pipeline import actions, check_schedule, micro_batches, place
 from megalite.plan.split import layers_of, split_of, stage_costs
 
 ATTENTION_FACTOR: dict[Attention, int] = {"causal": 6, "full": 12}
+ASSUMED_GPU = machine_of("H100")  # where no cluster is named
 PATIENCE = 100_000  # actions; a longer schedule is announced as taking a while
 
 
@@ -91,6 +94,7 @@ def run(args: argparse.Namespace) -> int:
         ("Pipeline stages", _stage_table(config)),
         ("FLOPs per token of training", _flops_table(config.model)),
         ("Batch", Text(_batch(config))),
+        ("Attention", Text(_attention(config, cluster))),
     ]
     if told := float8_text(config):
         parts.append(("Matrix products", Text(told)))
@@ -215,6 +219,19 @@ def _batch(config: Config) -> str:
     steps, tokens = config.train.steps, samples_after(config, config.train.steps) * length
     lines.append(f"{counted(steps, 'step')} see{'s' * (steps == 1)} {tokens:,} tokens.")
     return "\n".join(lines)
+
+
+def _attention(config: Config, cluster: Cluster | None) -> str:
+    """The kernels of attention, with reasons, on a GPU with PyTorch alone, or on a CPU."""
+    on_cpu = config.run.device == "cpu"
+    gpu = None if on_cpu else machine_of(cluster.gpu.name) if cluster is not None else ASSUMED_GPU
+    where = "a CPU" if on_cpu else cluster.gpu.name if cluster is not None else "an H100 or H200"
+    asked = config.kernels_by_operation.attention
+    try:
+        choices = [choose(asked, need_of(config, heads), gpu) for heads in attention_heads(config)]
+    except ValueError as error:
+        return f"On {where}: kernels.attention = {asked}: {error}"
+    return "\n".join(f"On {where}: {line}" for line in kernel_lines(config, choices))
 
 
 def _span(numbers: range) -> str:

@@ -3,6 +3,8 @@
 from collections.abc import Iterator
 
 from megalite.base.errors import Problem
+from megalite.config.attention_kernels import ANY_GPU, broken, need_of
+from megalite.config.layers import layer_kinds
 from megalite.config.parametrization import depth_ratio, width_ratio
 from megalite.config.schema import Config, LearningRate
 
@@ -60,3 +62,9 @@ def _kernels(config: Config) -> Iterator[Problem]:
         yield Problem("kernels.adamw", "cannot be used with train.precision = fp64", "use auto", adamw)
     if config.kernels_by_operation.rms_norm == "apex" and config.train.compile:
         yield Problem("kernels.rms_norm", "cannot be used with train.compile", "use auto", "apex")
+    attention = config.kernels_by_operation.attention
+    if attention != "auto" and config.model.heads > 0:
+        needs = (need_of(config, kind.attention.heads) for kind in layer_kinds(config.model))
+        rules = [broken(attention, need, ANY_GPU) for need in needs]
+        for text in dict.fromkeys(each.text for each in rules if each is not None):
+            yield Problem("kernels.attention", text, "use auto, which chooses for layers of each kind", attention)

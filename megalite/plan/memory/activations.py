@@ -15,10 +15,11 @@ from megalite.config.layers import LayerKind, layer_kinds, rotations
 from megalite.plan.memory.attention import AttentionMemory
 from megalite.plan.memory.units import Unit, Weights
 from megalite.plan.model.optimizer_states import host_copies, state_names
+from megalite.plan.model.roles import RoleKind
 from megalite.plan.model.size import Parameters
 from megalite.plan.model.weights import embedding, final_norm, head
 from megalite.plan.parts.layer import Layer
-from megalite.plan.parts.part import Kept, Moment, Weight
+from megalite.plan.parts.part import Kept, Moment, Part, Weight
 from megalite.plan.parts.sizes import Sizes
 from megalite.plan.recompute_modes import Mode
 
@@ -92,7 +93,14 @@ class Activations(Sizes):
             cheap=cheap,
             offloaded=offloaded,
             puts_off=True,
+            casts=sum(self._casts(part) for part in layer.parts),
         )
+
+    def _casts(self, part: Part) -> int:
+        """Bytes of a part's weights in 8 bits, in both layouts."""
+        narrow = {into_stream: self.in_8_bits(part.weights(), into_stream) for into_stream in (False, True)}
+        matrices = (weight for _, weight in part.weights() if weight.role.kind is RoleKind.MATRIX)
+        return 2 * sum(math.prod(weight.part(self.t)) for weight in matrices if narrow[weight.role.into_stream])
 
     def layer_bytes(self, kind: LayerKind, mode: Mode) -> int:
         """Bytes that a layer keeps from forward to backward, on the device and in host memory."""

@@ -1,7 +1,7 @@
 """Bytes that attention of one kind keeps of a micro-batch on one rank, and bytes that its backward takes.
 
-Attention is computed block by block (`parallel.attention`), unless torch computes it in one call. A block has n queries
-and m keys. Its temporaries depend on the kernel that computes the block.
+Attention is computed block by block (`parallel.attention`), unless a kernel computes it in one call (`parallel.packed`,
+or PyTorch's own). A block has n queries and m keys. Its temporaries depend on the kernel that computes the block.
 
     q   bytes of queries on this rank             w  bytes of an activation: 2, 4 or 8
     o   bytes of the output on this rank          z  bytes of a sum: 4 or 8
@@ -11,8 +11,8 @@ and m keys. Its temporaries depend on the kernel that computes the block.
 import math
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
 
+from megalite.config.attention_kernels import ANY_GPU, Kernel, planned
 from megalite.config.layers import Heads
 from megalite.config.schema import Config
 from megalite.plan.parts.part import Kept
@@ -57,7 +57,8 @@ class AttentionMemory:
             inside = sums + self._own(self._positions) if self._in_blocks else 2 * q + o + kv if self.repeats else 0
             return max(2 * q + o + 2 * kv, inside)  # while heads are exchanged, or inside of attention
         if not self._in_blocks:
-            return 2 * q + o + kv if self.repeats else q + kv
+            apart = self.config.data.mask_documents and self.config.batch.micro_size > 1  # a call for each sample
+            return 2 * q + o + kv if self.repeats else (q + kv) * (1 + apart)
         rounded = q + kv if self.w < self.z else 0  # the sums in the compute precision, made while the sums live
         if self.config.parallel.cp == 1:
             return sums + max(rounded, self._own(self._positions))
@@ -128,7 +129,7 @@ class AttentionMemory:
         not attend to all keys. reach: how many positions before its own a query attends to; None: all.
         """
         q, kv = self._of(self.queries, n), self._of(self.kv, m)
-        if self._kernel == "explicit":
+        if self._kernel == "math":
             longest = m if reach is None else min(m, reach + ROWS)
             rows = max(1, min(ROWS, n, MAX_SCORES // max(1, longest * self._heads)))
             tensors = 3 if self.heads.scores.softcap is not None else 2
@@ -140,13 +141,9 @@ class AttentionMemory:
         keys = kv if piece is None else self._of(self.kv, piece)
         return q + kv + in_one + keys * self._shared + keys
 
-    @property
-    def _kernel(self) -> Literal["flash", "explicit", "flex"]:
-        """The kernel that computes blocks; see `parallel.attention` and `parallel.context`."""
-        whole = self.config.parallel.cp == 1 or self._exchanges_heads
-        if self.heads.scores.softcap is not None and whole and not self._on_cpu:
-            return "flex"
-        return "explicit" if self.heads.scores.softcap is not None or (self.w > 2 and not self._on_cpu) else "flash"
+    @cached_property
+    def _kernel(self) -> Kernel:
+        return planned(self.config, self.heads, None if self._on_cpu else ANY_GPU)
 
     @property
     def config(self) -> Config:
@@ -173,13 +170,14 @@ class AttentionMemory:
     @property
     def repeats(self) -> bool:
         """Flag: keys and values are repeated for every query head, in attention over whole sequences."""
-        return not self._in_blocks and not self._on_cpu and self.w == 4 and self._shared > 1
+        return self._kernel == "efficient" and self._shared > 1
 
     @cached_property
     def _in_blocks(self) -> bool:
         whole = self.config.parallel.cp == 1 or self._exchanges_heads
-        own = self.heads.scores.softcap is not None or self._windowed is not None
-        return own or self.config.data.mask_documents or not whole
+        if self._on_cpu and (self._windowed is not None or self.config.data.mask_documents):
+            return True
+        return not whole or self._kernel in ("math", "flex")
 
     @cached_property
     def _windowed(self) -> int | None:

@@ -60,15 +60,16 @@ def fitted(
     modes = (config.parallel.data_mode,) if known else AUTO_MODES
 
     def least(config: Config, limit: float = math.inf) -> int:
-        return min(peak(_with_mode(config, mode), limit) for mode in modes)
+        return min(peak(with_mode(config, mode), limit) for mode in modes)
 
     config = _fit_micro(config, limit, asked, least)
-    each = [_with_mode(config, mode) for mode in modes]
+    each = [with_mode(config, mode) for mode in modes]
     config = next((one for one in each[:-1] if limit is not None and peak(one, limit) <= limit), each[-1])
     return replace(config, batch=replace(config.batch, memory=asked)) if config.parallel.pipeline.searched else config
 
 
-def _with_mode(config: Config, mode: DataMode) -> Config:
+def with_mode(config: Config, mode: DataMode) -> Config:
+    """The configuration with `parallel.data.mode`."""
     data = replace(config.parallel.data, mode=mode)
     return replace(config, parallel=replace(config.parallel, data=data))
 

@@ -56,6 +56,7 @@ class Unit:
     puts_off: bool = False  # a split backward leaves the weight gradients to W
     with_stage: bool = False  # a tied embedding, used at both ends, is gathered as long as its stage is in use
     copy: bool = False  # a copy of the first stage's tied embedding
+    casts: int = 0  # bytes of the weights in 8 bits, in both layouts
     times: int = 1  # how many equal units in a row this one stands for; bytes are of all, parameters of one
 
     @cached_property

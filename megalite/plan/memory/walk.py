@@ -117,6 +117,9 @@ class Walk:
                 if self.config.checkpoint.async_ and not self._is_second_copy(stage, part):
                     self._hold(HOST_MEMORY, "checkpoint", self._saved(part))
         self._hold("activations", "attention", self.sizes.angles)
+        casts = sum(part.times * part.casts for parts in self.parts.values() for part in parts)
+        casts = 0 if self.states.mode == "zero3" else casts  # weights are cast once a step, and freed before the update
+        self._hold("gathered weights", "in 8 bits", casts)
         self._see()
         for item in self.table.programs[self.pp]:
             self.doing = item
@@ -134,6 +137,7 @@ class Walk:
                     sign = 1 if item.kind is Kind.GATHER else -1
                     for part in self.parts[item.stage]:
                         self._hold_weights("gathered weights", part, sign * self.states.w)
+        self._hold("gathered weights", "in 8 bits", -casts)
         self.doing = "update of the weights"
         self._see(step_temporaries(self.states.plan, self.pp))
         return {item: size for item, size in (self.peak | self.host_peak).items() if size}

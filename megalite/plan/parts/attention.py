@@ -67,6 +67,8 @@ class GroupedQueryPart(Gathered):
     def kept(self, sizes: Sizes) -> tuple[Kept, ...]:
         heads, of_head = self.heads, sizes.tokens * sizes.z // sizes.t  # bytes for every head: a number per position
         found = [*self._memory(sizes).kept(), Kept("attention", heads.count * of_head, "attention")]
+        if sizes.in_8_bits(self.weights(), into_stream=True):
+            found.append(Kept("attention", sizes.split(heads.outputs) // sizes.w, "output", for_weights="output"))
         for features, count in ((heads.queries, heads.count), (heads.keys, heads.kv_count)) if self.kind.norms else ():
             inverse = count * of_head if self.kind.norms == "head" else sizes.tokens * sizes.z
             found += [Kept("norms", sizes.split(features), "rope"), Kept("norms", inverse, "rope")]
@@ -81,14 +83,15 @@ class GroupedQueryPart(Gathered):
             if weight.role.kind is not roles.RoleKind.NORM
         }
         output = gradients.pop("o.weight")
+        columns, into = self.casts(sizes, q + k + v, o)
         put_off = sum(size for name, size in (("q", q), ("k", k), ("v", v)) if gradients[f"{name}.weight"])
         return (
-            Moment("output", max(own, gathered) + o, output, put_off=gathered or sizes.stream),
+            Moment("output", max(own, gathered) + o + into, output, put_off=gathered or sizes.stream),
             Moment("attention", o + self._memory(sizes).backward),
             Moment("rope", q * (2 + sizes.z // sizes.w) + k + v),
             Moment(
                 "projections",
-                sizes.linear(q + k + v, self.trains_columns),
+                sizes.linear(q + k + v, self.trains_columns) + columns,
                 sum(gradients.values()),
                 put_off=put_off,
                 again=gathered,

@@ -29,14 +29,25 @@ class Gathered(ABC):
         found = (weight for _, weight in self.weights() if weight.trained and weight.role.kind is RoleKind.MATRIX)
         return any(not weight.role.into_stream for weight in found)
 
+    def casts(self, sizes: Sizes, grads: int, inputs: int) -> tuple[int, int]:
+        """Bytes in backward of casts to 8 bits: in layers that take the gathered input, and in that into the stream.
+
+        grads: bytes of the gradients of the former's outputs. inputs: of the input of the latter. Both layouts of a
+        gradient together take as much as it does in bf16. Gradients of an input that layers share are added up.
+        """
+        whole = sizes.gathered or sizes.stream
+        columns = grads + whole if sizes.in_8_bits(self.weights(), into_stream=False) else 0
+        return columns, whole + inputs // sizes.w if sizes.in_8_bits(self.weights(), into_stream=True) else 0
+
     def forward_transfers(self, sizes: Sizes, cp: int, phase: str) -> Transfers:
-        return sizes.over_tp("all_gather", f"{phase}: gather of the input of {self.title}")
+        return sizes.over_tp("all_gather", f"{phase}: gather of the input of {self.title}", sizes.pieces)
 
     def output_transfers(self, sizes: Sizes, phase: str) -> Transfers:
-        return sizes.over_tp("reduce_scatter", f"{phase}: scatter of the output of {self.title}")
+        return sizes.over_tp("reduce_scatter", f"{phase}: scatter of the output of {self.title}", sizes.pieces)
 
     def backward_transfers(self, sizes: Sizes, cp: int) -> Transfers:
-        gathered = sizes.over_tp("all_gather", f"backward: gather of the output gradient of {self.title}")
+        purpose = f"backward: gather of the output gradient of {self.title}"
+        gathered = sizes.over_tp("all_gather", purpose, sizes.pieces)
         return gathered + sizes.over_tp("reduce_scatter", f"backward: scatter of the input gradient of {self.title}")
 
     def weight_transfers(self, sizes: Sizes) -> Transfers:

@@ -55,7 +55,13 @@ class Layer:
         found = list[Kept]()
         for part in self.parts:
             first, (before, after) = part is self.parts[0], self._moments(part)
-            found.append(Kept(part.name, sizes.stream, part.takes, part.takes, bool(before), first and not before))
+            given = first and not before
+            if not sizes.in_8_bits(part.weights(), into_stream=False):
+                found.append(Kept(part.name, sizes.stream, part.takes, part.takes, bool(before), given))
+            else:
+                found.append(Kept(part.name, sizes.stream // sizes.w, part.takes, part.takes))
+                if given and with_input:
+                    found.append(Kept(part.name, sizes.stream, part.takes, given=True))
             for norm, given in ((before, first), (after, False)):
                 if norm:
                     found.append(Kept("norms", sizes.stream, norm, given=given))

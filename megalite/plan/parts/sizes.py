@@ -1,12 +1,17 @@
 """Sizes of a micro-batch's tensors on one rank."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 from megalite.config.schema import Config
+from megalite.plan.model.roles import RoleKind
+from megalite.plan.parts.pieces import pieces
 from megalite.plan.traffic.transfers import Transfers, over
 
-PRECISION_BYTES = {"bf16": 2, "fp32": 4, "fp64": 8}  # by train.precision
+PRECISION_BYTES = {"bf16": 2, "fp32": 4, "fp64": 8}  # by train.dtype
+MULTIPLE = 16  # of the sizes of operands in 8 bits
 
 
 @dataclass(frozen=True)
@@ -66,6 +71,26 @@ class Sizes:
         """
         return grads + self.stream + (self.gathered * (1 + trained) if self.gathered else 0)
 
-    def over_tp(self, kind: str, purpose: str) -> Transfers:
-        """A collective over tp of the residual stream."""
-        return over("tp", kind, self.gathered, self.w, purpose)
+    def in_8_bits(self, weights: Iterable[tuple[str, Any]], into_stream: bool) -> bool:
+        """Return whether the products of a part's matrices are in 8 bits: of those into the stream, or of all others.
+
+        They share an input, and GPUs want all sizes of operands to be multiples of `MULTIPLE`.
+        """
+        if self.config.train.precision != "fp8":
+            return False
+        matrices = (weight for _, weight in weights if weight.role.kind is RoleKind.MATRIX)
+        shapes = (weight.part(self.t) for weight in matrices if weight.role.into_stream == into_stream)
+        return not any(size % MULTIPLE for shape in shapes for size in shape)
+
+    @cached_property
+    def pieces(self) -> int:
+        """The pieces in which ranks of tp gather the input of a part in forward, scatter its output, and gather its
+        gradient; PyTorch's products alone are computed in pieces."""
+        parallel, train = self.config.parallel, self.config.train
+        if train.product != "plain" or train.precision == "fp8":
+            return 1
+        return pieces(self.config.model.sequence_length // parallel.cp // parallel.tp, self.gathered)
+
+    def over_tp(self, kind: str, purpose: str, n: int = 1) -> Transfers:
+        """A collective over tp of the residual stream, in `n` pieces."""
+        return over("tp", kind, self.gathered // n, self.w, purpose, n)

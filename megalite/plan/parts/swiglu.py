@@ -42,14 +42,18 @@ class SwiGLUPart(Gathered):
     def kept(self, sizes: Sizes) -> tuple[Kept, ...]:
         f = sizes.split(self.kind.width)
         gate = up = Kept("mlp", f, "swiglu")
+        if sizes.in_8_bits(self.weights(), into_stream=True):
+            return gate, up, Kept("mlp", f // sizes.w, "down", for_weights="down")
         return gate, up, Kept("mlp", f, "down", for_weights="down", cheap=True)
 
     def backward(self, sizes: Sizes, own: int) -> tuple[Moment, ...]:
         f, gathered = sizes.split(self.kind.width), sizes.gathered
+        columns, into = self.casts(sizes, 2 * f, f)
         gate, up, down = (sizes.w * weight.gradient(sizes.t) for _, weight in self.weights())
         put_off = f * ((gate > 0) + (up > 0))
+        taken = sizes.linear(2 * f, self.trains_columns) + columns
         return (
-            Moment("down", max(own, gathered) + f, down, put_off=gathered or sizes.stream),
+            Moment("down", max(own, gathered) + f + into, down, put_off=gathered or sizes.stream),
             Moment("swiglu", 3 * f),
-            Moment("gate and up", sizes.linear(2 * f, self.trains_columns), gate + up, put_off=put_off, again=gathered),
+            Moment("gate and up", taken, gate + up, put_off=put_off, again=gathered),
         )

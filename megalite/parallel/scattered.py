@@ -1,0 +1,102 @@
+"""A row-parallel layer whose results are summed and scattered in pieces, beside its own matrix products.
+
+While the product of one piece of the sequence runs, the results of the one before are summed and scattered. Backward
+gathers the gradient of a piece while that of the one before is multiplied. Rows of a product do not depend on each
+other, so the results are those of the whole. With n pieces and t ranks, the whole `[s, …]` is `[t, n, s/(t·n), …]`, and
+piece i of it `[:, i]`: a run of positions of every rank.
+"""
+
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from megalite.distributed.collectives import start_gather, start_reduce_scatter
+from megalite.parallel.linear import WeightGradients, products_of_pieces
+from megalite.parallel.parameter import add_gradient
+from megalite.parallel.product import PLAIN_PRODUCT
+
+
+def scattered_linear(
+    x: Tensor,
+    weight: DTensor,
+    group: dist.ProcessGroup,
+    gradients: WeightGradients | None,
+    factor: float,
+    n: int,
+) -> Tensor:
+    """This rank's part `[s/t, b, out]` of the sum of all ranks' factor · x Wᵀ, in `n` pieces; by PyTorch's products.
+
+    x `[s, b, in/t]`. weight, gradients: as for `linears`.
+    """
+    promised = _Promised.apply(x, group, gradients, factor, n, weight)
+    return _Scattered.apply(promised, x.detach(), weight._local_tensor, group, factor, n)
+
+
+class _Promised(torch.autograd.Function):
+    """Keeps what backward needs, and computes all of backward.
+
+    Its output is as large as the layer's, but takes no memory and means nothing. Full recompute ends with what is kept
+    last, so it does not scatter again.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        group: dist.ProcessGroup,
+        gradients: WeightGradients | None,
+        factor: float,
+        n: int,
+        param: DTensor,
+    ) -> Tensor:
+        ctx.group, ctx.gradients, ctx.factor, ctx.n, ctx.param = group, gradients, factor, n, param
+        weight = param._local_tensor
+        ctx.save_for_backward(weight, *([x] if param.requires_grad else []))
+        return x.new_empty(()).expand(len(x) // group.size(), *x.shape[1:-1], len(weight))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        weight, *kept = ctx.saved_tensors
+        group, factor, n, ranks = ctx.group, ctx.factor, ctx.n, ctx.group.size()
+        whole = grad.new_empty(n, len(grad) // n * ranks, *grad.shape[1:])
+        started = [start_gather(part, group, into) for part, into in zip(grad.chunk(n), whole, strict=True)]
+        gathered = [lambda pending=pending: (pending.wait(),) for pending in started]
+        (of_x,) = products_of_pieces(
+            gathered, ranks, lambda grad: (PLAIN_PRODUCT.input_gradient(grad, (weight,), None, factor),)
+        )
+        if kept:
+            make = partial(_accumulate, ctx.param, whole.flatten(0, 1), kept[0], factor, n, ranks)
+            if ctx.gradients is None or not ctx.gradients.later(make):
+                make()
+        return of_x, None, None, None, None, None
+
+
+def _accumulate(param: DTensor, grad: Tensor, x: Tensor, factor: float, n: int, ranks: int) -> None:
+    """Compute and add the weight's gradient. grad: of the output, piece after piece."""
+    by_piece = x.unflatten(0, (ranks, n, -1)).transpose(0, 1).flatten(0, 2)
+    add_gradient(param, PLAIN_PRODUCT.weight_gradient((grad,), (by_piece,), factor))
+
+
+class _Scattered(torch.autograd.Function):
+    """The layer's output, of which `promised` has the gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, promised: Tensor, x: Tensor, weight: Tensor, group: dist.ProcessGroup, factor: float, n: int
+    ) -> Tensor:
+        mine = x.new_empty(promised.shape)
+        started = []
+        for into, piece in zip(mine.chunk(n), x.unflatten(0, (group.size(), n, -1)).unbind(1), strict=True):
+            y = PLAIN_PRODUCT.forward((piece.flatten(0, 1),), (weight,), factor)
+            started.append(start_reduce_scatter(y, group, into))
+        for pending in started:
+            pending.wait()
+        return mine
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return grad, None, None, None, None, None

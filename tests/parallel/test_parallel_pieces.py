@@ -1,0 +1,146 @@
+"""Tensor-parallel collectives in pieces beside matrix products: what they compute, and what they wait for."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from gradient_cases import whole
+from ranks import Ranks
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from toy_jobs import CPU, MODEL, config_of
+from traffic_cases import FP32, TP, configured
+
+from megalite.commands.verify import random_batch
+from megalite.config.layout import Layout
+from megalite.config.schema import Config, DataParallel, Parallel
+from megalite.distributed.collectives import Pending
+from megalite.dry_run.run import fake_world
+from megalite.model.decoder import Decoder
+from megalite.plan.parts import pieces
+from megalite.plan.resolved import resolve
+from megalite.train.build import build, build_mesh, build_stage
+from megalite.train.step import gradients
+
+PRODUCTS = {"aten::mm", "aten::addmm", "aten::bmm"}
+
+
+@contextmanager
+def in_pieces(least: int = 1) -> Iterator[None]:
+    """Pieces of `least` bytes pay."""
+    with patch.object(pieces, "MIN_PIECE_BYTES", least):
+        yield
+
+
+@pytest.mark.parametrize(
+    ("positions", "size", "expected"),
+    [(8, 64 << 20, 4), (8, (64 << 20) - 1, 2), (8, (32 << 20) - 1, 1), (6, 64 << 20, 2), (7, 64 << 20, 1), (4, 0, 1)],
+)
+def test_pieces_are_equal_and_not_too_small(positions: int, size: int, expected: int) -> None:
+    assert pieces.pieces(positions, size) == expected
+
+
+def computed(config: Config, least: int) -> tuple[float, dict[str, Tensor]] | None:
+    """A rank's loss of a batch and its gradients, as whole tensors."""
+    with in_pieces(least):
+        mesh = build_mesh(config, CPU)
+        if mesh is None:
+            return None
+        job = build(resolve(config), mesh)
+        loss = gradients(job, random_batch(job, 0))
+    return loss.item(), whole(job)
+
+
+@pytest.mark.parametrize(
+    ("parallel", "recompute"),
+    [
+        (Parallel(tp=2, dp_shard=1), "full"),
+        (Parallel(tp=4, dp_shard=2, data=DataParallel("zero3")), "selective"),
+        (Parallel(tp=2, pp=2, dp_shard=1), "none"),
+    ],
+    ids=["full recompute", "four ranks, zero3", "split backward"],
+)
+def test_pieces_compute_what_the_whole_does(parallel: Parallel, recompute: Any, ranks: Ranks) -> None:
+    schedule = "zb_h1" if parallel.pp > 1 else "1f1b"
+    config = config_of(Layout(), replace(MODEL, heads=4, kv_heads=4), schedule)
+    config = replace(
+        config,
+        parallel=replace(parallel, pipeline=config.parallel.pipeline),
+        train=replace(config.train, recompute=recompute),
+    )
+    at_once = ranks.run(computed, config, 1 << 40)[: parallel.layout.world_size]
+    in_parts = ranks.run(computed, config, 1)[: parallel.layout.world_size]
+    for (loss, grads), (expected_loss, expected) in zip(in_parts, at_once, strict=True):
+        assert loss == pytest.approx(expected_loss, rel=1e-13)
+        assert grads.keys() == expected.keys()
+        for name, grad in expected.items():
+            assert torch.allclose(grads[name], grad, rtol=1e-12, atol=1e-14), name
+
+
+class Order(TorchDispatchMode):
+    """Notes collectives with their bytes, matrix products, and waits, in their order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.events: list[tuple[str, int]] = []  # and for which tensor
+        self.sizes: dict[int, int] = {}
+        self.held: list[Tensor] = []  # so that no two have one address
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        name = func.name().partition(".")[0]
+        if name in PRODUCTS:
+            self.events.append(("product", 0))
+        elif func.namespace == "c10d":
+            into, given = args[:2]
+            self.held += [into, given]
+            self.sizes[into.data_ptr()] = max(into.nbytes, given.nbytes)
+            self.events.append(("start", into.data_ptr()))
+        return result
+
+    @contextmanager
+    def noted(self) -> Iterator[None]:
+        wait = Pending.wait
+
+        def noting(pending: Pending) -> Tensor:
+            self.events.append(("wait", pending.result.data_ptr()))
+            return wait(pending)
+
+        with patch.object(Pending, "wait", noting), self:
+            yield
+
+    @property
+    def exposed(self) -> int:
+        """Bytes of collectives that are waited for although no product was started after them."""
+        total = 0
+        for at, (event, tensor) in enumerate(self.events):
+            if event == "start":
+                until = self.events.index(("wait", tensor), at)
+                total += 0 if ("product", 0) in self.events[at:until] else self.sizes[tensor]
+        return total
+
+
+@pytest.mark.parametrize(("least", "expected"), [(1, 1.5), (1 << 40, 6.0)], ids=["in pieces", "at once"])
+def test_collectives_run_beside_products(least: int, expected: float) -> None:
+    """A layer has ten: two gatherings and two scatterings in forward; in backward these again, and inputs once more."""
+    config = configured({**TP, **FP32, "model.layers": 1})
+    order = Order()
+    with fake_world(0, 2), in_pieces(least):
+        mesh = build_mesh(config, CPU)
+        assert mesh is not None
+        stage = build_stage(resolve(config), mesh, 0)
+        x = torch.zeros(32, 1, config.model.width, requires_grad=True)
+        with order.noted():
+            Decoder.activations(_without_embedding(stage), x).sum().backward()
+    gathered = 2 * x.nbytes
+    assert sum(order.sizes[tensor] for event, tensor in order.events if event == "start") == 10 * gathered
+    assert order.exposed == expected * gathered
+
+
+def _without_embedding(stage: Decoder) -> Decoder:
+    stage.first = False
+    return stage

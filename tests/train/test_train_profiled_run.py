@@ -1,0 +1,53 @@
+"""A whole run on two ranks is profiled, told and drawn."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+from toy_folder import make_toy
+
+from megalite.profiling.actions import actions, measured_step
+from megalite.profiling.breakdown import breakdown
+from megalite.profiling.memory import memory_curve
+from megalite.profiling.trace import read_trace
+from megalite.schedule.generate import build
+from megalite_launch.base.line_files import parsed
+
+PROFILE = {"start": 2, "steps": 2, "ranks": "all"}
+
+
+def megalite(folder: Path, *arguments: str) -> str:
+    command = [sys.executable, "-m", "megalite", *arguments]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_a_pipelines_steps_are_recorded_told_and_drawn(tmp_path: Path) -> None:
+    make_toy(tmp_path, train={"steps": 3}, parallel={"pp": 2}, profile=PROFILE)
+    out = megalite(tmp_path, "train", "toy.yaml")
+    assert "profiled steps 2 to 3; megalite profile runs/run draws them" in out
+    assert "pipeline messages, and waiting for stages" in out
+    run = tmp_path / "runs/run"
+    events = [event for line in (run / "metrics.jsonl").read_bytes().splitlines() if (event := parsed(line))]
+    (told,) = (event for event in events if event.get("event") == "profiled")
+    assert abs(sum(told["parts"].values()) - told["seconds"]) < 1e-9
+
+    traces = [read_trace(run / f"profile/step-000002/rank-{rank}.json.gz") for rank in range(2)]
+    for trace in traces:
+        found = breakdown(trace)
+        assert sum(found.parts.values()) == found.whole > 0
+        assert found.axes.keys() == {"pp"}  # the group of all ranks is that of the axis which has them all
+        assert all(0 <= each.exposed <= each.total == each.hidden + each.exposed for each in found.axes.values())
+        assert memory_curve(trace)
+    table = build("1f1b", 2, 4)
+    assert tuple(tuple(span.action for span in actions(trace)) for trace in traces) == table.orders
+    step = measured_step(traces)
+    assert step is not None
+    assert min(step.simulated.makespan, step.measured.makespan) > 0
+
+    shown = megalite(tmp_path, "profile", "runs/run")
+    assert "no snapshot of memory: there is none on a CPU" in shown
+    page = (run / "profile/step-000002/index.html").read_text()
+    assert page.count("<h3>rank ") == 2
+    assert page.count("<svg") == 2  # actions and memory

@@ -17,13 +17,10 @@ from megalite.config.schema import Config
 from megalite.plan.model.weights import weights
 
 LAYOUTS = {
-    "pipeline": (Layout(pp=2, dp_shard=2, tp=2), "1f1b"),
-    "flat": (Layout(dp_shard=4, tp=2), "1f1b"),
     "hybrid": (Layout(dp_replicate=2, dp_shard=2, tp=2), "1f1b"),
     "deep": (Layout(pp=4, dp_shard=2), "zb_h1"),
     "interleaved": (Layout(pp=2, dp_shard=2, tp=2), "interleaved_1f1b"),
     "V": (Layout(pp=2, dp_shard=4), "zbv"),
-    "wide": (Layout(dp_shard=8), "1f1b"),
     "context": (Layout(dp_shard=2, cp=2, tp=2), "1f1b"),
 }
 

@@ -21,14 +21,19 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return work
 
 
-def started(work: Path, name: str, *arguments: str) -> subprocess.Popen[str]:
-    """A run in its second step, at least."""
+def start(work: Path, name: str, *arguments: str) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "megalite.commands.main", "train", "toy.yaml", f"run.name={name}", *arguments]
     pipe = subprocess.PIPE
-    job = subprocess.Popen(command, cwd=work, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, text=True)
+    return subprocess.Popen(command, cwd=work, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, text=True)
+
+
+def started(work: Path, name: str, *arguments: str) -> subprocess.Popen[str]:
+    """A run in its second step since this start, at least."""
     metrics = work / "runs" / name / "metrics.jsonl"
+    begun = metrics.stat().st_size if metrics.exists() else 0
+    job = start(work, name, *arguments)
     deadline = time.monotonic() + 120
-    while not (metrics.exists() and '"loss"' in metrics.read_text()):
+    while not (metrics.exists() and '"loss"' in metrics.read_text()[begun:]):
         if job.poll() is not None or time.monotonic() > deadline:
             job.kill()
             pytest.fail(f"the run did not begin: {job.communicate()}")
@@ -36,20 +41,26 @@ def started(work: Path, name: str, *arguments: str) -> subprocess.Popen[str]:
     return job
 
 
-@pytest.mark.parametrize("number", STOP_SIGNALS)
-def test_a_signal_saves_and_the_same_command_continues(number: signal.Signals, work: Path) -> None:
-    job = started(work, number.name, "parallel.dp_shard=2")
-    job.send_signal(number)
-    told, errors = job.communicate(timeout=60)
-    assert (job.returncode, errors) == (3, "")
-    (saved,) = (work / "runs" / number.name / "checkpoints").iterdir()
-    step = int(saved.name.removeprefix("step-"))
-    assert f"stopped by {number.name} after step {step}, which is saved; the same command continues" in told
-    lines = [json.loads(line) for line in (work / f"runs/{number.name}/metrics.jsonl").read_text().splitlines()]
-    assert [line["event"] for line in lines if "event" in line] == ["saving", "saved", "stopped"]
-    assert max(line["step"] for line in lines if "loss" in line) == step
-    job = started(work, number.name, "parallel.dp_shard=2", f"train.steps={step + 2}")
-    told, errors = job.communicate(timeout=60)
+@pytest.mark.timeout(900)  # six starts; a machine may be busy
+def test_every_signal_saves_and_the_same_command_continues(work: Path) -> None:
+    """Each start goes on from where the signal before has stopped the run, and the last one is let finish."""
+    metrics, step, seen = work / "runs/stopped/metrics.jsonl", 0, 0
+    for number in STOP_SIGNALS:
+        job = started(work, "stopped", "parallel.dp_shard=2", "checkpoint.keep=1")
+        job.send_signal(number)
+        told, errors = job.communicate(timeout=60)
+        assert (job.returncode, errors) == (3, ""), number
+        assert step == 0 or f"resuming at step {step}, sample {8 * step}" in told
+        (saved,) = (work / "runs/stopped/checkpoints").iterdir()
+        step = int(saved.name.removeprefix("step-"))
+        assert f"stopped by {number.name} after step {step}, which is saved; the same command continues" in told
+        lines = [json.loads(line) for line in metrics.read_text().splitlines()]
+        events = [line["event"] for line in lines[seen:] if "event" in line]
+        assert events == [*["resumed"] * (seen > 0), "saving", "saved", "stopped"]
+        assert max(line["step"] for line in lines if "loss" in line) == step
+        seen = len(lines)
+    job = start(work, "stopped", "parallel.dp_shard=2", f"train.steps={step + 2}")
+    told, errors = job.communicate(timeout=120)
     assert (job.returncode, errors) == (0, "")
     assert f"resuming at step {step}, sample {8 * step}" in told
 

@@ -263,7 +263,7 @@ class FusedAdamW(torch.optim.Optimizer):
         for group in self.param_groups:
             params = [param for param in group["params"] if param.grad is not None]
             states = [self.states_of(param) for param in params]
-            copies = [copy for param in params if (copy := self.copy_of(param)) is not None]
+            copies = [self.copy_of(param) for param in params] if params and self.copy_of(params[0]) is not None else []
             placed = [isinstance(param, DTensor) for param in params]
             self.update(
                 _locals(params, placed),

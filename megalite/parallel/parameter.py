@@ -55,7 +55,7 @@ def copy_of(param: Tensor) -> Tensor | None:
 
 def in_use(param: DTensor) -> Tensor:
     """The local tensor with which layers compute, outside of autograd: the copy of `param` or its own."""
-    copy = copy_of(param)
+    copy: Tensor | None = getattr(param, COPY, None)
     return param._local_tensor if copy is None else copy
 
 
@@ -151,7 +151,8 @@ def sum_of_gradients(param: DTensor) -> tuple[Tensor, bool]:
 
 def _local(param: DTensor) -> Tensor:
     """The local tensor of `param`. The gradient that reaches `param` is a DTensor with its placement."""
-    if (copy := copy_of(param)) is not None:
+    copy: Tensor | None = getattr(param, COPY, None)
+    if copy is not None:
         return copy
     if torch.compiler.is_compiling():  # it cannot trace _Local, and runs the checks of to_local only once
         return param.to_local(grad_placements=param.placements)

@@ -192,6 +192,7 @@ def fused_adamw(
     seconds: Sequence[Tensor],
     steps: Sequence[Tensor],
     *,
+    copies: Sequence[Tensor] = (),
     lr: float,
     betas: tuple[float, float],
     eps: float,
@@ -201,8 +202,8 @@ def fused_adamw(
 ) -> None:
     """Do what `adamw` does with the kernel of `torch.optim.AdamW(fused=True)`; for `FusedAdamW(…, update=fused_adamw)`.
 
-    There are two differences: all tensors of a parameter have one data type, and gradients are overwritten by the
-    clipped ones.
+    There are three differences: all tensors of a parameter but its copy have one data type, gradients are overwritten
+    by the clipped ones, and copies take another pass.
     """
     if clip is not None and grads:
         torch._foreach_mul_(list(grads), clip.to(grads[0].dtype))
@@ -210,6 +211,8 @@ def fused_adamw(
         list(weights), list(grads), list(firsts), list(seconds), [], list(steps), fused=True, found_inf=found_inf,
         amsgrad=False, maximize=False, beta1=betas[0], beta2=betas[1], lr=lr, weight_decay=weight_decay, eps=eps,
     )  # fmt: skip
+    if copies:
+        torch._foreach_copy_(list(copies), list(weights))
 
 
 def fastest_adamw(weights: Sequence[Tensor], *others: Sequence[Tensor], **options: Any) -> None:
@@ -234,7 +237,8 @@ class FusedAdamW(torch.optim.Optimizer):
     Parameters may be DTensors. Their local tensors are updated: with DTensors, PyTorch's optimizer needs some 10 ms
     for each in its first step, to find that nothing must be communicated. A training loop may set two attributes before
     a step, found_inf and clip: tensors with the same meaning as these arguments of `adamw`. zeros: makes a moment of a
-    parameter, in a data type; a caller may keep moments elsewhere, where `update` can use them.
+    parameter, in a data type; a caller may keep moments elsewhere, where `update` can use them. copy_of: the copy of a
+    parameter that updates write too, or None; either all parameters have one or none has.
     """
 
     def __init__(
@@ -246,9 +250,10 @@ class FusedAdamW(torch.optim.Optimizer):
         weight_decay: float = 1e-2,
         update: Callable[..., None] = adamw,
         zeros: Callable[[Tensor, torch.dtype], Tensor] = _zeros_like,
+        copy_of: Callable[[Tensor], Tensor | None] = lambda _: None,
     ) -> None:
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
-        self.update, self.zeros = update, zeros
+        self.update, self.zeros, self.copy_of = update, zeros, copy_of
         self.found_inf: Tensor | None = None
         self.clip: Tensor | None = None
 
@@ -258,6 +263,7 @@ class FusedAdamW(torch.optim.Optimizer):
         for group in self.param_groups:
             params = [param for param in group["params"] if param.grad is not None]
             states = [self.states_of(param) for param in params]
+            copies = [self.copy_of(param) for param in params] if params and self.copy_of(params[0]) is not None else []
             placed = [isinstance(param, DTensor) for param in params]
             self.update(
                 _locals(params, placed),
@@ -271,6 +277,7 @@ class FusedAdamW(torch.optim.Optimizer):
                 weight_decay=group["weight_decay"],
                 clip=self.clip,
                 found_inf=self.found_inf,
+                **({"copies": copies} if copies else {}),
             )
 
     def states_of(self, param: Tensor) -> dict[str, Tensor]:

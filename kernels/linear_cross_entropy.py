@@ -70,16 +70,21 @@ def _chunks(count: int, chunk: int) -> list[slice]:
     return [slice(start, min(start + chunk, count)) for start in range(0, count, chunk)]
 
 
-def _add_product(total: Tensor, a: Tensor, b: Tensor, beta: int = 1) -> None:
-    """total = beta·total + a·b, rounded only to the data type of `total`, which may be wider than that of a and b."""
+def sums_in_products(device: torch.device) -> bool:
+    """Return whether `add_product` makes no wide copies of its operands on `device`."""
+    return device.type == "cuda"
+
+
+def add_product(total: Tensor, a: Tensor, b: Tensor, beta: int = 1, alpha: float = 1.0) -> None:
+    """total = beta·total + alpha·a·b, rounded only to the data type of `total`, which may be wider than a's and b's."""
     if total.dtype == a.dtype:
-        torch.addmm(total, a, b, beta=beta, out=total)
-    elif total.is_cuda:
-        torch.addmm(total, a, b, out_dtype=total.dtype, beta=beta, out=total)
+        torch.addmm(total, a, b, beta=beta, alpha=alpha, out=total)
+    elif sums_in_products(total.device):
+        torch.addmm(total, a, b, out_dtype=total.dtype, beta=beta, alpha=alpha, out=total)
     else:  # a CPU has no such product; wide copies of all logits would take more memory
         wide = b.to(total.dtype)
         for rows in _chunks(len(a), CHUNK_CLASSES):
-            torch.addmm(total[rows], a[rows].to(total.dtype), wide, beta=beta, out=total[rows])
+            torch.addmm(total[rows], a[rows].to(total.dtype), wide, beta=beta, alpha=alpha, out=total[rows])
 
 
 def _forward(
@@ -109,7 +114,7 @@ def _forward(
         if wants_dx:
             torch.mm(logits, weight, out=dx[tokens])
         if wants_dw:
-            _add_product(dw, logits.T, x[tokens], beta=int(tokens.start > 0))
+            add_product(dw, logits.T, x[tokens], beta=int(tokens.start > 0))
     return loss, dx, dw, last, last_lses
 
 
@@ -171,7 +176,7 @@ def _backward(
         if early:
             dx *= scale
     if wants_dw and early:
-        _add_product(dw, last.T, x[early:])
+        add_product(dw, last.T, x[early:])
         torch.mul(dw, scale, out=all_dw)
     elif wants_dw:
         torch.mm(last.T, x, out=all_dw)

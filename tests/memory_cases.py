@@ -40,6 +40,7 @@ CASES: dict[str, tuple[Overrides, int]] = {  # name -> overrides and the pipelin
     "query and key norms, biases": ({"model.qk_norm": True, "model.qkv_bias": True, **SHARDED}, 0),
     "tied": ({"model.tie_embeddings": True, **SHARDED}, 0),
     "tied, wide": (WIDE, 0),
+    "copies, wide": ({**WIDE, "model.tie_embeddings": False, "parallel.data.mode": "ddp"}, 0),
     "tied, wide, zero1, cp": ({**WIDE, "parallel.cp": 2, "parallel.data.mode": "zero1"}, 0),
     "tied, wide, zero2, fp32": ({**WIDE, **SHARDED, "parallel.data.mode": "zero2", "train.precision": "fp32"}, 0),
     "tied, wide, ddp, fp64, recompute full": (

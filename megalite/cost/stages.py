@@ -29,7 +29,7 @@ from megalite.plan.memory.activations import Activations
 from megalite.plan.memory.fit import GIB, TENSOR_SHARE
 from megalite.plan.model.size import layer_parameters
 from megalite.plan.parts.sizes import PRECISION_BYTES
-from megalite.plan.pipeline import micro_batches, sharding_mode, uses_fsdp
+from megalite.plan.pipeline import micro_batches, sharding_mode, uses_copies, uses_fsdp
 from megalite.plan.recompute_modes import Mode
 from megalite.plan.resolved import Plan, resolve
 from megalite.schedule.problem import Beside, StageCosts
@@ -302,7 +302,9 @@ class Shared:
         self.copied = 2 * w if self.gathers else 0
         self.last = 0
         at_once = parallel.data_mode in ("zero2", "zero3") or (m == 1 and uses_fsdp(config))  # no sums are kept
-        if at_once and reduces:
+        if uses_copies(config):  # products add to the sums themselves, and the optimizer writes the copies
+            self.added, self.last = 0.0, w
+        elif at_once and reduces:
             self.added = float(w + r)
         else:
             self.added = (w + 2 * r if uses_fsdp(config) else 3 * w) * (1 - 1 / m)

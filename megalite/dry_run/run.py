@@ -111,7 +111,9 @@ def count_step(job: Job, batch: Micros, fake: FakeTensorMode | None = None) -> t
     trained = [param for param in params if param.requires_grad]
     states = [state for param in trained for state in job.optimizer.states_of(param).values()]
     live = LiveBytes(fake, lambda: job.activity.now[0])
-    live.add(params, "parameters")
+    for copies in job.copies:
+        copies.refresh()
+    live.add([*params, *chain.from_iterable(job.copies)], "parameters")
     kept_in = STATES_IN[job.config.optim.place]
     live.add(states, kept_in)
     live.add(job.optimizer.buffers(), kept_in)
@@ -145,7 +147,7 @@ def _materialized(job: Job, mesh: Mesh) -> Job:
     for stage in job.stages.values():
         stage.to_empty(device=mesh.device)
     config = job.config
-    optimizer = build_optimizer(job.stages.values(), config.model, config.optim, group=mesh.stage)
+    optimizer = build_optimizer(job.stages.values(), config.model, config.optim, group=mesh.stage, copies=job.copies)
     return replace(job, mesh=mesh, optimizer=optimizer)
 
 

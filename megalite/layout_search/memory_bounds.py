@@ -15,7 +15,7 @@ from megalite.layout_search.micro_batches_in_flight import flight
 from megalite.plan.memory.activations import Activations
 from megalite.plan.model.size import layer_parameters
 from megalite.plan.parts.sizes import PRECISION_BYTES
-from megalite.plan.pipeline import placement
+from megalite.plan.pipeline import is_managed, placement
 from megalite.plan.recompute_modes import Mode, every_nth
 from megalite.plan.split import balance
 from megalite.schedule.generate import NAMES, V_SCHEDULES
@@ -135,7 +135,7 @@ class Estimate:
             return 0.0
         m = choice.micro_batches(self.config.batch.global_)
         config, owners, alike = self.scheduled(choice), self.owners(choice), self._alike(choice)
-        managed = choice.replicas * choice.shards * choice.cp > 1 or self.config.train.dtype == "bf16"
+        managed = is_managed(choice.replicas * choice.shards * choice.cp, self.config.train.dtype, choice.mode)
         inputs, most = m * self.sizes(choice).inputs, 0.0
         known, few = dict[Alike, StageBytes](), filled(config, m)
         for rank in sorted({0, 1, choice.pp - 2, choice.pp - 1} & set(range(choice.pp))):

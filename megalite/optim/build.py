@@ -12,7 +12,8 @@ from megalite.optim.host_adamw import HostAdamW
 from megalite.optim.interface import Optimizer
 from megalite.optim.muon import Muon, MuonWithAdamW
 from megalite.optim.states import STORES, HostStates
-from megalite.parallel.parameter import Parameter, trainable
+from megalite.parallel.copies import Copies
+from megalite.parallel.parameter import Parameter, copy_of, trainable
 from megalite.plan.model.optimizer_states import uses_muon
 from megalite.plan.model.parametrization import Scales, scales
 from megalite_kernels import FusedAdamW, adamw, apex, fastest_adamw, fused_adamw
@@ -24,12 +25,23 @@ def build_optimizer(
     optim: Optim,
     kernels: Kernels | None = None,
     group: dist.ProcessGroup | None = None,
+    copies: Iterable[Copies] = (),
 ) -> Optimizer:
     """The optimizer `optim.name` for the trained parameters of `stages`, which are parts of `model`.
 
     kernels: the configuration's, of which those of optimizers are read; None: auto. group: all ranks that hold parts of
-    these stages, which Muon needs; None: this rank holds them whole.
+    these stages, which Muon needs; None: this rank holds them whole. copies: of parameters; every step makes them equal
+    to these.
     """
+    optimizer = _optimizer(stages, model, optim, kernels, group)
+    for each in copies:
+        optimizer.register_step_post_hook(each.refresh)
+    return optimizer
+
+
+def _optimizer(
+    stages: Iterable[nn.Module], model: Model, optim: Optim, kernels: Kernels | None, group: dist.ProcessGroup | None
+) -> Optimizer:
     muons: list[Parameter] = []
     others: list[Parameter] = []
     for stage in stages:
@@ -48,7 +60,13 @@ def build_optimizer(
         rest: FusedAdamW = HostAdamW(groups, optim.lr, (first, second), optim.eps, states)
     else:
         rest = FusedAdamW(
-            groups, optim.lr, (first, second), optim.eps, update=updates[kernels.adamw], zeros=states.zeros
+            groups,
+            optim.lr,
+            (first, second),
+            optim.eps,
+            update=updates[kernels.adamw],
+            zeros=states.zeros,
+            copy_of=copy_of,
         )
     if not muons:
         return rest

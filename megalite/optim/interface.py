@@ -35,6 +35,9 @@ class Optimizer(Protocol):
     def register_step_pre_hook(self, hook: Callable[..., Any]) -> Any:
         """Have `hook` called before every step."""
 
+    def register_step_post_hook(self, hook: Callable[..., Any]) -> Any:
+        """Have `hook` called after every step."""
+
 
 def set_rate(optimizer: Optimizer, rate: float) -> None:
     """Let the next step have the learning rate `rate`, which every parameter group multiplies by its `lr_scale`."""

@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from megalite.distributed.collectives import Pending, all_gather, start_gather, start_reduce_scatter
-from megalite.parallel.parameter import add_gradient, part
-from megalite.parallel.product import PLAIN_PRODUCT, Prepared, Product
+from megalite.parallel.parameter import COPY, add_gradient, part, sum_of_gradients
+from megalite.parallel.product import PLAIN_PRODUCT, Prepared, Product, add_weight_gradient
 from megalite.plan.parts.pieces import pieces
 
 
@@ -87,7 +87,7 @@ class _Linears(torch.autograd.Function):
         *params: DTensor,
     ) -> tuple[Tensor, ...]:
         ctx.group, ctx.gradients, ctx.product, ctx.factor, ctx.params = group, gradients, product, factor, params
-        mine, weights = product.prepare(x), [param._local_tensor for param in params]
+        mine, weights = product.prepare(x), [getattr(param, COPY, param._local_tensor) for param in params]
         kept = mine if any(ctx.needs_input_grad[5:]) else ()  # inputs are for the gradients of weights alone
         ctx.inputs = len(kept)
         ctx.save_for_backward(*kept, *weights)
@@ -150,5 +150,9 @@ def _accumulate(
 ) -> None:
     """Compute and add weight gradients. trained: weights, and the prepared gradients of their outputs."""
     whole = product.prepare_kept(inputs())
+    has_copies = hasattr(trained[0][0], COPY)  # all parameters or none
     for param, grad in trained:
-        add_gradient(param, product.weight_gradient(grad, whole, factor))
+        if not has_copies:
+            add_gradient(param, product.weight_gradient(grad, whole, factor))
+        else:
+            add_weight_gradient(product, *sum_of_gradients(param), grad, whole, factor)

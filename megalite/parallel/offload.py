@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from megalite.parallel.host_memory import HostMemory
+from megalite.parallel.parameter import in_use
 from megalite.plan.memory.activations import OFFLOAD_SHARE
 
 
@@ -65,7 +66,7 @@ def storage_of(tensor: Tensor) -> StorageWeakRef:
 
 def elsewhere(layer: nn.Module, inputs: Sequence[Any]) -> set[StorageWeakRef]:
     """Storages that stay allocated whether `layer` saves them or not: its weights, and inputs without gradient."""
-    weights = [param.to_local() if isinstance(param, DTensor) else param for param in layer.parameters()]
+    weights = [in_use(param) if isinstance(param, DTensor) else param for param in layer.parameters()]
     given = [x for value in inputs for x in (value if isinstance(value, tuple) else (value,))]
     shared = [x for x in given if isinstance(x, Tensor) and not x.requires_grad]
     return {storage_of(tensor) for tensor in (*weights, *shared)}

@@ -12,6 +12,8 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from megalite.plan.model.roles import Role
 from megalite.plan.parts.part import Weight
 
+COPY = "copy_for_compute"  # attribute of a parameter with which layers do not compute themselves, see `copies`
+
 
 def parameter(weight: Weight, mesh: DeviceMesh, placement: Placement) -> nn.Parameter:
     """The parameter that `weight` describes, without values: this rank's part is on the meta device.
@@ -43,6 +45,18 @@ def part(param: Tensor | None) -> Tensor:
     """The part of a sharded parameter on this rank, as a plain tensor."""
     assert isinstance(param, DTensor)
     return _local(param)
+
+
+def copy_of(param: Tensor) -> Tensor | None:
+    """The copy of a parameter with which layers compute, if there is one."""
+    copy: Tensor | None = getattr(param, COPY, None)
+    return copy
+
+
+def in_use(param: DTensor) -> Tensor:
+    """The local tensor with which layers compute, outside of autograd: the copy of `param` or its own."""
+    copy: Tensor | None = getattr(param, COPY, None)
+    return param._local_tensor if copy is None else copy
 
 
 class Parameter(NamedTuple):
@@ -84,14 +98,14 @@ def trainable(stage: nn.Module) -> Iterator[Parameter]:
 
 def cut(tensor: Tensor, shape: tuple[int, ...]) -> DTensor:
     """A view without padding of `tensor`, a parameter or something of its size. `box` returns where its parts are."""
-    tensor = tensor.detach()
     assert isinstance(tensor, DTensor)
-    if tuple(tensor.shape) == shape:
-        return tensor
-    spec, (first, *_) = tensor._spec, box(tensor)[1]
-    assert spec.tensor_meta is not None
-    spec = DTensorSpec(spec.mesh, spec.placements, tensor_meta=spec.tensor_meta._replace(shape=torch.Size(shape)))
-    return dtensor(tensor.to_local()[: max(shape[0] - first, 0)], spec)
+    # A DTensor's own `detach` gives the part another version, so `copies` would not see what is written to it.
+    spec, local = tensor._spec, tensor._local_tensor.detach()
+    if tuple(tensor.shape) != shape:
+        assert spec.tensor_meta is not None
+        local = local[: max(shape[0] - box(tensor)[1][0], 0)]
+        spec = DTensorSpec(spec.mesh, spec.placements, tensor_meta=spec.tensor_meta._replace(shape=torch.Size(shape)))
+    return dtensor(local, spec)
 
 
 def box(tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -126,8 +140,20 @@ def add_gradient(param: DTensor, grad: Tensor) -> None:
         param.grad._local_tensor.add_(grad)
 
 
+def sum_of_gradients(param: DTensor) -> tuple[Tensor, bool]:
+    """The local gradient of a parameter, and whether it has values: where there is none, it is made."""
+    if has_values := param.grad is not None:
+        assert isinstance(param.grad, DTensor)
+    else:
+        param.grad = dtensor(torch.empty_like(param._local_tensor), param._spec)
+    return param.grad._local_tensor, has_values
+
+
 def _local(param: DTensor) -> Tensor:
     """The local tensor of `param`. The gradient that reaches `param` is a DTensor with its placement."""
+    copy: Tensor | None = getattr(param, COPY, None)
+    if copy is not None:
+        return copy
     if torch.compiler.is_compiling():  # it cannot trace _Local, and runs the checks of to_local only once
         return param.to_local(grad_placements=param.placements)
     if not torch.is_grad_enabled():

@@ -7,6 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megalite_kernels.linear_cross_entropy import add_product, sums_in_products
+
 Prepared = tuple[Tensor, ...]
 
 
@@ -41,7 +43,11 @@ class Product(Protocol):
         """grad W, `[…, in]`; added to `total`, in place, if that is given."""
 
     def weight_gradient(self, grad: Prepared, x: Prepared, factor: float = 1.0) -> Tensor:
-        """gradᵀ x, `[out, in]`."""
+        """gradᵀ x, `[out, in]`.
+
+        A product may also have a method `add_weight_gradient`, which puts this into a sum that is as wide as weights
+        are kept, without rounding it in between; see `Plain`.
+        """
 
 
 class Plain:
@@ -75,6 +81,33 @@ class Plain:
     def weight_gradient(self, grad: Prepared, x: Prepared, factor: float = 1.0) -> Tensor:
         of_output, inputs = grad[0].flatten(0, -2).t(), x[0].flatten(0, -2)
         return of_output @ inputs if factor == 1 else _product(of_output, inputs, factor)
+
+    def add_weight_gradient(
+        self, total: Tensor, has_values: bool, grad: Prepared, x: Prepared, factor: float = 1.0
+    ) -> None:
+        """Add gradᵀ x to `total`, or put it there if `total` has no values yet."""
+        if sums_in_products(total.device) and type(self).weight_gradient is Plain.weight_gradient:
+            add_product(total, grad[0].flatten(0, -2).t(), x[0].flatten(0, -2), int(has_values), factor)
+        else:  # wide copies of the operands would take more memory than the gradient
+            add_rounded(total, has_values, self.weight_gradient(grad, x, factor))
+
+
+def add_weight_gradient(
+    product: Product, total: Tensor, has_values: bool, grad: Prepared, x: Prepared, factor: float
+) -> None:
+    """`Plain.add_weight_gradient`, by a product that may not have the method."""
+    if hasattr(product, "add_weight_gradient"):
+        product.add_weight_gradient(total, has_values, grad, x, factor)
+    else:
+        add_rounded(total, has_values, product.weight_gradient(grad, x, factor))
+
+
+def add_rounded(total: Tensor, has_values: bool, grad: Tensor) -> None:
+    """Add a gradient that was rounded to another data type, or put it there if `total` has no values yet."""
+    if has_values:
+        total.add_(grad)
+    else:
+        total.copy_(grad)
 
 
 def _product(x: Tensor, y: Tensor, factor: float) -> Tensor:

@@ -213,6 +213,16 @@ def tables_of(config: Config, costing: Costing | None = None) -> list[Table]:
 
 
 def uses_fsdp(config: Config) -> bool:
-    """Return whether FSDP2 manages parameters: to shard them, reduce gradients, or compute in another precision."""
+    """Return whether FSDP2 manages parameters: to shard them, reduce gradients, or free bf16 weights after use."""
     layout = config.parallel.layout
-    return layout.dp * layout.cp > 1 or config.train.dtype == "bf16"
+    return is_managed(layout.dp * layout.cp, config.train.dtype, config.parallel.data_mode)
+
+
+def is_managed(ranks: int, dtype: str, mode: str) -> bool:
+    """`uses_fsdp` of a layout with `ranks` data-parallel ranks."""
+    return ranks > 1 or (dtype == "bf16" and mode == "zero3")
+
+
+def uses_copies(config: Config) -> bool:
+    """Return whether bf16 copies of parameters are kept beside them, where FSDP2 has nothing else to do."""
+    return config.train.dtype == "bf16" and not uses_fsdp(config)

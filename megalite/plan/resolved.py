@@ -9,7 +9,7 @@ from megalite.config.schema import Config
 from megalite.plan.automatic import Costing
 from megalite.plan.memory.activations import Activations
 from megalite.plan.model.size import layer_forward_flops
-from megalite.plan.pipeline import placement, table_of, tables_of, uses_fsdp
+from megalite.plan.pipeline import placement, table_of, tables_of, uses_copies, uses_fsdp
 from megalite.plan.recompute_modes import FORWARD_PASSES, Costs, Mode, ModeCost, modes_by_stage
 from megalite.plan.split import layers_of, split_of
 from megalite.schedule.actions import Table
@@ -25,6 +25,7 @@ class Plan:
     placement: tuple[int, ...]  # stage -> the pipeline rank that owns it
     modes: Mapping[int, Sequence[Mode]]  # by stage: how each of its layers recomputes
     fsdp: bool  # FSDP2 gathers weights and reduces gradients
+    copies: bool  # layers compute with copies of parameters, which are kept
     costing: Costing | None = field(default=None, repr=False, compare=False)  # gives `auto` the costs to search with
     _tables: dict[int, Table] = field(default_factory=dict, repr=False, compare=False)
 
@@ -79,7 +80,8 @@ def resolve(
         costs or (lambda: estimated_costs(config)),
     )
     kinds, layers = layer_kinds(config.model), tuple(layers_of(split))
-    return Plan(config, kinds, layers, placement(config), modes, uses_fsdp(config), costing, dict(tables or {}))
+    manages = uses_fsdp(config), uses_copies(config)
+    return Plan(config, kinds, layers, placement(config), modes, *manages, costing, dict(tables or {}))
 
 
 def estimated_costs(config: Config) -> list[Costs]:

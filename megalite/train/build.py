@@ -22,6 +22,7 @@ from megalite.model.decoder import Decoder
 from megalite.model.init import initialize
 from megalite.optim.build import build_optimizer
 from megalite.optim.interface import Optimizer
+from megalite.parallel.copies import Copies
 from megalite.parallel.float8 import WeightCasts, check_float8, use_float8
 from megalite.parallel.fsdp import compute_dtype, parameter_dtype, shard
 from megalite.parallel.gradients import Gradients
@@ -56,6 +57,7 @@ class Job:
     casts: WeightCasts  # weights in 8 bits, if products are
     activity: Activity  # where this rank notes what it is doing
     clock: SectionClock  # how long it works without waiting for others
+    copies: list[Copies]  # by stage, the copies of its parameters; none where FSDP2 gathers, or precisions are one
     attention: Mapping[Scores, Choice]  # the kernel of every kind of attention
     pipelines: dict[str, tuple[torch.Size, Pipeline]] = field(default_factory=dict)  # the latest, by shape of batch
 
@@ -118,9 +120,12 @@ def build(plan: Plan, mesh: Mesh, activity: Activity | None = None) -> Job:
     splits = plan.table(micro_batches(config)).splits_backward
     put_off = {number: split_backward(stage) for number, stage in stages.items()} if splits else {}
     gradients = Gradients(stages, plan.placement, mesh, config.model.tie_embeddings)
-    optimizer = build_optimizer(stages.values(), config.model, config.optim, config.kernels_by_operation, mesh.stage)
+    copies = [Copies(stage, compute_dtype(config.train.dtype)) for stage in stages.values()] if plan.copies else []
+    optimizer = build_optimizer(
+        stages.values(), config.model, config.optim, config.kernels_by_operation, mesh.stage, copies
+    )
     activity, clock = activity or Activity(), SectionClock(mesh.device)
-    return Job(plan, mesh, stages, put_off, gradients, optimizer, memory, casts, activity, clock, attention)
+    return Job(plan, mesh, stages, put_off, gradients, optimizer, memory, casts, activity, clock, copies, attention)
 
 
 def check_kernels(config: Config, device: torch.device) -> None:

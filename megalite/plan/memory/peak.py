@@ -9,10 +9,11 @@ are gathered and freed.
     D  ranks over which parameters are sharded: dp_shard · cp, or 1 with mode ddp
     w  bytes of a compute weight    p  bytes of a sharded parameter    r  bytes of a gradient on the network
 
-    parameters          pP/D
+    parameters          pP/D; and wP of copies, if a single data-parallel rank computes in another precision than that
+                        of its parameters, other than with zero3
     optimizer states    pP/D for each state: AdamW has two, Muon has one for a matrix inside of a layer
-    gathered weights    wP through the step (ddp, zero1, zero2), or wN of the part in use (zero3); 0 where a single
-                        data-parallel rank computes in the precision of its parameters
+    gathered weights    wP through the step (ddp, zero1, zero2), or wN of the part in use (zero3); with a single
+                        data-parallel rank only the latter, and not if it computes in the precision of its parameters
     gradients           rP until they are reduced, then pP/D. They are reduced after every micro-batch (zero2, zero3) or
                         after the last one (ddp, zero1). The part that was reduced last takes another rN until the
                         next part is reduced

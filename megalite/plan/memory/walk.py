@@ -60,7 +60,12 @@ class States:
 
     @cached_property
     def r(self) -> int:
-        return 2 if self.config.parallel.data.reduce_precision == "bf16" else self.p
+        return 2 if self.config.parallel.data.reduce_precision == "bf16" and not self.copies else self.p
+
+    @cached_property
+    def copies(self) -> int:
+        """Bytes of the copy of a parameter with which layers compute, kept beside it; 0 without one."""
+        return self.w if self.plan.copies else 0
 
     @cached_property
     def shards(self) -> int:
@@ -183,15 +188,18 @@ class Walk:
             if part.offloaded:
                 self._fetch(action, index, part.times)
                 self._fetch(action, index - 1, 1)
-            made = 0
+            made = sums = 0
             # Until the last layer has added to it, the gradient of its output is the received one, held anyway.
             given = self.sizes.stream if index == len(parts) - 1 and action.stage < self.table.stages - 1 else 0
             for moment in part.backward:
                 made = 0 if puts_off else moment.weights + (0 if self._adds_at_once(key) else made)
+                sums += 0 if puts_off else self._new_sums(key, moment)
                 again = part.again[moment.name]
                 summed = waiting if index == 0 else 0
                 taken = moment.temporaries - given
-                self._see(taken + made + again + beside + summed, self._gathered(part), moment.name)
+                # Where two gradients are summed first, they are gone when their float32 sum begins.
+                new = max(made + summed, sums) if states.copies and summed else made + sums + summed
+                self._see(taken + new + again + beside, self._gathered(part), moment.name)
                 if moment.name == "gate and up":
                     given = 0
                 self._release(part, moment, puts_off)
@@ -225,9 +233,9 @@ class Walk:
             self.at = put_off.key
             self.passing = self.parts[action.stage][put_off.key[1]].times > 1
             new = put_off.moment.weights
-            self._see(made.total() + new + put_off.moment.again, what=put_off.moment.name)
-            if not self._adds_at_once(put_off.key):
-                made[put_off.key] += new
+            sums = self._new_sums(put_off.key, put_off.moment)
+            self._see(made.total() + new + sums + put_off.moment.again, what=put_off.moment.name)
+            made[put_off.key] += sums if self._adds_at_once(put_off.key) else new
             for (kind, component), size in put_off.held.items():
                 self._hold(kind, component, -size)
         self.at, self.passing = None, False
@@ -285,7 +293,13 @@ class Walk:
 
     def _adds_at_once(self, key: PartKey) -> bool:
         """Return whether new gradients are added at once to those held; if FSDP2 widens gradients, it adds later."""
+        if self.states.copies:
+            return True
         return key in self.whole and (not self.states.managed or self.states.r == self.states.w)
+
+    def _new_sums(self, key: PartKey, moment: Moment) -> int:
+        """Bytes of sums that the first gradients of weights with copies begin, beside these gradients."""
+        return moment.weights * self.states.r // self.states.w if self.states.copies and key not in self.whole else 0
 
     def _add_up(self, key: PartKey, part: Unit, beside: int) -> None:
         """Keep the gradients of `part`, which backward has just made, or add them to those that are held."""
@@ -294,7 +308,7 @@ class Walk:
         if not summed:
             self._hold_weights("gradients", part, states.r)
             self.whole.add(key)
-        if states.r != states.w:
+        if states.r != states.w and not states.copies:
             self._see((0 if summed else states.w * part.weights.gradients) + beside, what=GRADIENT_SUMMATION)
 
     def _reduce_all(self, action: Action) -> None:
@@ -361,6 +375,7 @@ class Walk:
         """Hold parameters and optimizer states of a part, which exist from the first step on."""
         states, kind = self.states, STATES_IN[self.config.optim.place]
         self._hold_weights("parameters", part, states.p, states.shards)
+        self._hold_weights("parameters", part, states.copies)
         for component, _, _, moments, copies in part.weights.by_component:
             self._hold(kind, component, part.times * (states.p * (moments + copies) // states.shards))
         if states.frees and part.with_stage:

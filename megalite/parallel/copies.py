@@ -1,0 +1,76 @@
+"""Copies of parameters in the data type of compute, for ranks that have nothing to gather and nothing to reduce.
+
+Parameters stay in float32, as they are initialized, updated and saved. Layers compute with the copies, and gradients
+are summed in float32 in the `grad` of the parameters: products of linear layers add theirs there, and what autograd
+makes for a copy is added when it is made. So no step moves weights or gradients but for a use of them.
+"""
+
+import weakref
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from megalite.parallel.parameter import COPY, add_gradient
+
+
+class Copies:
+    """Copies of the parameters of `stage`, which are equal to them whenever a forward pass of `stage` begins.
+
+    A write in place raises the version of a parameter or of its local tensor, whoever writes: an optimizer, or a
+    checkpoint that is loaded. The copy is then made again, unless it was written too, as an optimizer does in the pass
+    of its update.
+    """
+
+    def __init__(self, stage: nn.Module, dtype: torch.dtype) -> None:
+        self.stage, self.dtype = stage, dtype
+        self._kept: list[_Kept] = []
+        stage.register_forward_pre_hook(self.refresh)
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return (kept.copy for kept in self._kept)
+
+    @torch.no_grad()
+    def refresh(self, *_: object) -> None:
+        """Make the copies that are not equal to their parameters. The arguments of a hook are not used."""
+        if not self._kept or self._kept[0].param is not next(self.stage.parameters()):  # `to_empty` makes new ones
+            self._kept = [_Kept(param, self.dtype) for param in self.stage.parameters()]
+        written, stale = [], []
+        for kept in self._kept:
+            now = kept.param._version, kept.local._version, kept.copy._version
+            if now != kept.seen:
+                written.append(kept)
+                if now[2] == kept.seen[2]:
+                    stale.append(kept)
+        if stale:
+            torch._foreach_copy_([kept.copy for kept in stale], [kept.local for kept in stale])
+        for kept in written:
+            kept.seen = kept.param._version, kept.local._version, kept.copy._version
+
+
+class _Kept:
+    """A parameter, its local tensor and the copy of that, with the versions of the two when they were last equal."""
+
+    def __init__(self, param: nn.Parameter, dtype: torch.dtype) -> None:
+        assert isinstance(param, DTensor)
+        self.param, self.local = param, param._local_tensor
+        self.copy = self.local.detach().to(dtype).requires_grad_(param.requires_grad)
+        self.seen = param._version, self.local._version, self.copy._version
+        setattr(param, COPY, self.copy)
+        if param.requires_grad:
+            self.copy.register_post_accumulate_grad_hook(_handing_on(param))
+
+
+def _handing_on(param: DTensor) -> Callable[[Tensor], None]:
+    """A hook of the copy of `param` that adds its gradient to that of the parameter."""
+    of = weakref.ref(param)
+
+    def hand_on(copy: Tensor) -> None:
+        grad, copy.grad, param = copy.grad, None, of()
+        assert grad is not None
+        assert param is not None
+        with torch.no_grad():
+            add_gradient(param, grad)
+
+    return hand_on

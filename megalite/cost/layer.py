@@ -156,9 +156,8 @@ class LayerModel:
         seen = attended_pairs(s, heads.scores.window) / s  # keys of a query, on average
         flops = 2 * share.tokens * seen * (heads.queries + heads.outputs) / share.tp
         gpu, kernel = self.cluster.gpu.name, program.attention
-        if kernel == "table":
-            kernel = TABLE_KERNELS.get(share.kernel(heads, machine_of(gpu)), "flash2")
-        there, back = attention_shares(kernel, gpu, heads.width)
+        chosen = TABLE_KERNELS.get(share.kernel(heads, machine_of(gpu)), "flash2") if kernel == "table" else kernel
+        there, back = attention_shares(chosen, gpu, heads.width)
         forward = self.kernels.attention(flops, there, share.outside)
         return forward, self.kernels.attention(ATTENTION_BACKWARD * flops, back, share.outside)
 

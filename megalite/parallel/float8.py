@@ -1,8 +1,8 @@
 """Matrix products of layers in 8-bit floating point: `train.precision: fp8`.
 
 Activations and weights are in e4m3, gradients in e5m2, and results in the layers' data type. A tensor has one scale,
-which follows from its largest absolute value. That is taken over all ranks which hold parts of the tensor: over tp, and
-for activations and gradients over cp as well. So a micro-batch has the same scales in every layout; replicas, whose
+which follows from its largest absolute value over all ranks that hold parts of the tensor: over tp, and for activations
+and gradients over cp as well. So a micro-batch has the same scales in every layout; replicas, whose
 micro-batches are others, have their own.
 
 Hopper multiplies a row-major matrix with a column-major one alone:

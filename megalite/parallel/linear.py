@@ -108,7 +108,7 @@ class _Linears(torch.autograd.Function):
         group, product, factor = ctx.group, ctx.product, ctx.factor
         prepared, wanted = [product.prepare_gradient(grad) for grad in grads], ctx.needs_input_grad[5:]
         trained = [(param, grad) for param, grad, each in zip(ctx.params, prepared, wanted, strict=True) if each]
-        make = partial(_accumulate, trained, lambda: _gather(x, group)(), product, factor)
+        make = partial(accumulate, trained, lambda: _gather(x, group)(), product, factor)
         put_off = not trained or (ctx.gradients is not None and ctx.gradients.later(make))
         inputs = None if put_off else _gather(x, group)
         of_x = None
@@ -116,7 +116,7 @@ class _Linears(torch.autograd.Function):
             of_x = product.input_gradient(grad, product.prepare_weight(param, weight), of_x, factor)
         scattered = None if group is None or of_x is None else start_reduce_scatter(of_x, group)
         if inputs is not None:
-            _accumulate(trained, inputs, product, factor)
+            accumulate(trained, inputs, product, factor)
         return (of_x if scattered is None else scattered.wait(), *(None for _ in ctx.needs_input_grad[1:]))
 
 
@@ -145,7 +145,7 @@ def _gather(x: Prepared, group: dist.ProcessGroup | None) -> Callable[[], Prepar
     return lambda: tuple(each.wait() for each in started)
 
 
-def _accumulate(
+def accumulate(
     trained: Sequence[tuple[DTensor, Prepared]], inputs: Callable[[], Prepared], product: Product, factor: float
 ) -> None:
     """Compute and add weight gradients. trained: weights, and the prepared gradients of their outputs."""

@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from megalite.distributed.collectives import start_gather, start_reduce_scatter
-from megalite.parallel.linear import WeightGradients, products_of_pieces
-from megalite.parallel.parameter import add_gradient
-from megalite.parallel.product import PLAIN_PRODUCT
+from megalite.parallel.linear import WeightGradients, accumulate, products_of_pieces
+from megalite.parallel.parameter import in_use
+from megalite.parallel.product import PLAIN_PRODUCT, Prepared
 
 
 def scattered_linear(
@@ -28,12 +28,12 @@ def scattered_linear(
     factor: float,
     n: int,
 ) -> Tensor:
-    """This rank's part `[s/t, b, out]` of the sum of all ranks' factor · x Wᵀ, in `n` pieces; by PyTorch's products.
+    """The rank's part `[s/t, b, out]` of the sum of all ranks' factor · x Wᵀ, in `n` pieces; by PyTorch's products.
 
     x `[s, b, in/t]`. weight, gradients: as for `linears`.
     """
     promised = _Promised.apply(x, group, gradients, factor, n, weight)
-    return _Scattered.apply(promised, x.detach(), weight._local_tensor, group, factor, n)
+    return _Scattered.apply(promised, x.detach(), in_use(weight), group, factor, n)
 
 
 class _Promised(torch.autograd.Function):
@@ -54,7 +54,7 @@ class _Promised(torch.autograd.Function):
         param: DTensor,
     ) -> Tensor:
         ctx.group, ctx.gradients, ctx.factor, ctx.n, ctx.param = group, gradients, factor, n, param
-        weight = param._local_tensor
+        weight = in_use(param)
         ctx.save_for_backward(weight, *([x] if param.requires_grad else []))
         return x.new_empty(()).expand(len(x) // group.size(), *x.shape[1:-1], len(weight))
 
@@ -69,16 +69,16 @@ class _Promised(torch.autograd.Function):
             gathered, ranks, lambda grad: (PLAIN_PRODUCT.input_gradient(grad, (weight,), None, factor),)
         )
         if kept:
-            make = partial(_accumulate, ctx.param, whole.flatten(0, 1), kept[0], factor, n, ranks)
+            by_piece = partial(_by_piece, kept[0], n, ranks)
+            make = partial(accumulate, [(ctx.param, (whole.flatten(0, 1),))], by_piece, PLAIN_PRODUCT, factor)
             if ctx.gradients is None or not ctx.gradients.later(make):
                 make()
         return of_x, None, None, None, None, None
 
 
-def _accumulate(param: DTensor, grad: Tensor, x: Tensor, factor: float, n: int, ranks: int) -> None:
-    """Compute and add the weight's gradient. grad: of the output, piece after piece."""
-    by_piece = x.unflatten(0, (ranks, n, -1)).transpose(0, 1).flatten(0, 2)
-    add_gradient(param, PLAIN_PRODUCT.weight_gradient((grad,), (by_piece,), factor))
+def _by_piece(x: Tensor, n: int, ranks: int) -> Prepared:
+    """The input, piece after piece."""
+    return (x.unflatten(0, (ranks, n, -1)).transpose(0, 1).flatten(0, 2),)
 
 
 class _Scattered(torch.autograd.Function):

@@ -1,4 +1,4 @@
-"""Which weights of layers are multiplied in 8 bits, where `train.precision` is fp8."""
+"""The weights of layers that are multiplied in 8 bits, where `train.precision` is fp8."""
 
 from collections.abc import Iterator
 
@@ -8,7 +8,7 @@ from megalite.config.schema import Config
 from megalite.plan.model.roles import RoleKind
 from megalite.plan.parts.layer import Layer
 from megalite.plan.parts.part import Part
-from megalite.plan.parts.sizes import MULTIPLE, Sizes
+from megalite.plan.parts.sizes import OPERAND_MULTIPLE, Sizes
 
 
 def wide_weights(config: Config) -> list[str]:
@@ -39,7 +39,7 @@ def float8_text(config: Config) -> str:
     if not found:
         return f"{told}."
     left = "; ".join(f"{name} of layers {number_ranges(layers)}" for name, layers in found.items())
-    return f"{told}. No multiples of {MULTIPLE} on a rank, so also in bf16: {left}."
+    return f"{told}. No multiples of {OPERAND_MULTIPLE} on a rank, so also in bf16: {left}."
 
 
 def _wide(part: Part, sizes: Sizes) -> Iterator[str]:

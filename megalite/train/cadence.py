@@ -53,7 +53,7 @@ class Due:
 
     @property
     def waits(self) -> bool:
-        """Whether the step has to be judged first. A record is made when the step is judged, one later on a GPU."""
+        """Flag: the step has to be judged first. A record is made when the step is judged, one later on a GPU."""
         return self.evaluate or self.save or self.save_locally
 
 

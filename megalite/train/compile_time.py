@@ -8,7 +8,7 @@ from megalite.train.report import Silent
 
 
 class CompileTime:
-    """What the compiler has done in this process, of which what is new is told after a step."""
+    """Graphs that the compiler has made in this process; those that are new are told after a step."""
 
     def __init__(self) -> None:
         self._graphs, self._seconds = counters["stats"]["unique_graphs"], calculate_time_spent()["total_wall_time"]

@@ -149,11 +149,11 @@ def test_all_problems_come_at_once(tmp_path: Path) -> None:
         "7 problems in the configuration",
         "  =3: is not an override; write key=value, such as model.layers=8",
         "  zebra: unknown key; the top level has run, model, parallel, batch, train, kernels, optim, schedule, data, "
-        "checkpoint, log and eval",
+        "checkpoint, log, eval and profile",
         "  model.laers: unknown key; did you mean model.layers?",
         '  model.heads = "four": must be a whole number',
         "  batch.micro = true: must be a whole number or auto",
-        '  train.precision = "fp16": must be bf16, fp32 or fp64',
+        '  train.precision = "fp16": must be bf16, fp8, fp32 or fp64',
         "  optim.eps = NaN: must be a finite number",
     ]
 

@@ -11,7 +11,7 @@ from megalite.config.schema import Batch, Config, Curriculum, Model, Parallel, T
 from megalite.cost.cluster import load_cluster
 from megalite.cost.predict import predict
 from megalite.plan.float8 import float8_text, wide_weights
-from megalite.plan.pipeline import uses_fsdp
+from megalite.plan.pipeline import uses_copies
 
 MODEL = Model(layers=3, width=64, heads=4, kv_heads=2, ffn=96, vocab_size=100, sequence_length=32)
 
@@ -40,7 +40,7 @@ def test_parts_that_are_no_multiples_of_16_stay_in_bf16(tp: int, wide: list[str]
 def test_all_but_products_is_as_in_bf16() -> None:
     config = configured()
     assert config.train.dtype == "bf16"
-    assert uses_fsdp(config)
+    assert uses_copies(config)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What a training step costs, as counts that need no GPU and depend on no load: the page docs/speed.md.
+"""Costs of a training step as counts that need no GPU and depend on no load: the page docs/speed.md.
 
 Each count has a limit, which a test keeps (tests/tools/bench/test_bench_counts.py). Where code gets better, lower the
 limit; --write makes the page again.

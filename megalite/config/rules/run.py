@@ -48,6 +48,6 @@ def profile_rules(profile: Profile, steps: int, ranks: int) -> Iterator[Problem]
     if profile.ranks == []:
         yield Problem("profile.ranks", "must name a rank", "use all, or profile.start=0, which profiles none", [])
     for index, rank in enumerate(profile.ranks if isinstance(profile.ranks, list) else ()):
-        if not 0 <= rank < ranks:
+        if not 0 <= rank < ranks and ranks > 0:  # a layout without ranks has a message of its own
             rule = f"must be a rank of the job: from 0 to {ranks - 1}"
             yield Problem(f"profile.ranks[{index}]", rule, "leave it out, or use all", rank)

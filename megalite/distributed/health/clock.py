@@ -82,7 +82,7 @@ class SectionClock:
         return found
 
     def _timed(self, wait: Callable[..., Any]) -> Callable[..., Any]:
-        @torch.compiler.disable  # those of context parallelism stand between a compiled layer's graphs
+        @torch.compiler.disable  # waits of context parallelism stand between a compiled layer's graphs
         def timed(*args: Any, **options: Any) -> Any:
             span = self._open
             if span is None or not _computes(threading.current_thread()) or not self._holds_up(args[0]):

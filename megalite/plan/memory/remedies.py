@@ -1,4 +1,4 @@
-"""What fills a GPU that ran out of memory, and which settings are predicted to make training fit."""
+"""Components that fill a GPU that ran out of memory, and settings that are predicted to make training fit."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import suppress

@@ -11,7 +11,7 @@ from megalite.plan.parts.pieces import pieces
 from megalite.plan.traffic.transfers import Transfers, over
 
 PRECISION_BYTES = {"bf16": 2, "fp32": 4, "fp64": 8}  # by train.dtype
-MULTIPLE = 16  # of the sizes of operands in 8 bits
+OPERAND_MULTIPLE = 16  # all sizes of operands in 8 bits are multiples of it
 
 
 @dataclass(frozen=True)
@@ -74,13 +74,13 @@ class Sizes:
     def in_8_bits(self, weights: Iterable[tuple[str, Any]], into_stream: bool) -> bool:
         """Return whether the products of a part's matrices are in 8 bits: of those into the stream, or of all others.
 
-        They share an input, and GPUs want all sizes of operands to be multiples of `MULTIPLE`.
+        They share an input, and GPUs want all sizes of operands to be multiples of `OPERAND_MULTIPLE`.
         """
         if self.config.train.precision != "fp8":
             return False
         matrices = (weight for _, weight in weights if weight.role.kind is RoleKind.MATRIX)
         shapes = (weight.part(self.t) for weight in matrices if weight.role.into_stream == into_stream)
-        return not any(size % MULTIPLE for shape in shapes for size in shape)
+        return not any(size % OPERAND_MULTIPLE for shape in shapes for size in shape)
 
     @cached_property
     def pieces(self) -> int:

@@ -117,7 +117,8 @@ class _Linears(torch.autograd.Function):
         scattered = None if group is None or of_x is None else start_reduce_scatter(of_x, group)
         if inputs is not None:
             accumulate(trained, inputs, product, factor)
-        return (of_x if scattered is None else scattered.wait(), *(None for _ in ctx.needs_input_grad[1:]))
+        nothing = (None,) * (len(ctx.needs_input_grad) - 1)
+        return (of_x if scattered is None else scattered.wait(), *nothing)
 
 
 def products_of_pieces(

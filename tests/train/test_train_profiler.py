@@ -1,6 +1,7 @@
 """Profiled steps of a run: which are recorded, what is written, and that nothing about it ends a run."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from unittest.mock import Mock, patch
@@ -144,6 +145,20 @@ def test_a_rollback_ends_the_recording(tmp_path: Path, capsys: pytest.CaptureFix
             profiler.stepped(2, Mock(), Mock(), Mock())
     assert job.activity.follower is None
     assert "are not profiled, as the run went back before step 2" in capsys.readouterr().err
+
+
+def test_a_step_that_is_taken_back_and_repeated_at_once_ends_the_recording(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As with checkpoint.interval=1: the step that is followed next has the number that would have been next."""
+    with one_rank():
+        job = make(CONFIG)
+        before, after = (Mock(paused=nullcontext) for _ in range(2))
+        with Profiler(job, tmp_path, 0, lambda: None) as profiler:
+            for step, meter in ((1, before), (2, before), (3, before), (4, after)):
+                profiler.stepped(step, Mock(), meter, Mock())
+    assert "are not profiled, as the run went back before step 4" in capsys.readouterr().err
+    assert not (tmp_path / "profile").exists()
 
 
 def test_a_run_that_ends_before_leaves_nothing_switched_on(tmp_path: Path) -> None:

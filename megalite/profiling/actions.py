@@ -15,7 +15,7 @@ from megalite.schedule.actions import Action, Kind, Table
 from megalite.schedule.draw import draw_svg
 from megalite.schedule.simulate import COLUMN, LIVE_CHANGES, Cost, Span, Timeline, simulate
 
-ACTION = re.compile(r"([FBIW])\(stage (\d+), micro-batch (\d+)\) \(entry")  # beginning of an action's notes
+ACTION = re.compile(r"([FBIW])\(stage (\d{1,9}), micro-batch (\d{1,9})\) \(entry")  # beginning of an action's notes
 WAITING = ", waiting for "  # in notes of waiting for an action's input
 MILLISECOND = 1e6  # nanoseconds
 

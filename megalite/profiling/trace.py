@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from megalite.base.errors import InputError
+from megalite.profiling.expected import Expected
 from megalite.profiling.intervals import Interval, Intervals, length, union, without
 from megalite_launch.base.files import opened
 
@@ -25,6 +26,7 @@ ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
 LAUNCHES = ("cuda_runtime", "cuda_driver")
 MAX_BYTES = 1 << 30  # bytes of a trace as text
 KEY = "megalite"  # key of the run's additions to a trace
+NO_TRACE = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)  # for other content
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,22 +129,32 @@ def read_trace(path: Path) -> Trace:
         return trace_of(json.loads(text))
     except OSError as error:  # gzip's errors as well
         raise InputError(f"{path}: cannot be read: {error.strerror or error}") from None
-    except (EOFError, zlib.error, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (EOFError, zlib.error, *NO_TRACE) as error:
         told = f"{type(error).__name__}: {error}"
         raise InputError(f"{path}: is not the trace of a run ({told:.100}); profile it again") from None
 
 
 def trace_of(content: Mapping[str, Any]) -> Trace:
-    """The trace in a file's content. For anything else, raises KeyError, ValueError, TypeError or AttributeError."""
+    """The trace in a file's content. For anything else, raises one of NO_TRACE."""
     groups = {
         str(group["pg_name"]): str(group["pg_desc"])
         for group in content.get("distributedInfo", {}).get("pg_config", ())
         if isinstance(group, dict)
     }
     about, raw = content[KEY], content["traceEvents"]
-    int(about["rank"]), int(about["first"]), int(about["last"])
+    _check(about)
     events = sorted(_events(raw), key=lambda event: (event.start, -event.end))
     return Trace(about, tuple(events), groups, tuple(sorted(_memory(raw))))
+
+
+def _check(about: Mapping[str, Any]) -> None:
+    """Raises one of NO_TRACE unless the run's additions to a trace are what others here read from them."""
+    _, _, first, last = (int(about[key]) for key in ("rank", "pp", "first", "last"))
+    if not 1 <= first <= last:
+        raise ValueError(f"steps {first} to {last}")
+    hash(tuple(dict(about["coordinates"]).items())), about["coordinates"]["pp"] + 0
+    hash(tuple(dict(about.get("axes", {})).items()))
+    Expected.read(about)
 
 
 def _events(raw: list[dict[str, Any]]) -> Iterator[Event]:
@@ -151,6 +163,7 @@ def _events(raw: list[dict[str, Any]]) -> Iterator[Event]:
         if each.get("ph") == "X" and each.get("cat") in wanted:
             start, took = _nanoseconds(each["ts"]), _nanoseconds(each.get("dur", 0))
             lane, details = (each.get("pid"), each.get("tid")), each.get("args", {})
+            hash((lane, details.get("correlation"), details.get("External id")))  # others look these up
             yield Event(each["cat"], str(each["name"]), lane, start, start + took, details)
 
 

@@ -1,6 +1,7 @@
 """Where the time of profiled steps goes, in traces whose numbers are known."""
 
 import gzip
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -126,4 +127,36 @@ def test_what_is_no_trace_is_refused(text: str, tmp_path: Path) -> None:
         read_trace(path)
     path.write_bytes(text.encode())
     with pytest.raises(InputError, match=r"rank-0\.json\.gz: cannot be read"):
+        read_trace(path)
+
+
+@pytest.mark.parametrize(
+    "about",
+    [
+        {"first": float("inf")},
+        {"last": 4},
+        {"pp": None},
+        {"coordinates": []},
+        {"coordinates": {"pp": "a"}},
+        {"axes": 3},
+        {"axes": {"2": []}},
+        {"expected": {}},
+        {"expected": 3},
+    ],
+)
+def test_additions_of_another_kind_are_refused(about: dict[str, Any], tmp_path: Path) -> None:
+    refused(content(**about), tmp_path)
+
+
+@pytest.mark.parametrize(
+    "change", [{"ts": 1e999}, {"ts": 10**400}, {"args": 3}, {"pid": []}, {"args": {"correlation": []}}, {"cat": []}]
+)
+def test_events_of_another_kind_are_refused(change: dict[str, Any], tmp_path: Path) -> None:
+    refused(content([kernel("gemm", 7, 0, 1, 0) | change]), tmp_path)
+
+
+def refused(trace: dict[str, Any], folder: Path) -> None:
+    path = folder / "rank-0.json.gz"
+    path.write_bytes(gzip.compress(json.dumps(trace).encode()))
+    with pytest.raises(InputError, match="is not the trace of a run"):
         read_trace(path)

@@ -17,13 +17,22 @@ def folder_of(run: Path, step: int) -> Path:
 
 
 def latest_profile(run: Path) -> Path:
-    """The folder of the latest profiled steps of a run. Raises InputError if there is none."""
+    """The folder of the latest profiled steps of a run. Raises InputError if there is none, or a link."""
     parent = run / FOLDER
     names = [path.name for path in parent.iterdir()] if is_folder(parent) else []
     steps = [int(found[1]) for name in names if (found := STEP_NAME.fullmatch(name))]
     if not steps:
         raise InputError(f"{run}: has no profile; train with profile.start=STEP to make one")
-    return folder_of(run, max(steps))
+    found = folder_of(run, max(steps))
+    check_no_link(found)
+    return found
+
+
+def check_no_link(folder: Path) -> None:
+    """Raises InputError if the folder of profiled steps, or the one around it, is a link out of the run folder."""
+    for each in (folder.parent, folder):
+        if each.is_symlink():
+            raise InputError(f"{each}: is a link, which is not followed; put a folder in its place")
 
 
 def traces_in(folder: Path) -> list[Path]:

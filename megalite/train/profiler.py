@@ -21,7 +21,7 @@ from megalite.base.output import warn
 from megalite.plan.batches import GlobalBatch
 from megalite.profiling.breakdown import breakdown
 from megalite.profiling.expected import Expected
-from megalite.profiling.folder import SNAPSHOT, TRACE, folder_of
+from megalite.profiling.folder import SNAPSHOT, TRACE, check_no_link, folder_of
 from megalite.profiling.tables import parts_table, table_text
 from megalite.profiling.trace import KEY, read_trace
 from megalite.train.build import Job
@@ -102,6 +102,7 @@ class Profiler:
         self.job.activity("writing a profile")  # not before: the last step's note ends when the device is done with it
         content = compressed(recording)
         self._check_owner()
+        check_no_link(self.folder)
         path = self.folder / TRACE.format(rank=rank)
         write_new(path, content)
         if recording.snapshot is not None:

@@ -110,3 +110,11 @@ def test_a_run_without_traces_is_bad_input(
     code, _, error = in_process(main, capsys)("profile", tmp_path)
     assert code == 2
     assert told in error
+
+
+def test_a_link_in_place_of_a_profile_is_bad_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "other/step-000005").mkdir(parents=True)
+    (tmp_path / "profile").symlink_to("other")
+    code, _, error = in_process(main, capsys)("profile", tmp_path)
+    assert code == 2
+    assert "profile: is a link, which is not followed; put a folder in its place" in error

@@ -110,9 +110,19 @@ def a_link(folder: Path) -> None:
     (folder / "profile/step-000003/rank-0.json.gz").symlink_to(folder / "elsewhere")
 
 
+def a_link_around_it(folder: Path) -> None:
+    (folder / "other").mkdir()
+    (folder / "profile").symlink_to("other")
+
+
 @pytest.mark.parametrize(
     ("hinder", "why"),
-    [(in_the_way, "cannot be written"), (there_already, "there is such a file already"), (a_link, "is a link")],
+    [
+        (in_the_way, "cannot be written"),
+        (there_already, "there is such a file already"),
+        (a_link, "is a link"),
+        (a_link_around_it, "profile: is a link, which is not followed"),
+    ],
 )
 def test_a_trace_that_cannot_be_written_does_not_end_the_run(
     hinder: Callable[[Path], None], why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -126,6 +136,7 @@ def test_a_trace_that_cannot_be_written_does_not_end_the_run(
     assert "megalite: warning: steps 3 to 4 are not profiled: " in error
     assert why in error
     assert not (tmp_path / "elsewhere").exists()
+    assert not list(tmp_path.glob("other/*"))
 
 
 def test_a_profiler_that_does_not_begin_does_not_end_the_run(

@@ -23,9 +23,9 @@ def latest_profile(run: Path) -> Path:
     steps = [int(found[1]) for name in names if (found := STEP_NAME.fullmatch(name))]
     if not steps:
         raise InputError(f"{run}: has no profile; train with profile.start=STEP to make one")
-    found = folder_of(run, max(steps))
-    check_no_link(found)
-    return found
+    latest = folder_of(run, max(steps))
+    check_no_link(latest)
+    return latest
 
 
 def check_no_link(folder: Path) -> None:

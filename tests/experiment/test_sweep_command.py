@@ -125,7 +125,7 @@ def test_two_launchers_under_slurm_submit_once(tmp_path: Path, monkeypatch: pyte
 
 
 def test_ctrl_c_has_runs_save_and_a_second_one_kills(tmp_path: Path) -> None:
-    faked = Faked(tmp_path, {"seconds": 0.3}, grid={"optim.lr": RATES[:3]}, launch={"parallel": 2})
+    faked = Faked(tmp_path, {"seconds": 1.0}, grid={"optim.lr": RATES[:3]}, launch={"parallel": 2})
     launcher = subprocess.Popen(faked.command("launch"), cwd=tmp_path, env=faked.environment, stderr=subprocess.PIPE)
     _until(lambda: len(list((tmp_path / "experiments").glob("exp/runs/*/metrics.jsonl"))) >= 2)
     launcher.send_signal(signal.SIGINT)

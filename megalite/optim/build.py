@@ -70,7 +70,7 @@ def _optimizer(
         )
     if not muons:
         return rest
-    settings = {**vars(optim.muon), "states": states, "backend": kernels.muon}
+    settings = {**vars(optim.muon), "states": states, "backend": kernels.muon, "copy_of": copy_of}
     return MuonWithAdamW(Muon(alike(muons, model, optim), group, **settings), rest)
 
 

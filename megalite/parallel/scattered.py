@@ -32,8 +32,9 @@ def scattered_linear(
 
     x `[s, b, in/t]`. weight, gradients: as for `linears`.
     """
+    # Detached, because autograd would call the hook of a copy though it gets no gradient here.
     promised = _Promised.apply(x, group, gradients, factor, n, weight)
-    return _Scattered.apply(promised, x.detach(), in_use(weight), group, factor, n)
+    return _Scattered.apply(promised, x.detach(), in_use(weight).detach(), group, factor, n)
 
 
 class _Promised(torch.autograd.Function):

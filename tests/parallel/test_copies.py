@@ -18,6 +18,7 @@ from toy_jobs import advance, config_of, load_and_train, make, one_rank, restore
 from megalite.commands.verify import random_batch
 from megalite.config.layout import Layout
 from megalite.config.schema import Config, DataParallel, Model, Optim
+from megalite.optim.build import build_optimizer
 from megalite.parallel.parameter import copy_of, cut
 from megalite.train.step import gradients
 
@@ -73,6 +74,23 @@ def test_copies_are_equal_to_parameters_after_every_step(optimizer: str, kernel:
             # Triton's interpreter cuts off what a GPU rounds.
             rtol = 2**-7 if kernel == "triton" else 2**-8
             torch.testing.assert_close(copy_of(param).float(), param._local_tensor, rtol=rtol, atol=0)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("kernel", ["torch", "triton"])
+def test_updates_write_copies_in_their_own_pass(optimizer: str, kernel: str) -> None:
+    """Without `Copies`, which would make them again in another."""
+    config = configured("zero1")
+    kernels = replace(config.kernels_by_operation, adamw=kernel, muon=kernel)
+    config = replace(config, optim=Optim(optimizer, lr=0.01), kernels=kernels)
+    with one_rank():
+        job = make(config)
+        advance(job, 0, 1)
+        job.optimizer = build_optimizer(job.stages.values(), config.model, config.optim, kernels)
+        advance(job, 1, 2)
+        for name, param in job.named_parameters():
+            copy = copy_of(param).float()
+            torch.testing.assert_close(copy, param._local_tensor, rtol=2**-7, atol=0, msg=name)  # Triton's cuts off
 
 
 @pytest.mark.parametrize("write", ["cut", "local", "global"])

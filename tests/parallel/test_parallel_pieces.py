@@ -22,6 +22,7 @@ from megalite.distributed.collectives import Pending
 from megalite.dry_run.run import fake_world
 from megalite.model.decoder import Decoder
 from megalite.plan.parts import pieces
+from megalite.plan.pipeline import uses_copies
 from megalite.plan.resolved import resolve
 from megalite.train.build import build, build_mesh, build_stage
 from megalite.train.step import gradients
@@ -79,6 +80,21 @@ def test_pieces_compute_what_the_whole_does(parallel: Parallel, recompute: Any, 
         assert grads.keys() == expected.keys()
         for name, grad in expected.items():
             assert torch.allclose(grads[name], grad, rtol=1e-12, atol=1e-14), name
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
+def test_pieces_compute_with_copies_of_weights(schedule: str, ranks: Ranks) -> None:
+    layout = Layout(tp=2, pp=2 if schedule == "zb_h1" else 1)
+    config = config_of(layout, replace(MODEL, heads=4, kv_heads=4), schedule)
+    config = replace(config, train=replace(config.train, precision="bf16"))
+    assert uses_copies(config)
+    at_once, in_parts = (ranks.run(computed, config, least)[: layout.world_size] for least in (1 << 40, 1))
+    for (loss, grads), (expected_loss, expected) in zip(in_parts, at_once, strict=True):
+        assert loss == pytest.approx(expected_loss, rel=1e-3)
+        assert grads.keys() == expected.keys()
+        for name, grad in expected.items():
+            assert grads[name].dtype == torch.float32
+            assert (grads[name] - grad).norm() <= 2**-7 * grad.norm(), name
 
 
 class Order(TorchDispatchMode):

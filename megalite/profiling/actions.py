@@ -48,7 +48,8 @@ def measured_step(traces: Sequence[Trace]) -> MeasuredStep | None:
     for pipeline in _pipelines(traces):
         lanes = [actions(trace) for trace in pipeline]
         placement = {span.action.stage: rank for rank, lane in enumerate(lanes) for span in lane}
-        if all(lanes) and sorted(placement) == list(range(len(placement))):
+        lasting = any(span.end > span.start for lane in lanes for span in lane)
+        if lasting and all(lanes) and sorted(placement) == list(range(len(placement))):
             return _beside(pipeline, lanes, tuple(placement[stage] for stage in range(len(placement))))
     return None
 

@@ -102,3 +102,8 @@ def test_the_picture_has_both_timelines_of_every_rank_on_one_scale() -> None:
     told = [each.text or "" for each in root.iter("{http://www.w3.org/2000/svg}title")]
     assert told[0].startswith("step 5, the last profiled: 0.6 ms measured, simulated 0.51 ms with the median times")
     assert len([text for text in told if text.startswith("F: forward, stage 0, micro-batch 1")]) == 2
+
+
+def test_actions_that_take_no_time_make_no_picture() -> None:
+    nothing = [entry("F(stage 0, micro-batch 0)", 100, 100)], [entry("F(stage 1, micro-batch 0)", 100, 100)]
+    assert measured_step([stage(rank, events) for rank, events in enumerate(nothing)]) is None

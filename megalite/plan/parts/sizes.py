@@ -85,9 +85,9 @@ class Sizes:
     @cached_property
     def pieces(self) -> int:
         """The pieces in which ranks of tp gather the input of a part in forward, scatter its output, and gather its
-        gradient; PyTorch's products alone are computed in pieces."""
+        gradient. PyTorch's products alone are computed in pieces, where nothing is compiled."""
         parallel, train = self.config.parallel, self.config.train
-        if train.product != "plain" or train.precision == "fp8":
+        if train.product != "plain" or train.precision == "fp8" or train.compile:
             return 1
         return pieces(self.config.model.sequence_length // parallel.cp // parallel.tp, self.gathered)
 

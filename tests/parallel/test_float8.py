@@ -165,7 +165,8 @@ def linears_of(job: Job) -> list[Linear]:
 
 def test_a_compiled_layer_is_one_graph_and_trains_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     compiler = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda function: compiler(function, fullgraph=True, backend="aot_eager"))
+    options: dict[str, Any] = {"backend": "aot_eager", "fullgraph": True}
+    monkeypatch.setattr(torch, "compile", lambda layer, **given: compiler(layer, **given, **options))
     torch._dynamo.reset()
     counters.clear()
     model = replace(EVEN, layers=1)

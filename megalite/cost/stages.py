@@ -302,8 +302,8 @@ class Shared:
         self.copied = 2 * w if self.gathers else 0
         self.last = 0
         at_once = parallel.data_mode in ("zero2", "zero3") or (m == 1 and uses_fsdp(config))  # no sums are kept
-        if uses_copies(config):  # products add to the sums themselves, and the optimizer writes the copies
-            self.added, self.last = 0.0, w
+        if uses_copies(config):  # products read and write the sums, not gradients; the optimizer writes the copies
+            self.added, self.last = 2 * r - w - r / m, w
         elif at_once and reduces:
             self.added = float(w + r)
         else:

@@ -48,7 +48,7 @@ class Profiler:
         self.folder = folder_of(run, self.first)
         self._recording: Recording | None = None
         self._latest = begun  # step
-        self._meter: Meter | None = None  # of the steps since the start, or since the latest rollback
+        self._meter: Meter | None = None  # counts the steps since the start, or since the latest rollback
 
     @staticmethod
     def of(job: Job, run: Path, begun: int, check_owner: Callable[[], None]) -> "Profiler | None":
@@ -69,7 +69,7 @@ class Profiler:
 
     def stepped(self, step: int, batch: GlobalBatch, meter: Meter, report: Silent) -> None:
         """Begin or end to record, after a step. Time that this takes is not counted as training."""
-        # A step that was taken back is not followed. What comes after it may have the same number, and another meter.
+        # A step that was taken back is not followed. Steps after it may have the same number, and another meter.
         consecutive = step == self._latest + 1 and self._meter in (None, meter)
         self._latest, self._meter = step, meter
         with self._harmless():

@@ -20,17 +20,7 @@ from torch.optim.adamw import adamw as torch_adamw
 
 from megalite_kernels.backend import Backend, Program, jit, on_device, tl, use_triton, wide_dtype, widen
 from megalite_kernels.compile_cases import LLAMAS, CompileCase, meta
-from megalite_kernels.tensor_table import (
-    CHUNK,
-    find,
-    launches,
-    numbers_on,
-    pointer,
-    search_steps,
-    size_of,
-    tensor_table,
-    tl_dtype,
-)
+from megalite_kernels.tensor_table import check_contiguous, find, launches, numbers_on, pointer, size_of
 
 PROGRAM = Program(elements=4096, warps=16)  # a block is a part of a chunk
 
@@ -94,18 +84,14 @@ def launch_adamw(
     betas: tuple[float, float], eps: float, program: Program = PROGRAM,
 ) -> None:  # fmt: skip
     """Launch the kernel. lists: weights, gradients, both moments and, if any, copies; factors `[tensors, 3]`."""
-    for numbers, is_aligned in launches(lists):
-        tensors = [[some[number] for number in numbers] for some in lists]
-        weight, grad, state, _, *copy = (tl_dtype(some[0].dtype) for some in tensors)
+    for numbers, tensors, (weight, grad, state, _, *copy), table, programs, options in launches(lists):
         wide = wide_dtype(tensors[0][0].dtype)
-        table, programs = tensor_table(tensors)
         chosen = factors[numbers_on(factors.device, numbers)].to(wide)
         _adamw_kernel[(programs,)](
             table, chosen, None if clip is None else clip.to(wide), found_inf, len(numbers),
             BETA1=betas[0], BETA2=betas[1], EPS=eps, COLUMNS=table.shape[1],
             WEIGHT=weight, GRAD=grad, STATE=state, COPY=copy[0] if copy else None,
-            ALIGNED=is_aligned, STEPS=search_steps(len(numbers)), CHUNK=CHUNK, BLOCK=program.elements,
-            num_warps=program.warps,
+            BLOCK=program.elements, num_warps=program.warps, **options,
         )  # fmt: skip
 
 
@@ -166,9 +152,7 @@ def adamw(
     data type that receive the weights after the update. clip, 0-dimensional: gradients are multiplied by it. found_inf,
     float32 of one element: if it is not 0, nothing changes. All tensors but gradients must be contiguous.
     """
-    for tensor in (*weights, *firsts, *seconds, *copies):
-        if not tensor.is_contiguous():
-            raise ValueError(f"adamw: a tensor of shape {tuple(tensor.shape)} is not contiguous; make it so beforehand")
+    check_contiguous("adamw", (*weights, *firsts, *seconds, *copies))
     if not weights:
         return
     counts = list(steps)

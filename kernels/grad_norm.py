@@ -14,16 +14,7 @@ from torch import Tensor
 
 from megalite_kernels.backend import Backend, jit, on_device, tl, use_triton, wide_dtype, widen
 from megalite_kernels.compile_cases import LLAMAS, CompileCase, meta
-from megalite_kernels.tensor_table import (
-    CHUNK,
-    find,
-    launches,
-    pointer,
-    search_steps,
-    size_of,
-    tensor_table,
-    tl_dtype,
-)
+from megalite_kernels.tensor_table import find, launches, pointer, size_of
 
 BLOCK = 1024
 
@@ -53,15 +44,9 @@ def _squares_kernel(
 def launch_squares(grads: Sequence[Tensor]) -> Tensor:
     """Sums of squares of parts of contiguous tensors."""
     sums = []
-    for numbers, is_aligned in launches([grads]):
-        tensors = [grads[number] for number in numbers]
-        table, programs = tensor_table([tensors])
+    for numbers, (tensors,), (kind,), table, programs, options in launches([grads]):
         sums.append(tensors[0].new_empty(programs, dtype=wide_dtype(tensors[0].dtype)))
-        _squares_kernel[(programs,)](
-            table, sums[-1], len(tensors),
-            TYPE=tl_dtype(tensors[0].dtype), ALIGNED=is_aligned, STEPS=search_steps(len(tensors)),
-            CHUNK=CHUNK, BLOCK=BLOCK,
-        )  # fmt: skip
+        _squares_kernel[(programs,)](table, sums[-1], len(numbers), TYPE=kind, BLOCK=BLOCK, **options)
     return torch.cat([part.double() for part in sums]) if sums else torch.zeros(0, dtype=torch.float64)
 
 

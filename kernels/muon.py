@@ -16,17 +16,7 @@ from torch import Tensor
 
 from megalite_kernels.backend import Backend, Program, jit, on_device, tl, use_triton, wide_dtype, widen
 from megalite_kernels.compile_cases import LLAMAS, CompileCase, meta
-from megalite_kernels.tensor_table import (
-    CHUNK,
-    find,
-    launches,
-    numbers_on,
-    pointer,
-    search_steps,
-    size_of,
-    tensor_table,
-    tl_dtype,
-)
+from megalite_kernels.tensor_table import check_contiguous, find, launches, numbers_on, pointer, size_of
 
 PROGRAM = Program(elements=4096, warps=16)  # a block is a part of a chunk
 
@@ -115,17 +105,13 @@ def launch_momentum(
     momentum: float, nesterov: bool, program: Program = PROGRAM,
 ) -> None:  # fmt: skip
     """Launch the kernel. lists: gradients, averages and, if any, directions."""
-    for numbers, is_aligned in launches(lists):
-        tensors = [[some[number] for number in numbers] for some in lists]
-        grad, state, *direction = (tl_dtype(some[0].dtype) for some in tensors)
-        table, programs = tensor_table(tensors)
+    for numbers, tensors, (grad, state, *direction), table, programs, options in launches(lists):
         wide = wide_dtype(tensors[1][0].dtype)
         _momentum_kernel[(programs,)](
             table, None if clip is None else clip.to(wide), found_inf, len(numbers),
             MOMENTUM=momentum, NESTEROV=nesterov, COLUMNS=table.shape[1],
             GRAD=grad, STATE=state, DIRECTION=direction[0] if direction else None,
-            ALIGNED=is_aligned, STEPS=search_steps(len(numbers)), CHUNK=CHUNK, BLOCK=program.elements,
-            num_warps=program.warps,
+            BLOCK=program.elements, num_warps=program.warps, **options,
         )  # fmt: skip
 
 
@@ -134,16 +120,12 @@ def launch_update(
     lists: Sequence[Sequence[Tensor]], factors: Tensor, found_inf: Tensor | None, program: Program = PROGRAM
 ) -> None:
     """Launch the kernel. lists: weights, updates and, if any, copies; factors `[tensors, 2]`."""
-    for numbers, is_aligned in launches(lists):
-        tensors = [[some[number] for number in numbers] for some in lists]
-        weight, update, *copy = (tl_dtype(some[0].dtype) for some in tensors)
-        table, programs = tensor_table(tensors)
+    for numbers, tensors, (weight, update, *copy), table, programs, options in launches(lists):
         chosen = factors[numbers_on(factors.device, numbers)].to(wide_dtype(tensors[0][0].dtype))
         _update_kernel[(programs,)](
             table, chosen, found_inf, len(numbers),
             COLUMNS=table.shape[1], WEIGHT=weight, UPDATE=update, COPY=copy[0] if copy else None,
-            ALIGNED=is_aligned, STEPS=search_steps(len(numbers)), CHUNK=CHUNK, BLOCK=program.elements,
-            num_warps=program.warps,
+            BLOCK=program.elements, num_warps=program.warps, **options,
         )  # fmt: skip
 
 
@@ -221,7 +203,7 @@ def muon_momentum(
     element: if it is not 0, no average changes, and directions mean nothing. All tensors but gradients must be
     contiguous.
     """
-    _check("muon_momentum", (*averages, *directions))
+    check_contiguous("muon_momentum", (*averages, *directions))
     if averages:
         run = _momentum_op if use_triton(backend, averages[0].device) else _plain_momentum
         run(grads, averages, directions, clip, found_inf, momentum, nesterov)
@@ -244,18 +226,10 @@ def muon_update(
     the weights after the update. found_inf, float32 of one element: if it is not 0, nothing changes. All tensors but
     updates must be contiguous.
     """
-    _check("muon_update", (*weights, *copies))
+    check_contiguous("muon_update", (*weights, *copies))
     if weights:
         run = _update_op if use_triton(backend, weights[0].device) else _plain_update
         run(weights, updates, copies, rates, decays, found_inf)
-
-
-def _check(name: str, tensors: Sequence[Tensor]) -> None:
-    for tensor in tensors:
-        if not tensor.is_contiguous():
-            raise ValueError(
-                f"{name}: a tensor of shape {tuple(tensor.shape)} is not contiguous; make it so beforehand"
-            )
 
 
 def bytes_moved(

@@ -1,6 +1,7 @@
 """Many tensors in one launch: a table of their addresses, in which every program finds its tensor and chunk."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,18 +11,41 @@ from megalite_kernels.backend import jit, power_of_2, tl
 CHUNK = 16384  # elements of one program
 
 
-def launches(lists: Sequence[Sequence[Tensor]]) -> list[tuple[list[int], bool]]:
-    """Return, for each launch, the indices of its tensors, and whether all of these are aligned.
+class Launch(NamedTuple):
+    """Tensors that one launch takes, and what it is given for them."""
+
+    numbers: list[int]  # indices of the tensors
+    lists: list[list[Tensor]]
+    types: list[object]  # data type of each list, as Triton's
+    table: Tensor
+    programs: int
+    options: dict[str, Any]  # constants of every kernel that reads the table
+
+
+def launches(lists: Sequence[Sequence[Tensor]]) -> Iterator[Launch]:
+    """Divide tensors into launches.
 
     The i-th tensors of all lists belong together and have the same size; empty ones are left out. Each launch has one
-    data type per list. A tensor is aligned if it may be read 16 elements at a time.
+    data type per list. Its tensors are ALIGNED if all of them may be read 16 elements at a time.
     """
     parts: dict[tuple[object, ...], list[int]] = {}
     for number, tensors in enumerate(zip(*lists, strict=True)):
         if tensors[0].numel():
             is_aligned = all(tensor.data_ptr() % 16 == 0 and tensor.numel() % 16 == 0 for tensor in tensors)
             parts.setdefault((*(tensor.dtype for tensor in tensors), is_aligned), []).append(number)
-    return [(numbers, bool(key[-1])) for key, numbers in parts.items()]
+    for (*_, is_aligned), numbers in parts.items():
+        chosen = [[some[number] for number in numbers] for some in lists]
+        types = [tl_dtype(some[0].dtype) for some in chosen]
+        options = {"ALIGNED": is_aligned, "STEPS": search_steps(len(numbers)), "CHUNK": CHUNK}
+        yield Launch(numbers, chosen, types, *tensor_table(chosen), options)
+
+
+def check_contiguous(name: str, tensors: Iterable[Tensor]) -> None:
+    """Raises ValueError if one of the tensors, which `name` was given, is not contiguous."""
+    for tensor in tensors:
+        if not tensor.is_contiguous():
+            shape = tuple(tensor.shape)
+            raise ValueError(f"{name}: a tensor of shape {shape} is not contiguous; make it so beforehand")
 
 
 def tensor_table(lists: Sequence[Sequence[Tensor]]) -> tuple[Tensor, int]:

@@ -234,7 +234,6 @@ def kernel_lines(config: Config, choices: Iterable[Choice]) -> list[str]:
     return [f"{choice} in {' and '.join(kinds)}" for choice, kinds in lines.items()]
 
 
-def planned(config: Config, heads: Heads, gpu: Machine | None) -> Kernel:
+def planned_kernel(asked: AttentionKernel, need: Need, gpu: Machine | None) -> Kernel:
     """The kernel that a run takes on `gpu`, None for a CPU; where one is asked for, that, whatever there is."""
-    asked = config.kernels_by_operation.attention
-    return choose("auto", need_of(config, heads), gpu).kernel if asked == "auto" else asked
+    return choose("auto", need, gpu).kernel if asked == "auto" else asked

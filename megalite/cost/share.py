@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from megalite.config.attention_kernels import Kernel, Machine, Need, choose
+from megalite.config.attention_kernels import Kernel, Machine, Need, planned_kernel
 from megalite.config.layers import Heads, LayerKind
 from megalite.config.schema import AttentionKernel, Config
 from megalite.plan.model.weights import embedding
@@ -78,7 +78,7 @@ class Share:
         window, capped = scores.window_in(self.sequence) is not None, scores.softcap is not None
         widths = heads.width, heads.value_width
         need = Need(self.outside, ring, self.documents, window, capped, *widths, self.deterministic)
-        return choose("auto", need, gpu).kernel if self.attention == "auto" else self.attention
+        return planned_kernel(self.attention, need, gpu)
 
     def products(self, tokens: float) -> list[Product]:
         """The matrix products of a layer's forward pass, of so many tokens."""

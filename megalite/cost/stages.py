@@ -35,8 +35,8 @@ from megalite.plan.resolved import Plan, resolve
 from megalite.schedule.problem import Beside, StageCosts
 
 # Share by which halves of a backward pass take longer than the whole. In arXiv 2401.10241 (Zero Bubble), table 4 tells
-# how fast 1F1B and ZB-2p are, table 5 their bubbles; without these, ZB-2p is 2.4 % slower, and backward is two thirds
-# of a step.
+# how fast 1F1B and ZB-2p are, table 5 their bubbles; without these, ZB-2p is 2.4 % slower. Two thirds of a step are
+# backward.
 SPLIT_OVERHEAD = 0.035
 ZERO_BUBBLES = ("zb_h1", "zb_h2", "zbv")  # they split all backward passes; reductions follow each W
 UNSPLIT_SCHEDULES = ("1f1b", "gpipe", "interleaved_1f1b")  # backward passes are whole

@@ -2,6 +2,7 @@
 
 import sys
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -154,18 +155,19 @@ def test_elements_beyond_32_bits_of_offset(monkeypatch: pytest.MonkeyPatch) -> N
     """A table that says that the tensor begins 2³¹ elements earlier, for the program of its last elements."""
     tensors, expected = (Tensors([64], WIDE, NARROW, NARROW, NARROW) for _ in range(2))
     expected.step(backend="triton")
-    monkeypatch.setattr(sys.modules["megalite_kernels.muon"], "tensor_table", table_of_the_end)
+    monkeypatch.setattr(sys.modules["megalite_kernels.tensor_table"], "tensor_table", table_of_the_end)
     tensors.step(backend="triton")
     assert all(map(torch.equal, tensors.changing(), expected.changing()))
 
 
 def test_no_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is launched, and nothing fails."""
-    module = sys.modules["megalite_kernels.muon"]
-    for kernel in ("_momentum_kernel", "_update_kernel"):
-        monkeypatch.setattr(module, kernel, None)
+    kernels = MagicMock()
+    for name in ("_momentum_kernel", "_update_kernel"):
+        monkeypatch.setattr(sys.modules["megalite_kernels.muon"], name, kernels)
     muon_momentum([], [], momentum=0.95, nesterov=True, backend="triton")
     muon_update([], [], [], [], backend="triton")
+    assert kernels.mock_calls == []
 
 
 def test_custom_ops() -> None:

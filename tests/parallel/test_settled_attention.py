@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -115,10 +116,13 @@ def test_another_cudnn_in_the_way_is_told(monkeypatch: pytest.MonkeyPatch) -> No
     assert "cudnn does not run here: cuDNN version incompatibility: found 9.1.0" in choice.reason
 
 
-def test_a_trial_is_what_attention_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("precision", ["bf16", "fp32", "fp64"])
+def test_a_trial_is_what_attention_takes(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """On the CPU, by its own kernels."""
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-    heads = Heads(4, 2, 16, 16, 16)
-    for precision in ("bf16", "fp32", "fp64"):
-        for need in (Need(precision), Need(precision, window=True), Need(precision, documents=True)):
-            settled_attention._try("flash", need, heads, torch.device("cpu"))
+    given = [Need(precision), Need(precision, window=True), Need(precision, documents=True)]
+    with patch.object(settled_attention, "attention", wraps=settled_attention.attention) as tried:
+        for need in given:
+            settled_attention._try("flash", need, Heads(4, 2, 16, 16, 16), torch.device("cpu"))
+    found = [(documents, scores.window, kernel) for *_, documents, scores, kernel in (c.args for c in tried.mock_calls)]
+    assert found == [(None, None, "flash"), (None, 128, "flash"), ([(0, 256)], None, "flash")]

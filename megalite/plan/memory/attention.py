@@ -12,7 +12,7 @@ import math
 from dataclasses import dataclass
 from functools import cached_property
 
-from megalite.config.attention_kernels import ANY_GPU, Kernel, planned
+from megalite.config.attention_kernels import ANY_GPU, Kernel, need_of, planned_kernel
 from megalite.config.layers import Heads
 from megalite.config.schema import Config
 from megalite.plan.parts.part import Kept
@@ -143,7 +143,11 @@ class AttentionMemory:
 
     @cached_property
     def _kernel(self) -> Kernel:
-        return planned(self.config, self.heads, None if self._on_cpu else ANY_GPU)
+        return planned_kernel(
+            self.config.kernels_by_operation.attention,
+            need_of(self.config, self.heads),
+            None if self._on_cpu else ANY_GPU,
+        )
 
     @property
     def config(self) -> Config:

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from megalite.distributed.collectives import Pending, all_gather, start_gather, start_reduce_scatter
-from megalite.parallel.parameter import COPY, add_gradient, part, sum_of_gradients
+from megalite.parallel.parameter import add_gradient, copy_of, in_use, part, sum_of_gradients
 from megalite.parallel.product import PLAIN_PRODUCT, Prepared, Product, add_weight_gradient
 from megalite.plan.parts.pieces import pieces
 
@@ -87,7 +87,7 @@ class _Linears(torch.autograd.Function):
         *params: DTensor,
     ) -> tuple[Tensor, ...]:
         ctx.group, ctx.gradients, ctx.product, ctx.factor, ctx.params = group, gradients, product, factor, params
-        mine, weights = product.prepare(x), [getattr(param, COPY, param._local_tensor) for param in params]
+        mine, weights = product.prepare(x), [in_use(param) for param in params]
         kept = mine if any(ctx.needs_input_grad[5:]) else ()  # inputs are for the gradients of weights alone
         ctx.inputs = len(kept)
         ctx.save_for_backward(*kept, *weights)
@@ -151,9 +151,9 @@ def accumulate(
 ) -> None:
     """Compute and add weight gradients. trained: weights, and the prepared gradients of their outputs."""
     whole = product.prepare_kept(inputs())
-    has_copies = hasattr(trained[0][0], COPY)  # all parameters or none
+    has_copies = copy_of(trained[0][0]) is not None  # all parameters or none
     for param, grad in trained:
-        if not has_copies:
-            add_gradient(param, product.weight_gradient(grad, whole, factor))
-        else:
+        if has_copies:
             add_weight_gradient(product, *sum_of_gradients(param), grad, whole, factor)
+        else:
+            add_gradient(param, product.weight_gradient(grad, whole, factor))

@@ -55,7 +55,7 @@ def copy_of(param: Tensor) -> Tensor | None:
 
 def in_use(param: DTensor) -> Tensor:
     """The local tensor with which layers compute, outside of autograd: the copy of `param` or its own."""
-    copy: Tensor | None = getattr(param, COPY, None)
+    copy = copy_of(param)
     return param._local_tensor if copy is None else copy
 
 

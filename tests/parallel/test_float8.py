@@ -20,6 +20,7 @@ from megalite.parallel import float8
 from megalite.parallel.float8 import Float8, WeightCasts, check_float8, use_float8
 from megalite.parallel.product import PLAIN_PRODUCT
 from megalite.parallel.tensor import Linear
+from megalite.train import build
 from megalite.train.build import Job
 from megalite_kernels.float8 import ACTIVATION, GRADIENT, amax, reference, scale_for
 
@@ -61,16 +62,53 @@ def test_products_are_those_of_the_rounded_operands(product: Float8, factor: flo
     torch.testing.assert_close(product.weight_gradient(of_output, kept, factor), expected, **close)
 
 
-def test_products_of_bfloat16_are_pytorchs_and_round_the_same_numbers() -> None:
+@pytest.mark.parametrize("factor", [1.0, 0.3])
+def test_products_of_bfloat16_are_pytorchs_and_round_the_same_numbers(
+    factor: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sums of 14 bits are in forward alone."""
     x, weight, grad = (each.bfloat16() for each in operands())
-    found = []
+    found, fast, scaled_mm = [], list[bool](), torch._scaled_mm
+
+    def noted(*args: Any, use_fast_accum: bool, **options: Any) -> Tensor:
+        fast.append(use_fast_accum)
+        return scaled_mm(*args, use_fast_accum=use_fast_accum, **options)
+
+    monkeypatch.setattr(torch, "_scaled_mm", noted)
     for product in (Float8(torch.bfloat16, WeightCasts(held=False)), Float8(WIDE, WeightCasts(held=False))):
         prepared, of_output = product.prepare(x), product.prepare_gradient(grad)
-        y, of_x = product.forward(prepared, (weight,)), product.input_gradient(of_output, (weight,), None)
-        found.append((y, of_x, product.weight_gradient(of_output, product.prepare_kept(prepared))))
+        y, of_x = (
+            product.forward(prepared, (weight,), factor),
+            product.input_gradient(of_output, (weight,), None, factor),
+        )
+        found.append((y, of_x, product.weight_gradient(of_output, product.prepare_kept(prepared), factor)))
+    assert fast == [True, False, False]
     for near, exact in zip(*found, strict=True):
         assert near.dtype == torch.bfloat16
         torch.testing.assert_close(near.double(), exact, rtol=2**-8, atol=1e-5 * exact.abs().max().item())
+
+
+def test_a_traced_product_and_its_gradients_are_those_of_others(product: Float8) -> None:
+    x, weight, grad = operands()
+    prepared, of_output, factor = product.prepare(x), product.prepare_gradient(grad), 0.3
+    y = float8._Traced.apply(x.requires_grad_(), weight.requires_grad_(), product, factor)
+    of_x, of_weight = torch.autograd.grad(y, (x, weight), grad)
+    assert torch.equal(y, product.forward(prepared, (weight,), factor))
+    assert torch.equal(of_x, product.input_gradient(of_output, (weight,), None, factor))
+    assert torch.equal(of_weight, product.weight_gradient(of_output, product.prepare_kept(prepared), factor))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, WIDE])
+def test_products_of_zeros_are_zeros(dtype: torch.dtype) -> None:
+    product = Float8(dtype, WeightCasts(held=False))
+    x, weight, grad = (torch.zeros_like(each, dtype=dtype) for each in operands())
+    prepared, of_output = product.prepare(x), product.prepare_gradient(grad)
+    for found in (
+        product.forward(prepared, (weight,)),
+        product.input_gradient(of_output, (weight,), None),
+        product.weight_gradient(of_output, product.prepare_kept(prepared)),
+    ):
+        assert torch.equal(found, torch.zeros_like(found))
 
 
 MODEL = Model(layers=2, width=16, heads=4, kv_heads=2, ffn=24, vocab_size=32, sequence_length=16)
@@ -118,7 +156,7 @@ def configured(mode: DataMode = "zero1", model: Model = EVEN, **train: Any) -> C
     """Two micro-batches a step in fp8."""
     config = config_of(Layout(), model)
     parallel = replace(config.parallel, data=replace(config.parallel.data, mode=mode))
-    settings = replace(config.train, precision="fp8", **train)
+    settings = replace(config.train, **{"precision": "fp8", **train})
     return replace(config, batch=Batch(micro=1, global_=2), parallel=parallel, train=settings)
 
 
@@ -142,6 +180,16 @@ def test_weights_are_cast_once_a_step_where_they_stay_gathered(recompute: str, m
     assert losses["zero1"] == losses["zero3"]
     forwards = 2 if recompute == "full" else 1
     assert counts == {"zero1": 2 * 7, "zero3": 2 * 7 * 2 * (1 + forwards)}
+
+
+def test_the_device_is_checked_before_anything_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = list[torch.device]()
+    monkeypatch.setattr(build, "check_float8", asked.append)
+    with one_rank():
+        make(configured(precision="bf16"))
+        assert not asked
+        make(configured())
+    assert asked == [torch.device("cpu")]
 
 
 def test_a_checkpoint_goes_on_in_bf16(tmp_path: Path) -> None:

@@ -18,8 +18,8 @@ from megalite.base.exit_codes import ExitCode
 from megalite.base.terminal import console, sections, table
 from megalite.commands.show.memory import dry_run, fullest, split_otherwise
 from megalite.config.load import load
+from megalite.config.rules.validate import check
 from megalite.config.schema import Config
-from megalite.config.validate import check
 from megalite.cost.order_costs import costing_of
 from megalite.dry_run.configuration import as_counted, busiest_rank
 from megalite.plan.memory.fit import fitted

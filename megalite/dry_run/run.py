@@ -28,8 +28,8 @@ from megalite.checkpoint.run.save import local_parts
 from megalite.checkpoint.store.state import State
 from megalite.checkpoint.weights.argument import without_weights
 from megalite.config.load import files_and_overrides, load
+from megalite.config.rules.validate import check
 from megalite.config.schema import Config
-from megalite.config.validate import check
 from megalite.cost.order_costs import costing_of
 from megalite.data.loader import Micros
 from megalite.distributed.mesh import Mesh

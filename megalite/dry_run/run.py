@@ -42,8 +42,8 @@ from megalite.plan.memory.activations import Activations
 from megalite.plan.memory.fit import fitted
 from megalite.plan.memory.peak import enough_micro_batches, rank_memory
 from megalite.plan.memory.walk import HOST_MEMORY, STATES_IN
+from megalite.plan.parts.transfers import Transfer
 from megalite.plan.resolved import Plan, resolve
-from megalite.plan.traffic.transfers import Transfer
 from megalite.train.build import Job, build, build_mesh
 from megalite.train.step import train_step
 

@@ -15,7 +15,7 @@ from megalite.config.load import load
 from megalite.config.rules.validate import check
 from megalite.cost.order_costs import costing_of
 from megalite.plan import pipeline
-from megalite.plan.model import roles
+from megalite.plan.parts import roles
 from megalite.plan.pipeline import table_of
 from megalite.schedule.file import read
 from megalite.schedule.generate import build

@@ -24,8 +24,8 @@ from megalite.config.schema import Config
 from megalite.plan.memory.activations import Activations, chunk_tokens
 from megalite.plan.model.weights import embedding
 from megalite.plan.parts.layer import Layer
+from megalite.plan.parts.transfers import Transfers, over
 from megalite.plan.recompute_modes import Mode
-from megalite.plan.traffic.transfers import Transfers, over
 
 
 @dataclass(frozen=True)

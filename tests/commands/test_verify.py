@@ -179,7 +179,7 @@ def test_interpreted_kernels_pass_in_a_whole_layout(ranks: Ranks) -> None:
     config = replace(configuration(pp=2, dp_shard=2, tp=2, clip_norm=0.01), kernels="triton")
     config.train.recompute = "selective"
     assert all(difference.passed for difference in ranks.run(compare, config, 1, 1e-10)[0])
-    wrong = ranks.run(faults.compare_with, faults.norm_kernel_that_forgets_epsilon, config)
+    wrong = ranks.run(faults.compare_with, faults.norm_kernel_that_forgets_epsilon, config, 1)
     assert not all(difference.passed for difference in wrong[0]), "they are what runs"
 
 

@@ -16,6 +16,7 @@ import verify_faults as faults
 from ranks import Ranks
 from rich.console import Console
 from toy_jobs import one_rank
+from warm_start import run
 
 from megalite.base.errors import InputError
 from megalite.commands import main
@@ -209,8 +210,7 @@ def test_the_table_tells_quantity_difference_and_place_in_80_columns() -> None:
 
 
 def verify(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "megalite.commands.main", "verify", *arguments]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100, check=False)
+    return run(["-m", "megalite.commands.main", "verify", *arguments], 100, cwd=ROOT)
 
 
 def test_the_command_compares_the_layout() -> None:

@@ -38,7 +38,7 @@ from megalite.dry_run.configuration import as_counted, busiest_rank
 from megalite.dry_run.live_bytes import LiveBytes
 from megalite.dry_run.transfers import CountedTransfers, axes_of
 from megalite.optim.build import build_optimizer
-from megalite.plan.memory.activations import Activations
+from megalite.plan.activations import Activations
 from megalite.plan.memory.fit import fitted
 from megalite.plan.memory.peak import enough_micro_batches, rank_memory
 from megalite.plan.memory.walk import HOST_MEMORY, STATES_IN

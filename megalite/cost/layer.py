@@ -80,7 +80,8 @@ class LayerModel:
     ) -> None:
         self.share, self.program, self.cluster = share, program, cluster
         self.overlap = constants.overlap
-        self.kernels, self.net = Kernels(cluster.gpu, constants, program.fp8), Net(cluster, constants)
+        fp8 = program.rowwise if share.rowwise else program.fp8
+        self.kernels, self.net = Kernels(cluster.gpu, constants, fp8), Net(cluster, constants)
         self.tp, self.cp = Group(share.tp, 1), Group(share.cp, share.tp)
 
     def layer(self, recompute: Mode | None = None) -> LayerTime:

@@ -188,7 +188,7 @@ class RowwiseFloat8(Float8):
 
     def prepare_kept(self, x: Prepared) -> Prepared:
         rows, inverse = (each.flatten(0, -2) for each in x)
-        exact = rows.view(ACTIVATION).to(torch.bfloat16) * inverse.to(torch.bfloat16)
+        exact = rows.view(ACTIVATION).to(torch.bfloat16).mul_(inverse)
         return self._cast(exact, ACTIVATION, self._gathered, by_columns=True)
 
     def _scales(

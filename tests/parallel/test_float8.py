@@ -205,9 +205,16 @@ def test_weights_are_cast_once_a_step_where_they_stay_gathered(recompute: str, m
             losses[mode] = advance(job, 0, 1)
             counts[mode] = len(shapes)
             losses[mode] += advance(job, 1, 3)
+        assert not job.casts.keeps
     assert losses["zero1"] == losses["zero3"]
     forwards = 2 if recompute == "full" else 1
     assert counts == {"zero1": 2 * 7, "zero3": 2 * 7 * 2 * (1 + forwards)}
+
+
+def test_a_key_chooses_the_recipe(recipe: str) -> None:
+    with one_rank():
+        job = make(configured(float8_recipe=recipe))
+    assert {type(module.product) for module in linears_of(job)} == {RECIPES[recipe]}
 
 
 def test_the_device_is_checked_before_anything_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -239,7 +246,7 @@ def linears_of(job: Job) -> list[Linear]:
     return [module for stage in job.stages.values() for module in stage.layers.modules() if isinstance(module, Linear)]
 
 
-def test_a_compiled_layer_is_one_graph_and_trains_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compiled_layer_is_one_graph_and_trains_alike(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     compiler = torch.compile
     options: dict[str, Any] = {"backend": "aot_eager", "fullgraph": True}
     monkeypatch.setattr(torch, "compile", lambda layer, **given: compiler(layer, **given, **options))
@@ -247,8 +254,8 @@ def test_a_compiled_layer_is_one_graph_and_trains_alike(monkeypatch: pytest.Monk
     counters.clear()
     model = replace(EVEN, layers=1)
     with one_rank():
-        expected = advance(make(configured(model=model)), 0, 2)
-        found = advance(make(configured(model=model, compile=True)), 0, 2)
+        expected = advance(make(configured(model=model, float8_recipe=recipe)), 0, 2)
+        found = advance(make(configured(model=model, float8_recipe=recipe, compile=True)), 0, 2)
     assert counters["stats"]["unique_graphs"] == 1
     assert found == pytest.approx(expected, rel=1e-5)
 

@@ -59,7 +59,8 @@ class Layer:
             if not sizes.in_8_bits(part.weights(), into_stream=False):
                 found.append(Kept(part.name, sizes.stream, part.takes, part.takes, bool(before), given))
             else:
-                found.append(Kept(part.name, sizes.stream // sizes.w, part.takes, part.takes))
+                narrow = sizes.stream // sizes.w + sizes.tokens // sizes.t * sizes.scale
+                found.append(Kept(part.name, narrow, part.takes, part.takes))
                 if given and with_input:
                     found.append(Kept(part.name, sizes.stream, part.takes, given=True))
             for norm, given in ((before, first), (after, False)):

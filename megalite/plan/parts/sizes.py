@@ -83,6 +83,11 @@ class Sizes:
         return not any(size % OPERAND_MULTIPLE for shape in shapes for size in shape)
 
     @cached_property
+    def scale(self) -> int:
+        """Bytes of the scale that each row of an operand in 8 bits has; 0 where a tensor has one scale."""
+        return 4 if self.config.train.float8_recipe == "rowwise" else 0
+
+    @cached_property
     def pieces(self) -> int:
         """The pieces in which ranks of tp gather the input of a part in forward, scatter its output, and gather its
         gradient. PyTorch's products alone are computed in pieces, where nothing is compiled."""

@@ -56,7 +56,6 @@ def recompute(layer: nn.Module, mode: Mode, keeping: Keeping = AsIs) -> None:
             layer.forward = partial(_selective, forward, layer, cheap, keeping)
             return
         case "full":
-            layer.in_one = True  # its input is kept
             forward = partial(checkpoint, forward, use_reentrant=False, preserve_rng_state=False)
     layer.forward = forward if keeping is AsIs else partial(keep, forward, layer, keeping)
 

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
+from typing import cast
 
 import torch
 from torch import nn
@@ -18,7 +19,7 @@ from megalite.data.loader import Micros
 from megalite.distributed.health.activity import Activity
 from megalite.distributed.health.clock import SectionClock
 from megalite.distributed.mesh import Mesh
-from megalite.model.decoder import Decoder
+from megalite.model.decoder import Decoder, Layer
 from megalite.model.init import initialize
 from megalite.optim.build import build_optimizer
 from megalite.optim.interface import Optimizer
@@ -182,9 +183,10 @@ def build_stage(
     stage.to(parameter_dtype(config.train.dtype))
     keeping = Offload(memory) if config.train.offload_activations else AsIs
     for layer, mode in zip(stage.layers.values(), plan.modes[number], strict=True):
+        cast(Layer, layer).in_one = config.train.compile or mode == "full"
         if config.train.compile:
             # A graph for any shape is slower, and a curriculum has few: each has a graph of its own.
-            layer.forward, layer.in_one = torch.compile(layer.forward, dynamic=False), True
+            layer.forward = torch.compile(layer.forward, dynamic=False)
         recompute(layer, mode, keeping)
     if plan.fsdp:
         groups, parallel = [(module, mesh.data) for module in stage.gathered_apart()], config.parallel

@@ -25,6 +25,7 @@ from megalite.commands.verify_copy import not_compared, shrink
 from megalite.config.layers import layer_kinds
 from megalite.config.layout import Layout
 from megalite.config.load import load
+from megalite.config.rules.validate import check, validate
 from megalite.config.schema import (
     Attention,
     Base,
@@ -40,7 +41,6 @@ from megalite.config.schema import (
     RopeScaling,
     Train,
 )
-from megalite.config.validate import check, validate
 from megalite.distributed.mesh import Mesh
 from megalite.plan.batches import GlobalBatch, global_batches
 from megalite.plan.pipeline import table_of

@@ -14,6 +14,7 @@ from warm_start import run
 
 from megalite.base.exit_codes import ExitCode
 from megalite.config.layout import Layout
+from megalite.config.rules.validate import check
 from megalite.config.schema import (
     Base,
     Batch,
@@ -28,7 +29,6 @@ from megalite.config.schema import (
     Pipeline,
     Train,
 )  # fmt: skip
-from megalite.config.validate import check
 from megalite.distributed.mesh import Mesh
 from megalite.train.build import build_mesh
 from megalite_tools.experiment import coordinate_check

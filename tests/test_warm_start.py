@@ -50,7 +50,7 @@ def test_a_program_hands_over_streams_signals_and_the_exit_code(tmp_path: Path) 
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
     pipe = subprocess.PIPE
     with (
-        warm_program(tmp_path, "waits") as program,
+        warm_program(tmp_path, "-m", "waits") as program,
         subprocess.Popen([program, "a b"], env=environment, stdin=pipe, stdout=pipe, text=True) as process,
     ):
         assert process.stdin is not None

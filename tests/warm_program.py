@@ -1,11 +1,11 @@
-"""`megalite` as the path of a program, for commands that start it; it runs as a fork, see `warm_start`."""
+"""Programs that commands start by their path, and that run as forks, see `warm_start`."""
 
 import json
 import os
 import socket
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -34,36 +34,36 @@ sys.exit(code)
 
 
 @contextmanager
-def warm_program(folder: Path, module: str = "megalite") -> Iterator[Path]:
-    """The path of a program, in `folder`, that runs the module."""
-    program, address = folder / module, folder / f"{module}.socket"
+def warm_program(folder: Path, *command: str) -> Iterator[Path]:
+    """The path of a program, in `folder`, that is what Python is for `command` and more arguments."""
+    program, address = folder / "warm", folder / "warm.socket"
     program.write_text(CLIENT.format(python=sys.executable, address=str(address)))
     program.chmod(0o755)
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(address))
         listener.listen()
-        threading.Thread(target=_serve, args=(listener, module), daemon=True).start()
+        threading.Thread(target=_serve, args=(listener, command), daemon=True).start()
         try:
             yield program
         finally:
             listener.shutdown(socket.SHUT_RDWR)
 
 
-def _serve(listener: socket.socket, module: str) -> None:
+def _serve(listener: socket.socket, command: Sequence[str]) -> None:
     while True:
         try:
             client, _ = listener.accept()
         except OSError:  # the end
             return
-        threading.Thread(target=_run, args=(client, module), daemon=True).start()
+        threading.Thread(target=_run, args=(client, command), daemon=True).start()
 
 
-def _run(client: socket.socket, module: str) -> None:
+def _run(client: socket.socket, command: Sequence[str]) -> None:
     with client, client.makefile("rb") as given:
         head, streams, *_ = socket.recv_fds(client, 8, 3)
         arguments, folder, environment = json.loads(given.read(int.from_bytes(head, "little")))
         names = ("stdin", "stdout", "stderr")
-        fork = Popen(["-m", module, *arguments], cwd=folder, env=environment, **dict(zip(names, streams, strict=True)))
+        fork = Popen([*command, *arguments], cwd=folder, env=environment, **dict(zip(names, streams, strict=True)))
         for stream in streams:
             os.close(stream)
         client.sendall(f"{fork.pid}\n".encode())

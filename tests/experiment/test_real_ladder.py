@@ -3,14 +3,14 @@
 import csv
 import json
 import os
-import subprocess
-import sys
 import sysconfig
 from pathlib import Path
 
 import numpy as np
 import pytest
 import yaml
+from warm_program import warm_program
+from warm_start import run
 
 from megalite.data.store import StoreWriter
 
@@ -67,10 +67,11 @@ def test_a_ladder_of_three_sizes_and_three_budgets(tmp_path: Path) -> None:
     (tmp_path / "base.yaml").write_text(yaml.safe_dump(BASE))
     (tmp_path / "ladder.yaml").write_text(yaml.safe_dump(LADDER))
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    for way in ("launch", "fit"):
-        command = [sys.executable, "-m", "megalite_tools.experiment.sweep", way, "ladder.yaml"]
-        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=1400)
-        assert done.returncode == 0, done.stdout + done.stderr
+    with warm_program(tmp_path, "-m", "megalite") as megalite:
+        for way, *options in (("launch", "--megalite", str(megalite)), ("fit",)):
+            command = ["-m", "megalite_tools.experiment.sweep", way, "ladder.yaml", *options]
+            done = run(command, 1400, cwd=tmp_path, env=environment)
+            assert done.returncode == 0, done.stdout + done.stderr
     with (tmp_path / "experiments/ladder/results.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert [row["status"] for row in rows] == ["done"] * 9

@@ -19,6 +19,7 @@ from spied_train import NODES, NOTES
 from violation import Violation
 
 LOOK = 0.0002  # seconds between two looks for the moment to kill at
+START_LOOK = 0.01  # and between two for the ranks, before which there is nothing to look for
 PATIENCE = 300.0  # seconds in which anything must happen that is waited for
 GONE = 60.0  # seconds in which all processes of a job must end once one of them was killed
 
@@ -115,7 +116,7 @@ class Job:
                             return True
         return False
 
-    def wait_for(self, happened: Callable[[], bool]) -> bool:
+    def wait_for(self, happened: Callable[[], bool], look: float = LOOK) -> bool:
         """False if the job has ended without it. Raises Violation if neither comes."""
         deadline = time.monotonic() + PATIENCE
         while not happened():
@@ -123,7 +124,7 @@ class Job:
                 return False
             if time.monotonic() > deadline:
                 raise Violation(f"{self.notes}: nothing has happened for {PATIENCE:.0f} s")
-            time.sleep(LOOK)
+            time.sleep(look)
         return True
 
     def wait_for_end(self) -> None:

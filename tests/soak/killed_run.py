@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import median
 
 import whole_checkpoints as checkpoints
-from killed_job import PATIENCE, Job, kill
+from killed_job import PATIENCE, START_LOOK, Job, kill
 from local_nodes import LocalNodes
 from sample_count import check_epochs, trained_on
 from violation import Violation
@@ -189,7 +189,8 @@ class KilledRun:
         when = next(when for when in self._moments if when != "load" or checkpoints.newest(self.checkpoints))
         who, nth = next(self._victims), self.rng.randint(1, 4)
         delay = self.rng.random() ** 2 * pace.spread(when)  # rather early than late
-        if who != "launcher" and not job.wait_for(lambda: len(job.ranks()) == ranks):
+        starts = who == "launcher" and when == "start"  # all else is for ranks that are there
+        if not starts and not job.wait_for(lambda: len(job.ranks()) == ranks, START_LOOK):
             return False
         victims, rank = job.victims(who, self.rng)
         if not job.wait_for(self._moment(job, when, nth)):

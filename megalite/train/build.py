@@ -177,13 +177,14 @@ def build_stage(
     use_product(stage.layers, build_product(config))
     if config.train.precision == "fp8":
         dtype = compute_dtype(config.train.dtype)
-        use_float8(stage.layers, wide_weights(config), dtype, mesh, casts or WeightCasts(held=False))
+        casts, recipe = casts or WeightCasts(held=False), config.train.float8_recipe
+        use_float8(stage.layers, wide_weights(config), dtype, mesh, casts, recipe)
     stage.to(parameter_dtype(config.train.dtype))
     keeping = Offload(memory) if config.train.offload_activations else AsIs
     for layer, mode in zip(stage.layers.values(), plan.modes[number], strict=True):
         if config.train.compile:
             # A graph for any shape is slower, and a curriculum has few: each has a graph of its own.
-            layer.forward = torch.compile(layer.forward, dynamic=False)
+            layer.forward, layer.in_one = torch.compile(layer.forward, dynamic=False), True
         recompute(layer, mode, keeping)
     if plan.fsdp:
         groups, parallel = [(module, mesh.data) for module in stage.gathered_apart()], config.parallel

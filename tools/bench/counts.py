@@ -23,6 +23,7 @@ from megalite_kernels.adamw import bytes_moved as adamw_bytes
 from megalite_kernels.muon import bytes_moved as muon_bytes
 from megalite_launch.base.texts import markdown_table
 from megalite_tools.bench.host_calls import DEEP, SHALLOW, calls_per_layer, plain_calls_per_layer
+from megalite_tools.bench.layer_bytes import bytes_per_layer
 from megalite_tools.bench.step_counts import exposed_collectives, graphs_of_a_layer, staged_bytes
 from megalite_tools.terminal import Terminal
 
@@ -31,6 +32,7 @@ ORIGINS: dict[str, Callable[[], Counter[str]]] = {
     "plain": plain_calls_per_layer,
     "fp32": partial(calls_per_layer, "fp32"),
     "bf16": partial(calls_per_layer, "bf16"),
+    "bytes": partial(bytes_per_layer, "llama3_8b"),
 }
 PAGE = """\
 # Speed, in counts
@@ -49,6 +51,10 @@ in bf16 on one rank with products that add to float32 sums (36 bytes per paramet
 those of a step, with the bf16 copy of each weight. A layer under tensor parallelism gathers and scatters its whole
 input ten times; a collective is exposed where no matrix product is started between it and the wait for it. A break in
 the graph of a compiled layer is an error.
+
+Bytes are those that kernels beside matrix products and attention read and write for a token in a layer of Llama 3 8B,
+forward and backward, with bf16 copies of parameters on one data-parallel rank, every tensor once for each kernel. A
+product counts with what it adds to. `{command} --origins bytes` lists the operations.
 
 Tests alone keep: 0 synchronisations in a step whose values are logged every step (`tests/cuda`), and bytes around the
 kernels of attention for documents (`tests/parallel/test_packed.py`). `kernels/compile_report.md` has registers, spills
@@ -76,6 +82,7 @@ COUNTS = (
     Count("bytes per parameter, passes of Muon", lambda: muon_bytes(1, copy=torch.bfloat16)[0], 28),
     Count("exposed collectives per layer, tensor parallel", lambda: exposed_collectives()[0], 2),
     Count("graphs per compiled layer, tensor parallel", graphs_of_a_layer, 1),
+    Count("bytes per token and layer, 8B in bf16", lambda: bytes_per_layer("llama3_8b").total(), 429_000),
 )
 
 
@@ -90,8 +97,8 @@ def _run(arguments: Sequence[str]) -> int:
     with fake_world(0, 2):
         if options.origins:
             found = ORIGINS[options.origins]()
-            rows = [(origin, f"{calls:,}") for origin, calls in found.most_common()]
-            terminal.table(("function:", "calls per layer"), [*rows, ("all", f"{found.total():,}")])
+            rows = [(origin, f"{count:,}") for origin, count in found.most_common()]
+            terminal.table(("origin:", "per layer"), [*rows, ("all", f"{found.total():,}")])
             return ExitCode.DONE
         counted = [row.count() for row in COUNTS]
     exceeding = [at for at, row in enumerate(COUNTS) if row.limit is not None and counted[at] > row.limit]
@@ -104,14 +111,16 @@ def _run(arguments: Sequence[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog=COMMAND, description=__doc__)
     parser.add_argument("--write", metavar="FILE", help="page to write, in Markdown")
-    parser.add_argument("--origins", choices=ORIGINS, help="list the functions that make calls, and count nothing else")
+    parser.add_argument(
+        "--origins", choices=ORIGINS, help="list what makes calls or moves bytes, and count nothing else"
+    )
     return parser
 
 
 def table(counted: Sequence[float]) -> list[tuple[str, str, str]]:
     """The rows of the page: names, counts and limits."""
     return [
-        (row.name, f"{count:,g}", "" if row.limit is None else f"{row.limit:,g}")
+        (row.name, f"{count:,.9g}", "" if row.limit is None else f"{row.limit:,.9g}")
         for row, count in zip(COUNTS, counted, strict=True)
     ]
 

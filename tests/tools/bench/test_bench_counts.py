@@ -11,6 +11,7 @@ from megalite.dry_run.run import fake_world
 from megalite_tools.bench import counts
 from megalite_tools.bench.counts import COUNTS, Count, main, page
 from megalite_tools.bench.host_calls import calls_per_layer, plain_calls_per_layer
+from megalite_tools.bench.layer_bytes import bytes_per_layer
 
 PAGE = Path("docs/speed.md").read_text(encoding="utf-8")
 
@@ -41,6 +42,17 @@ def test_calls_are_counted_exactly_and_by_where_they_come_from() -> None:
     assert plain_calls_per_layer().total() < found.total()
 
 
+@pytest.mark.usefixtures("world")
+def test_bytes_of_a_layer_are_those_that_its_kernels_say() -> None:
+    """Norms, rotations and SwiGLU of Llama 3 8B, whose bytes grow with nothing but its widths."""
+    found, element, hidden, heads = bytes_per_layer("llama3_8b"), 2, 14336, 32 + 8
+    assert (found["swiglu"], found["swiglu_backward"]) == (3 * hidden * element, 5 * hidden * element)
+    tables = 2 * 64 * 4  # for each of queries and keys, there and back
+    assert found["rope"] == 4 * heads * 128 * element + 4 * tables
+    assert found["add_rms_norm"] == found["add_rms_norm_backward"] == 2 * (4 * 4096 * element + 4)  # 4: a statistic
+    assert not found["add"]
+
+
 def test_a_count_above_its_limit_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -60,5 +72,5 @@ def test_a_count_above_its_limit_fails(
 
 def test_limits_are_those_of_the_page() -> None:
     for row in COUNTS:
-        limit = "" if row.limit is None else f"{row.limit:,g}"
+        limit = "" if row.limit is None else f"{row.limit:,.9g}"
         assert re.search(rf"^\| {re.escape(row.name)} \| [\d,.]+ \| {limit} \|$", PAGE, re.MULTILINE)

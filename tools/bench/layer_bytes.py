@@ -1,0 +1,92 @@
+"""Bytes that a training step moves per token and layer beside matrix products and attention: exact, without a GPU.
+
+Layers of a model run forward and backward on tensors without data, with Triton's kernels and bf16 copies of parameters,
+as on one data-parallel rank. A dispatch mode sees every operation, and counts each of its tensors once: as if caches
+held nothing from one operation to the next, and everything within one. Of a matrix product, only what it adds to is
+counted. Differences of models and of sequences are those of a layer and of its tokens: what is read and written of
+weights cancels out.
+"""
+
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from megalite.config.layers import layer_kinds
+from megalite.config.layout import Layout
+from megalite.config.load import load
+from megalite.config.schema import Kernels
+from megalite.distributed.mesh import Mesh
+from megalite.model.decoder import Decoder
+from megalite.model.positions import TokenPositions
+from megalite.parallel.copies import Copies
+
+META = torch.device("meta")
+DEEP, SHALLOW = 3, 2  # layers
+LONG, SHORT = 512, 256  # tokens
+PRODUCTS = ("mm", "addmm_")
+NOTHING = ("empty", "new_empty", "empty_like", "new_empty_strided", "_unsafe_view")  # neither read nor write
+
+
+def bytes_per_layer(preset: str) -> Counter[str]:
+    """Bytes per token and layer of the model that `preset` names, by operation. Needs a process group."""
+    found = Counter[str]()
+    for layers, tokens, sign in ((DEEP, LONG, 1), (SHALLOW, LONG, -1), (DEEP, SHORT, -1), (SHALLOW, SHORT, 1)):
+        for name, size in _moved(preset, layers, tokens).items():
+            found[name] += sign * size
+    return Counter({name: size // (LONG - SHORT) // (DEEP - SHALLOW) for name, size in found.items() if size})
+
+
+def _moved(preset: str, layers: int, tokens: int) -> Counter[str]:
+    """Bytes that `layers` layers move for a sequence of so many tokens, by operation."""
+    model = replace(load([preset]).model, layers=layers)
+    mesh = Mesh.build(Layout(), torch.device("cpu"))
+    assert mesh is not None
+    stage = Decoder(model, mesh.tp, range(layers), first=False, last=False, kernels=Kernels.all("triton"))
+    copies = Copies(stage, torch.bfloat16)
+    copies.refresh()
+    positions = TokenPositions.whole(model, tokens, META, torch.bfloat16)
+    kinds = {kind.attention.heads.scores for kind in layer_kinds(model)}
+    positions = replace(positions, attention=dict.fromkeys(kinds, _Attend.apply))
+    x = torch.empty(tokens, 1, model.width, dtype=torch.bfloat16, device=META, requires_grad=True)
+    with _Moved() as moved:
+        stage(x, positions).backward(torch.empty_like(x))
+    return moved.bytes
+
+
+class _Attend(torch.autograd.Function):
+    """Takes the place of attention: nothing but its output and its gradients are made."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        ctx.save_for_backward(q, k, v)
+        return q.new_empty(*q.shape[:-1], v.shape[-1])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
+        return tuple(x.new_empty(x.shape) for x in ctx.saved_tensors)
+
+
+class _Moved(TorchDispatchMode):
+    """Counts the bytes that operations read and write."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = Counter[str]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **kwargs or {})
+        name = func.overloadpacket.__name__
+        if name in PRODUCTS:
+            self.bytes[name] += _sizes(args[0]) if name == "addmm_" else 0
+        elif name not in NOTHING and not func.is_view:
+            self.bytes[name] += _sizes((args, kwargs, result))
+        return result
+
+
+def _sizes(values: Any) -> int:
+    return sum(leaf.nbytes for leaf in tree_leaves(values) if isinstance(leaf, Tensor))

@@ -231,8 +231,8 @@ def _closer(space: Space, node: Node, seconds: float, room: float, found: Found)
                 trial = Trial(plan, space.timer)
                 with suppress(InputError):  # an order that is searched may have no memory to be in
                     yield trial.least, node._replace(level=Level.ABOUT, trial=trial)
-    if node.level in (Level.PIPELINE, Level.MOVED) and (bound := space.next_sharing(shape, ahead)) < inf:
-        yield bound, node._replace(above=ahead)
+    if node.level in (Level.PIPELINE, Level.MOVED) and (later := space.next_sharing(shape, ahead)) < inf:
+        yield later, node._replace(above=ahead)
 
 
 def _walked(space: Space, choice: Choice, planned: Plan, limit: float, found: Found) -> Result | None:

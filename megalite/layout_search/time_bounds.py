@@ -416,7 +416,7 @@ class Least:
         if key not in self._exchanged:
             shared, passes = Shared(choice.applied(self.config, self.pins), self.timer.net), self.timer.kernels.passes
             if key[:-1] not in self._sent_seconds:
-                self._sent_seconds[key[:-1]] = [shared.seconds(part) for part in (*self.estimate.kinds, "embedding")]
+                self._sent_seconds[key[:-1]] = [*map(shared.seconds, self.estimate.kinds), shared.seconds("embedding")]
             *layers, end = (
                 Moved(*sent, passes(shared.copied * (size / choice.tp)), passes(shared.added * (size / choice.tp)))
                 for sent, size in zip(self._sent_seconds[key[:-1]], self._sizes, strict=True)

@@ -182,10 +182,9 @@ class Parallel:
     @property
     def data_mode(self) -> DataMode:
         """The mode of data parallelism. Where no memory decides what `auto` is: zero1 on one rank, else zero3."""
-        layout, mode = self.layout, self.data.mode
-        if mode != "auto":
-            return mode
-        return "zero1" if layout.dp * layout.cp == 1 else "zero3"
+        if self.data.mode != "auto":
+            return self.data.mode
+        return "zero1" if self.layout.dp * self.layout.cp == 1 else "zero3"
 
     @property
     def layout(self) -> Layout:

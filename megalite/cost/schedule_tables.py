@@ -137,9 +137,9 @@ def named_clock(placement: Sequence[int], orders: Orders, m: int, mode: str | No
     found = []
     for order in orders:
         first, last = dict[int, int](), dict[int, int]()
-        for index, action in enumerate(order):
-            first.setdefault(action.stage, index)
-            last[action.stage] = index
+        for index, (_, stage, _) in enumerate(order):
+            first.setdefault(stage, index)
+            last[stage] = index
         timed: list[Timed] = []
         gathers = [(max(0, index - 1), stage) for stage, index in first.items()] if mode not in (None, "zero3") else []
         known = dict[tuple[Kind, int, bool], tuple[int, int]]()  # numbers of an action, and of the reduction after it
@@ -147,15 +147,15 @@ def named_clock(placement: Sequence[int], orders: Orders, m: int, mode: str | No
             while gathers and gathers[0][0] <= index:
                 gathered = gathers.pop(0)[1]
                 timed.append((Kind.GATHER, gathered, micro, numbered(Kind.GATHER, gathered)))
-            ends = index == last[stage]
-            if (kind, stage, ends) not in known:
+            key = kind, stage, ends = kind, stage, index == last[stage]
+            if key not in known:
                 whole = kind is Kind.B
                 reduces = mode is not None and (whole or kind is Kind.W) and (each_time or ends)
                 replicas = ends or splits
                 number = numbered(kind, stage, *((reduces, reduces and replicas) if whole else ()))
                 after = numbered(Kind.REDUCE, stage, True, replicas, not whole) if reduces else -1
-                known[kind, stage, ends] = number, after
-            number, after = known[kind, stage, ends]
+                known[key] = number, after
+            number, after = known[key]
             timed.append((kind, stage, micro, number))
             if after >= 0:
                 timed.append((Kind.REDUCE, stage, micro, after))

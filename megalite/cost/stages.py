@@ -121,14 +121,14 @@ class Timer:
         self._sent: dict[object, tuple[Links, Links]] = {}
 
     def layer(self, share: Share) -> LayerTime:
-        if share not in self._layers:
-            self._layers[share] = self._model(replace(share, recompute="none")).layer(share.recompute)
-        return self._layers[share]
+        if (known := self._layers.get(share)) is None:  # a share is looked up once, as its hash takes long
+            known = self._layers[share] = self._model(replace(share, recompute="none")).layer(share.recompute)
+        return known
 
     def _model(self, share: Share) -> LayerModel:
-        if share not in self._models:
-            self._models[share] = LayerModel(share, self.program, self.cluster, self.constants)
-        return self._models[share]
+        if (known := self._models.get(share)) is None:
+            known = self._models[share] = LayerModel(share, self.program, self.cluster, self.constants)
+        return known
 
     def ends(self, share: Share) -> tuple[Piece, Piece]:
         """The embedding and the head. Ranks of tp scatter what one returns, and gather what the other takes."""

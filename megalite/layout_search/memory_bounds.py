@@ -84,20 +84,19 @@ class Estimate:
 
     def memory(self, choice: Choice) -> float:
         """Bytes that the fullest rank has at least: the first, with its activations, or one with an even share."""
-        return self.memories([choice])[0]
+        if choice.schedule not in NAMES:  # where stages are is not known
+            return self.of_states(choice)
+        first = self.first(choice)
+        return self._needed(choice, first, *self._activations(choice, first))
 
     def memories(self, layouts: Sequence[Choice]) -> list[float]:
         """`memory` of layouts that differ in data parallelism and offloading alone."""
-        if not layouts or layouts[0].schedule not in NAMES:  # where stages are is not known
-            return [self.of_states(choice) for choice in layouts]
-        first, active = self.first(layouts[0]), dict[bool, tuple[float, float | None]]()
-        found = list[float]()
-        for choice in layouts:
-            offloads = choice.offload_activations
-            if offloads not in active:
-                active[offloads] = self._activations(choice, first)
-            found.append(self._needed(choice, first, *active[offloads]))
-        return found
+        if len(layouts) < 2 or layouts[0].schedule not in NAMES:
+            return [self.memory(choice) for choice in layouts]
+        first = self.first(layouts[0])
+        each_way = {choice.offload_activations: choice for choice in layouts}
+        active = {offloads: self._activations(choice, first) for offloads, choice in each_way.items()}
+        return [self._needed(choice, first, *active[choice.offload_activations]) for choice in layouts]
 
     def lightest(self, choice: Choice, parameters: float, layers: float) -> float:
         """Lower bound of `memory` if the first rank has so many parameters and activations of so many layers."""

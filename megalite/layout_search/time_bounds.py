@@ -11,7 +11,6 @@ from typing import Any, get_args
 
 from megalite.config.schema import SCHEDULES, Config, Place
 from megalite.cost.layout_choice import Choice
-from megalite.cost.link_clocks import Part
 from megalite.cost.network import Group
 from megalite.cost.predict import state_seconds
 from megalite.cost.schedule_tables import ROUNDS, Cost, enough
@@ -43,15 +42,22 @@ PLACES: tuple[Place, ...] = get_args(Place)
 class Shape:
     """Layouts that share everything that decides the time of layers.
 
-    computes: seconds until the last backward pass of a step has ended, at least. bound: those of the whole step.
+    hop: seconds to send a micro-batch's activations to the next pipeline rank. computes: seconds until the last
+    backward pass of a step has ended, at least. update: those of the optimizer in the best of the layouts.
     """
 
     choice: Choice  # choice of its first layout
     micro_batches: int
     dp: int
     passes: Passes
+    hop: float
     computes: float
-    bound: float
+    update: float
+
+    @property
+    def bound(self) -> float:
+        """Seconds of the whole step at least."""
+        return self.computes + self.update
 
 
 class Least:
@@ -64,26 +70,28 @@ class Least:
         self.model, self.offload = config.model, offload
         self._matrix = config.model.vocab_size * config.model.width
         self._smallest = min(estimate.layer_parameters.values())
-        self._hops: dict[tuple[int, ...], float] = {}
+        self._sizes = *estimate.layer_parameters.values(), self._matrix  # parameters of parts
         self._ranks: dict[tuple[object, ...], Ranks] = {}
         self._interleaved: dict[tuple[object, ...], list[Turns]] = {}
         self._waits: dict[tuple[object, ...], Waits] = {}
         self._longest: dict[tuple[Clock[Cost], int], tuple[list[tuple[Cost, int]], int]] = {}
         self._exchanged: dict[tuple[object, ...], Exchanged] = {}
-        self._sent_seconds: dict[tuple[object, ...], dict[Part, tuple[float, float, float]]] = {}
+        self._sent_seconds: dict[tuple[object, ...], list[tuple[float, float, float]]] = {}
         self._longer_passes: dict[tuple[object, ...], Longer] = {}
         both = [(1.0, 0.0), (0.0, 1.0)] if config.optim.name == "muon" else [(1.0, 0.0)]
         self._updating = {place: min(state_seconds(*each, place, timer) for each in both) for place in PLACES}
 
     def shape(self, first: Choice, passes: Passes, splits: bool) -> Shape:
         """The shape of a first layout. splits: whether its schedules may split backward passes."""
-        m, pp = first.micro_batches(self.config.batch.global_), first.pp
+        m, pp, hop = first.micro_batches(self.config.batch.global_), first.pp, self._hop(first)
         way = passes.split_way(1.0) if splits else passes.there + passes.back + (m - 1) * sum(passes.head[:2])
-        way += 2 * (pp - 1) * self._hop(first)
+        way += 2 * (pp - 1) * hop
         alike, fullest = len(passes.kinds) == 1, -(-passes.layers // pp)  # layers of some rank
         busy = slowest(passes.layers, pp, passes.shortest, sum(passes.head[:2])) if alike else fullest * passes.shortest
         computes = max(way, m * busy, m * (passes.there + passes.back) / pp)
-        return Shape(first, m, first.shards, passes, computes, computes + self._least_update(passes.layers, first))
+        held = self._share_of_model(passes.layers, pp) / first.tp
+        update = held / (first.replicas * first.shards * first.cp) * min(self._updating.values())
+        return Shape(first, m, first.shards, passes, hop, computes, update)
 
     def of_sharing(self, shape: Shape, choice: Choice) -> float:
         """Seconds of the best layout whose states are shared out so."""
@@ -92,18 +100,18 @@ class Least:
         if choice.mode != "zero3":
             start = data.end.gathered + data.end.copied + fewest * data.least.copied
         edge = min(data.least.gathered, data.end.gathered) if choice.mode == "zero3" else 0.0
-        waits = shape.passes.first_waits(pp, fewest, self._hop(shape.choice) + edge)
+        waits = shape.passes.first_waits(pp, fewest, shape.hop + edge)
         computes = max(shape.computes, start + waits + self._mean(shape, choice, data, False))
         return max(computes, self._sent(shape, choice, data)) + self._update(shape, choice, data, 0)
 
     def of_pipeline(self, shape: Shape, choice: Choice) -> float:
         """Seconds of the best layout with this schedule."""
-        m, waiting, hop = shape.micro_batches, self._waits_of(shape, choice), self._hop(shape.choice)
+        m, waiting, hop = shape.micro_batches, self._waits_of(shape, choice), shape.hop
         halves = 1 + SPLIT_OVERHEAD * (choice.schedule in ZERO_BUBBLES)
         most = max(waiting.back, waiting.way + 2 * waiting.hops * hop)
         for each in waiting.chains:
             most = max(most, m * (each.there + halves * each.back) + each.wait + each.hops * hop)
-        return max(shape.computes, most) + self._least_update(shape.passes.layers, choice)
+        return max(shape.computes, most) + shape.update
 
     def of_any_split(self, shape: Shape, choice: Choice) -> float:
         """Seconds of the best layout with this schedule, whatever its split. choice: with the default one."""
@@ -111,10 +119,10 @@ class Least:
         way = passes.split_way(1 + SPLIT_OVERHEAD * halves)
         if choice.schedule in UNSPLIT_SCHEDULES:
             way = passes.there + passes.back + (shape.micro_batches - 1) * sum(passes.head[:2])
-        way += 2 * self._ranks_of(choice).hops[-1] * self._hop(shape.choice)
+        way += 2 * self._ranks_of(choice).hops[-1] * shape.hop
         if len(passes.kinds) == 1:
             computes = max(computes, self._slowest(shape, choice, NO_EXTENSION))
-        return max(computes, way) + self._least_update(passes.layers, choice)
+        return max(computes, way) + shape.update
 
     def of_unsplit(self, shape: Shape, choice: Choice) -> float:
         """Seconds of a layout, whatever its split; all layers must be alike."""
@@ -154,7 +162,7 @@ class Least:
         whole, halves = choice.schedule in UNSPLIT_SCHEDULES, 1 + SPLIT_OVERHEAD * (choice.schedule in ZERO_BUBBLES)
         waiting = self._waits_of(shape, choice)
         found = waiting.chains
-        more, hop = self._longer(shape, choice, data), self._hop(shape.choice)
+        more, hop = self._longer(shape, choice, data), shape.hop
         both, summed = more.layer[0] + more.layer[1] * whole, data.least.reduced + data.least.summed
         once = ends_once = 0.0
         if whole and choice.mode in SINGLE_REDUCTION_MODES:  # the last backward passes are longer
@@ -188,7 +196,7 @@ class Least:
         InputError for a schedule that cannot run.
         """
         m, data = shape.micro_batches, self._exchanges(choice)
-        stages, hop = self._stages(shape, choice, data), self._hop(shape.choice)
+        stages, hop = self._stages(shape, choice, data), shape.hop
         config = choice.applied(self.config, self.pins)
         few = enough(config, m)
         clock = self.timer.tables.clock(config, few)
@@ -353,12 +361,7 @@ class Least:
         """Seconds to send a micro-batch's activations to the next pipeline rank."""
         if first.pp == 1:
             return 0.0
-        key = first.tp, first.cp, first.micro, first.pp
-        if key not in self._hops:
-            self._hops[key] = self.timer.net.transfer(
-                self.estimate.sizes(first).stream, Group(first.pp, self.gpus // first.pp)
-            )
-        return self._hops[key]
+        return self.timer.net.transfer(self.estimate.sizes(first).stream, Group(first.pp, self.gpus // first.pp))
 
     def _update(self, shape: Shape, choice: Choice, data: Exchanged, layers: int) -> float:
         """Seconds of the optimizer, on a rank that has its share of the model and at least so many layers.
@@ -367,13 +370,8 @@ class Least:
         """
         held = max(layers * self._smallest, self._share_of_model(shape.passes.layers, choice.pp)) / choice.tp
         shards = choice.shards * choice.cp if choice.mode != "ddp" else 1
-        places = PLACES if layers == 0 and self.offload else (choice.states,)
-        return held / shards * min(self._updating[place] for place in places) + held * data.last
-
-    def _least_update(self, layers: int, choice: Choice) -> float:
-        """Seconds of the optimizer in the best layout of a shape of so many layers."""
-        held = self._share_of_model(layers, choice.pp) / choice.tp
-        return held / (choice.replicas * choice.shards * choice.cp) * min(self._updating.values())
+        best = min(self._updating.values()) if layers == 0 and self.offload else self._updating[choice.states]
+        return held / shards * best + held * data.last
 
     def _share_of_model(self, layers: int, pp: int) -> float:
         """Parameters that some pipeline rank has at least."""
@@ -416,17 +414,13 @@ class Least:
         """Seconds to exchange weights and gradients of a micro-batch."""
         key = choice.tp, choice.cp, choice.replicas, choice.shards, choice.mode, choice.micro
         if key not in self._exchanged:
-            shared = Shared(choice.applied(self.config, self.pins), self.timer.net)
-            passes, sent = self.timer.kernels.passes, self._sent_seconds.setdefault(key[:-1], {})
-
-            def moved(part: Part, parameters: float) -> Moved:
-                if part not in sent:
-                    sent[part] = shared.seconds(part)
-                return Moved(*sent[part], *(passes(each * parameters) for each in copies))
-
-            copies = shared.copied, shared.added
-            parameters = self.estimate.layer_parameters
-            layers = [moved(kind, parameters[kind] / choice.tp) for kind in self.estimate.kinds]
+            shared, passes = Shared(choice.applied(self.config, self.pins), self.timer.net), self.timer.kernels.passes
+            if key[:-1] not in self._sent_seconds:
+                self._sent_seconds[key[:-1]] = [*map(shared.seconds, self.estimate.kinds), shared.seconds("embedding")]
+            *layers, end = (
+                Moved(*sent, passes(shared.copied * (size / choice.tp)), passes(shared.added * (size / choice.tp)))
+                for sent, size in zip(self._sent_seconds[key[:-1]], self._sizes, strict=True)
+            )
             counts = list(self.estimate.kinds.values())
 
             def joined(join: Callable[[Iterable[float]], float]) -> Moved:
@@ -435,7 +429,7 @@ class Least:
             self._exchanged[key] = Exchanged(
                 joined(min),
                 joined(max),
-                moved("embedding", self._matrix / choice.tp),
+                end,
                 joined(lambda each: sum(count * seconds for count, seconds in zip(counts, each, strict=True))),
                 passes(shared.last),
             )

@@ -9,6 +9,7 @@ take for a micro-batch: of all that keep to these, it is the one whose fullest r
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from heapq import heapify, heappop, heapreplace
 from operator import add, mul
 from typing import NamedTuple
 
@@ -49,14 +50,16 @@ class Held(NamedTuple):
     def flattest(self, most: Sequence[int], fewest: Sequence[int], layers: int) -> list[int]:
         """Split `layers` among ranks, from `fewest` to `most` each, such that the fullest needs least memory."""
         found = list(most)
-        needed = [
-            number * layer + base if number > least else -1.0
-            for number, least, layer, base in zip(most, fewest, self.layer, self.base, strict=True)
-        ]
+        ranks = [rank for rank, least in enumerate(fewest) if most[rank] > least]
+        left = [(-most[rank] * self.layer[rank] - self.base[rank], rank) for rank in ranks]
+        heapify(left)
         for _ in range(sum(most) - layers):
-            rank = needed.index(max(needed))
+            needed, rank = left[0]
             found[rank] -= 1
-            needed[rank] = needed[rank] - self.layer[rank] if found[rank] > fewest[rank] else -1.0
+            if found[rank] > fewest[rank]:
+                heapreplace(left, (needed + self.layer[rank], rank))
+            else:
+                heappop(left)
         return found
 
 
@@ -213,9 +216,9 @@ class Moves:
     ) -> Iterator[tuple[float, Choice]]:
         """Yield the layouts of a pipeline whose layers are moved, with bounds."""
         load, known = self._load(shape, pipeline), dict[tuple[float, bool], bool]()
-        chunks, default, matrices = load.flights.most, load.ranks.default, self._matrices(load)
+        chunks, default, ends = load.flights.most, load.ranks.default, load.ranks.ends
         ranks = [  # under the default split: bytes of activations, and parameters
-            (default[rank] * chunks[rank] * load.kept, default[rank] * self._smallest + matrices[rank])
+            (default[rank] * chunks[rank] * load.kept, default[rank] * self._smallest + self._matrices(ends[rank]))
             for rank in load.ranks.firsts
         ]
         for bound, layout in layouts:
@@ -320,15 +323,14 @@ class Moves:
             states += each.whole if choice.mode in SINGLE_REDUCTION_MODES else each.reduced
         return states
 
-    def _matrices(self, load: Load) -> list[int]:
-        """Parameters of the embedding and the head on each rank."""
-        tied, matrix = self.estimate.config.model.tie_embeddings, self.estimate.matrix
-        return [matrix * (min(1, ends) if tied else ends) for ends in load.ranks.ends]
+    def _matrices(self, ends: int) -> int:
+        """Parameters of the embedding and the head on a rank that has so many of them."""
+        return self.estimate.matrix * (min(1, ends) if self.estimate.config.model.tie_embeddings else ends)
 
     def _held(self, choice: Choice, load: Load) -> Held:
         """Bytes that the ranks of a layout hold."""
         states, kept = self._states(load, choice), 0.0 if choice.offload_activations else load.kept
         return Held(
             [states * self._smallest + number * kept for number in load.flights.most],
-            [states * matrices for matrices in self._matrices(load)],
+            [states * self._matrices(ends) for ends in load.ranks.ends],
         )

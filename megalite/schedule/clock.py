@@ -3,7 +3,7 @@
 from collections.abc import Callable, Hashable, Sequence
 from typing import Generic, TypeVar
 
-from megalite.schedule.actions import SHARDING, Action, Kind, Table
+from megalite.schedule.actions import COMPUTE, Action, Kind, Table
 from megalite.schedule.simulate import UNIT, execute
 
 NO_STEP = 0  # number that stands for no step, where none is waited for: it ended at 0
@@ -29,26 +29,27 @@ class Clock(Generic[Class]):
         gathered: dict[int, int] = {}  # by stage: the step that gathers it, until it is used
         self._computed, self._sent, done = [NO_STEP for _ in ranks], [NO_STEP for _ in ranks], [0 for _ in ranks]
         ready, add, count = list(reversed(ranks)), self._steps.append, 0
+        first, last, gather = Kind.F, Kind.W, Kind.GATHER  # looking up a member of an enum takes longer than a name
         while ready:
             rank = ready.pop()
             order, before = orders[rank], self._computed[rank]
             for position in range(done[rank], len(order)):
                 kind, stage, micro, number = order[position]
-                if kind in SHARDING:
+                if kind not in COMPUTE:
                     add((before, self._sent[rank], NO_STEP, number))
                     self._sent[rank] = count = count + 1
-                    if kind is Kind.GATHER:
+                    if kind is gather:
                         gathered[stage] = count
                     continue
                 at, source = stage * m + micro, NO_STEP
-                forward = kind is Kind.F
+                forward = kind is first
                 if forward:
                     if stage:
                         source, neighbour = forwards[at - m], stage - 1
                         if source is NO_STEP:
                             awaited[True, at - m] = rank
                             break
-                elif kind is Kind.W:
+                elif kind is last:
                     if backwards[at] is NO_STEP:
                         break
                 else:
@@ -62,7 +63,7 @@ class Clock(Generic[Class]):
                 far = source if source and placement[neighbour] != rank else NO_STEP
                 add((before, gathered.pop(stage, NO_STEP) if gathered else NO_STEP, far, number))
                 before = count = count + 1
-                if kind is not Kind.W:
+                if kind is not last:
                     (forwards if forward else backwards)[at] = count
                     if (waits := awaited.pop((forward, at), None)) is not None:
                         ready.append(waits)

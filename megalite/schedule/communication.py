@@ -70,5 +70,5 @@ def _with_sharding(program: Program, order: Sequence[Action], gather: bool, redu
     return tuple(
         part
         for item in program
-        for part in ((*before[item], item, *after[item]) if isinstance(item, Action) else (item,))
+        for part in ((*before.get(item, ()), item, *after.get(item, ())) if isinstance(item, Action) else (item,))
     )

@@ -1,7 +1,8 @@
 """Compute orders of the schedules that split backward, so that weight gradients fill the bubble."""
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterable
+from itertools import chain
 
 from megalite.schedule.actions import Action, Kind, Orders
 
@@ -100,11 +101,7 @@ def dualpipev(p: int, m: int) -> Orders:
             work.input_gradient(1)
             work.weight_gradient()
             work.forward(1)
-        for _ in range(m - 2 * p + rank + 1):
-            work.forward(0)
-            work.backward(1)
-            work.forward(1)
-            work.backward(0)
+        work.in_turn(m - 2 * p + rank + 1, (Kind.F, 0), (Kind.B, 1), (Kind.F, 1), (Kind.B, 0))
         for _ in range(inner):
             work.backward(1)
             work.forward(1)
@@ -129,23 +126,24 @@ class _Work:
     def __init__(self, stages: list[int]) -> None:
         self.actions: list[Action] = []
         self._stages = stages
-        self._forwards: Counter[int] = Counter()
-        self._backwards: Counter[int] = Counter()
+        self._forwards, self._backwards = [0] * len(stages), [0] * len(stages)  # micro-batches so far
         self._waiting: deque[Action] = deque()  # weight gradients, the oldest first
 
     def forward(self, which: int, times: int = 1) -> None:
         """Append F on the rank's stage number `which`."""
-        for _ in range(times):
-            self.actions.append(Action(Kind.F, self._stages[which], self._forwards[which]))
-            self._forwards[which] += 1
+        self.actions += self._next(Kind.F, which, times)
 
     def backward(self, which: int) -> None:
         """Append B."""
-        self.actions.append(self._next_backward(Kind.B, which))
+        self.actions += self._next(Kind.B, which)
+
+    def in_turn(self, times: int, *each: tuple[Kind, int]) -> None:
+        """Append F and B of `each` kind and stage in turn, so many times."""
+        self.actions += chain.from_iterable(zip(*(self._next(*one, times) for one in each), strict=True))
 
     def input_gradient(self, which: int) -> None:
         """Append I; its W joins those that wait."""
-        gradient = self._next_backward(Kind.I, which)
+        (gradient,) = self._next(Kind.I, which)
         self.actions.append(gradient)
         self._waiting.append(Action(Kind.W, gradient.stage, gradient.micro))
 
@@ -153,11 +151,13 @@ class _Work:
         """Append the W that has waited longest."""
         self.actions += [self._waiting.popleft() for _ in range(times)]
 
-    def _next_backward(self, kind: Kind, which: int) -> Action:
-        self._backwards[which] += 1
-        return Action(kind, self._stages[which], self._backwards[which] - 1)
+    def _next(self, kind: Kind, which: int, times: int = 1) -> list[Action]:
+        """The actions of the next micro-batches."""
+        stage, done = self._stages[which], self._forwards if kind is Kind.F else self._backwards
+        begin, done[which] = done[which], done[which] + times
+        return [Action(kind, stage, micro) for micro in range(begin, begin + times)]
 
 
 def _up_to(m: int, order: Iterable[Action]) -> tuple[Action, ...]:
     """The order without micro-batches from m on: micro-batches do not depend on each other, so it still runs."""
-    return tuple(action for action in order if action.micro < m)
+    return tuple([action for action in order if action.micro < m])

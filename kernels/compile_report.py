@@ -1,4 +1,4 @@
-"""Compile every kernel for sm_80 and sm_90 without a GPU: `python -m megalite_kernels.compile_report`.
+"""Compile every kernel for sm_80, sm_90 and sm_100 without a GPU: `python -m megalite_kernels.compile_report`.
 
 The functions behind the custom ops run on meta tensors of the shapes of published models. The kernels that they would
 launch are compiled, with the same specialisation as for a launch on a GPU. Registers are read with the cuobjdump that
@@ -45,8 +45,8 @@ OPS = (
     "swiglu",
     "symmetric_product",
 )
-ARCHITECTURES = (80, 90)
-SHARED_BYTES = {80: 163 << 10, 90: 227 << 10}  # bytes that a program may use
+ARCHITECTURES = (80, 90, 100)
+SHARED_BYTES = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}  # bytes that a program may use
 REPORT = Path(__file__).with_name("compile_report.json")
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 REGISTER_SLACK = 8  # registers: so many more are not reported

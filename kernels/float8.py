@@ -4,7 +4,8 @@
 
 Values and weights are in e4m3, which ends at 448, gradients in e5m2, which ends at 57344. Rounding is to nearest, ties
 to even; what is too large becomes the largest number, and NaN stays NaN. Scales are powers of 2, so that scaling itself
-rounds nothing (as the scales of MXFP8, and those of torchao's rowwise recipe).
+rounds nothing (as the scales of MXFP8, and those of torchao's rowwise recipe). A scale is one for the whole matrix, or
+one for each row of the layout by rows and one for each column of that by columns.
 """
 
 from collections.abc import Iterator
@@ -23,11 +24,14 @@ TILE = 128, 64  # rows and columns of a program
 WARPS = 4
 
 
-def amax(x: Tensor) -> Tensor:
-    """The largest absolute value, a float32 without dimensions; 0 without elements, NaN if x has one."""
+def amax(x: Tensor, dim: int | None = None) -> Tensor:
+    """The largest absolute value, as float32; 0 without elements, NaN if x has one.
+
+    dim: of each slice along it, which is kept with size 1; None: of all elements, without dimensions.
+    """
     if x.numel() == 0:
-        return x.new_zeros((), dtype=torch.float32)
-    return torch.linalg.vector_norm(x.detach(), torch.inf).float()
+        return torch.zeros_like(x.sum(dim, keepdim=True) if dim is not None else x.sum(), dtype=torch.float32)
+    return torch.linalg.vector_norm(x.detach(), torch.inf, dim, keepdim=dim is not None).float()
 
 
 def scale_for(largest: Tensor, dtype: torch.dtype) -> Tensor:
@@ -65,60 +69,71 @@ def _float8_bits(x, E5M2: tl.constexpr):
 
 @jit
 def _float8_cast(
-    X, Scale, Rows, Columns, rows, columns, stride,
+    X, ScaleOfRows, ScaleOfColumns, Rows, Columns, rows, columns, stride,
     E5M2: tl.constexpr, SCALES: tl.constexpr, BY_ROWS: tl.constexpr, BY_COLUMNS: tl.constexpr,
     HEIGHT: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
+    """SCALES: 0: none, as x is in 8 bits; 1: one, that of rows; 2: one for each row, and one for each column."""
     across = tl.cdiv(columns, WIDTH)
     row = (tl.program_id(0) // across).to(tl.int64) * HEIGHT + tl.arange(0, HEIGHT)
     column = (tl.program_id(0) % across).to(tl.int64) * WIDTH + tl.arange(0, WIDTH)
     inside = (row < rows)[:, None] & (column < columns)[None, :]
     x = tl.load(X + row[:, None] * stride + column[None, :], mask=inside, other=0)
-    if SCALES:
-        x = _float8_bits((widen(x) * tl.load(Scale)).to(tl.float32), E5M2)
+    if SCALES == 1:
+        x = _float8_bits((widen(x) * tl.load(ScaleOfRows)).to(tl.float32), E5M2)
     if BY_ROWS:
-        tl.store(Rows + row[:, None] * columns + column[None, :], x, mask=inside)
+        by_rows = x
+        if SCALES == 2:
+            scale = tl.load(ScaleOfRows + row, mask=row < rows, other=0)
+            by_rows = _float8_bits((widen(x) * scale[:, None]).to(tl.float32), E5M2)
+        tl.store(Rows + row[:, None] * columns + column[None, :], by_rows, mask=inside)
     if BY_COLUMNS:
+        by_columns = x
+        if SCALES == 2:
+            scale = tl.load(ScaleOfColumns + column, mask=column < columns, other=0)
+            by_columns = _float8_bits((widen(x) * scale[None, :]).to(tl.float32), E5M2)
         turned = (column < columns)[:, None] & (row < rows)[None, :]
-        tl.store(Columns + column[:, None] * rows + row[None, :], tl.trans(x), mask=turned)
+        tl.store(Columns + column[:, None] * rows + row[None, :], tl.trans(by_columns), mask=turned)
 
 
 @on_device
-def launch_cast(x: Tensor, scale: Tensor, dtype: torch.dtype, by_rows: bool, by_columns: bool) -> list[Tensor]:
+def launch_cast(x: Tensor, dtype: torch.dtype, of_rows: Tensor | None, of_columns: Tensor | None) -> list[Tensor]:
     x = as_rows(x)
     n, d = x.shape
-    rows = x.new_empty((n, d) if by_rows else (0,), dtype=dtype)
-    columns = x.new_empty((d, n) if by_columns else (0,), dtype=dtype)
-    _launch(x, scale, rows, columns, by_rows=by_rows, by_columns=by_columns)
-    return [each for each, is_wanted in ((rows, by_rows), (columns, by_columns)) if is_wanted]
+    rows = x.new_empty((0,) if of_rows is None else (n, d), dtype=dtype)
+    columns = x.new_empty((0,) if of_columns is None else (d, n), dtype=dtype)
+    _launch(x, of_rows, of_columns, rows, columns)
+    return [each for each, scale in ((rows, of_rows), (columns, of_columns)) if scale is not None]
 
 
 @on_device
 def launch_transpose(x: Tensor) -> Tensor:
     columns = x.new_empty(x.shape[::-1])
-    _launch(x.view(torch.uint8), None, columns, columns, by_rows=False, by_columns=True)
+    _launch(x.view(torch.uint8), None, None, columns[:0], columns)
     return columns
 
 
-def _launch(x: Tensor, scale: Tensor | None, rows: Tensor, columns: Tensor, *, by_rows: bool, by_columns: bool) -> None:
+def _launch(x: Tensor, of_rows: Tensor | None, of_columns: Tensor | None, rows: Tensor, columns: Tensor) -> None:
     (n, d), (height, width) = x.shape, TILE
+    scales = [scale for scale in (of_rows, of_columns) if scale is not None]
     if programs := -(-n // height) * -(-d // width):
         _float8_cast[(programs,)](
-            x, scale, rows.view(torch.uint8), columns.view(torch.uint8), n, d, x.stride(0),
-            E5M2=columns.dtype == GRADIENT, SCALES=scale is not None, BY_ROWS=by_rows, BY_COLUMNS=by_columns,
+            x, *(scales * 2)[:2] or (x, x), rows.view(torch.uint8), columns.view(torch.uint8), n, d, x.stride(0),
+            E5M2=columns.dtype == GRADIENT, SCALES=0 if not scales else 2 if scales[0].ndim else 1,
+            BY_ROWS=rows.numel() > 0, BY_COLUMNS=columns.numel() > 0,
             HEIGHT=height, WIDTH=width, num_warps=WARPS,
         )  # fmt: skip
 
 
 @torch.library.custom_op("megalite::float8_cast", mutates_args=())
-def _op(x: Tensor, scale: Tensor, dtype: torch.dtype, by_rows: bool, by_columns: bool) -> list[Tensor]:
-    return launch_cast(x, scale, dtype, by_rows, by_columns)
+def _op(x: Tensor, dtype: torch.dtype, of_rows: Tensor | None, of_columns: Tensor | None) -> list[Tensor]:
+    return launch_cast(x, dtype, of_rows, of_columns)
 
 
 @_op.register_fake
-def _(x: Tensor, scale: Tensor, dtype: torch.dtype, by_rows: bool, by_columns: bool) -> list[Tensor]:
+def _(x: Tensor, dtype: torch.dtype, of_rows: Tensor | None, of_columns: Tensor | None) -> list[Tensor]:
     n, d = x.shape
-    shapes = [(n, d)] * by_rows + [(d, n)] * by_columns
+    shapes = [(n, d)] * (of_rows is not None) + [(d, n)] * (of_columns is not None)
     return [x.new_empty(shape, dtype=dtype) for shape in shapes]
 
 
@@ -134,20 +149,20 @@ def _(x: Tensor) -> Tensor:
 
 def cast(
     x: Tensor,
-    scale: Tensor,
     dtype: torch.dtype,
-    by_rows: bool = True,
-    by_columns: bool = False,
+    of_rows: Tensor | None,
+    of_columns: Tensor | None = None,
     backend: Backend = "auto",
 ) -> list[Tensor]:
     """`[n, d]` times its scale, in `dtype`: by rows as `[n, d]`, by columns as `[d, n]`, both contiguous.
 
-    scale: float32 without dimensions. Without gradients.
+    of_rows, of_columns: scale of each layout, or None where it is not wanted: float32, without dimensions, and then the
+    same for both; or `[n, 1]` and `[1, d]`. Without gradients.
     """
     if use_triton(backend, x.device) or isinstance(x, FakeTensor):  # where memory is counted, it is the kernel's
-        return _op(x, scale, dtype, by_rows, by_columns)
-    rows = reference(x, scale, dtype)
-    return [rows] * by_rows + [rows.t().contiguous()] * by_columns
+        return _op(x, dtype, of_rows, of_columns)
+    rows = [] if of_rows is None else [reference(x, of_rows, dtype)]
+    return rows if of_columns is None else [*rows, reference(x, of_columns, dtype).t().contiguous()]
 
 
 def transpose(x: Tensor, backend: Backend = "auto") -> Tensor:
@@ -164,9 +179,17 @@ def compile_cases() -> Iterator[CompileCase]:
     scale = meta(dtype=torch.float32)
     for model, shape, dtype in models():
         x = meta(TOKENS, shape.ffn, dtype=dtype)
-        for name, by_rows, by_columns in (("input", True, False), ("both ways", True, True), ("turned", False, True)):
-            for kind in (ACTIVATION, GRADIENT)[: 1 + (by_rows and by_columns)]:
-                launch = partial(launch_cast, x, scale, kind, by_rows, by_columns)
+        rows, columns = (meta(*size, dtype=torch.float32) for size in ((TOKENS, 1), (1, shape.ffn)))
+        for name, of_rows, of_columns in (
+            ("input", scale, None),
+            ("both ways", scale, scale),
+            ("turned", None, scale),
+            ("input by rows", rows, None),
+            ("both ways by rows and columns", rows, columns),
+            ("turned by columns", None, columns),
+        ):
+            for kind in (ACTIVATION, GRADIENT)[: 1 + (name == "both ways")]:
+                launch = partial(launch_cast, x, kind, of_rows, of_columns)
                 yield CompileCase(f"float8, {name}, {str(kind)[13:17]}", model, dtype, launch)
         narrow = meta(TOKENS, shape.ffn, dtype=ACTIVATION)
         yield CompileCase("float8 transpose", model, ACTIVATION, partial(launch_transpose, narrow))

@@ -3,8 +3,8 @@
 from typing import Any
 
 from megalite.config.load import load
+from megalite.config.rules.validate import check
 from megalite.config.schema import Config
-from megalite.config.validate import check
 
 SIZES = {"layers": 2, "width": 256, "heads": 8, "kv_heads": 4, "ffn": 640, "vocab_size": 4096, "sequence_length": 512}
 Overrides = dict[str, Any]
@@ -29,6 +29,7 @@ WIDE: Overrides = {**TIED, "model.width": 1024, "model.ffn": 512, "model.sequenc
 ZERO2: Overrides = {"parallel.data.mode": "zero2"}
 NARROW: Overrides = {"parallel.data.reduce_precision": "bf16"}
 FP8: Overrides = {"train.precision": "fp8"}
+ROWWISE: Overrides = {"train.float8_recipe": "rowwise"}
 NORMED: Overrides = {"model.qk_norm": True, "train.recompute": "selective", "model.sequence_length": 4096}
 
 CHUNKED: Overrides = {"batch.micro": 24, "batch.global": 48, "model.vocab_size": 8192, "model.ffn": 256}
@@ -83,6 +84,12 @@ CASES: dict[str, tuple[Overrides, int]] = {  # name -> overrides and the pipelin
     "fp8, recompute full": ({**FP8, **SHARDED, "train.recompute": "full", "batch.micro": 4}, 0),
     "fp8, selective, split backward": (
         {**FP8, **PIPELINE, "train.recompute": "selective", "parallel.pipeline.schedule": "zb_h1"},
+        0,
+    ),
+    "fp8 by rows": ({**FP8, **ROWWISE}, 0),
+    "fp8 by rows, zero1, tp": ({**FP8, **ROWWISE, **SHARDED, "parallel.tp": 2, "parallel.data.mode": "zero1"}, 0),
+    "fp8 by rows, MLP most of all": (
+        {**FP8, **ROWWISE, "model.ffn": 8192, "model.vocab_size": 64, "batch.micro": 4},
         0,
     ),
     "fp8, post norms, MLP in bf16": ({**FP8, **POST, "model.ffn": 648, "model.vocab_size": 64}, 0),

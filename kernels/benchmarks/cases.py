@@ -21,6 +21,7 @@ from megalite_kernels.benchmarks.inputs import (
     add_norm_inputs,
     cross_entropy_inputs,
     flat,
+    float8_inputs,
     gradient_inputs,
     linear_inputs,
     muon_inputs,
@@ -33,6 +34,8 @@ from megalite_kernels.benchmarks.inputs import (
 )
 from megalite_kernels.cross_entropy import bytes_moved as cross_entropy_bytes
 from megalite_kernels.cross_entropy import reference as cross_entropy_reference
+from megalite_kernels.float8 import ACTIVATION
+from megalite_kernels.float8 import bytes_moved as float8_bytes
 from megalite_kernels.grad_norm import bytes_moved as grad_norm_bytes
 from megalite_kernels.grad_norm import reference as grad_norm_reference
 from megalite_kernels.linear_cross_entropy import reference as linear_cross_entropy_reference
@@ -169,6 +172,11 @@ def _muon_reference(
     return found + [reference_update(weight, update, MUON_RATE, MUON_DECAY) for weight, update in both]
 
 
+def _float8_reference(x: Tensor, of_rows: Tensor, of_columns: Tensor) -> tuple[Tensor, Tensor]:
+    """Return what is rounded to 8 bits, in both layouts."""
+    return x.float() * of_rows, (x.float() * of_columns).t()
+
+
 def _of_heads(count: Callable[..., tuple[int, int]], model: Model) -> tuple[int, int]:
     """Bytes of queries and of keys together."""
     of_q, of_k = (
@@ -190,6 +198,14 @@ def _parameters(model: Model) -> str:
     return f"{len(model.parameters())} tensors, {model.elements:,} elements"
 
 
+FLOAT8 = _Op(
+    float8_inputs,
+    _float8_reference,
+    _rows(lambda model: model.shape.ffn),
+    lambda model: (float8_bytes(model.tokens, model.shape.ffn, torch.bfloat16), 0),
+    parts=(WHOLE_PASS,),
+    rounded=(ACTIVATION, 1),
+)
 OPS = {
     "rms_norm": _Op(
         norm_inputs,
@@ -242,6 +258,8 @@ OPS = {
         parts=(WHOLE_PASS,),
         rounded=(torch.float32, 8),
     ),
+    "float8": FLOAT8,
+    "float8_rowwise": replace(FLOAT8, inputs=partial(float8_inputs, rowwise=True)),
     "symmetric_product": _Op(
         product_inputs,
         symmetric_product_reference,

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from megalite_kernels.compile_cases import LLAMAS, TOKENS, ModelShape
+from megalite_kernels.float8 import ACTIVATION, amax, scale_for
 
 STEP = 10  # updates that the optimizer has made before
 
@@ -129,6 +130,12 @@ def swiglu_inputs(model: Model, random: Random) -> Inputs:
     size = model.tokens, model.shape.ffn
     leaves = {"gate": random.normal(*size), "up": random.normal(*size)}
     return Inputs(leaves, (), [random.normal(*size)])
+
+
+def float8_inputs(model: Model, random: Random, rowwise: bool = False) -> Inputs:
+    """An input of a product, and its scales by rows and by columns, which without `rowwise` are one."""
+    x = random.normal(model.tokens, model.shape.ffn)
+    return Inputs({}, [x, *(scale_for(amax(x, dim), ACTIVATION) for dim in ((-1, 0) if rowwise else (None, None)))], ())
 
 
 def rope_inputs(model: Model, random: Random) -> Inputs:

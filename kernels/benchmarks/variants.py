@@ -34,6 +34,8 @@ from megalite_kernels.add_rms_norm import reference as add_rms_norm_reference
 from megalite_kernels.backend import Backend
 from megalite_kernels.benchmarks.cases import ADAMW, EPS, MUON_DECAY, MUON_MOMENTUM, MUON_RATE
 from megalite_kernels.benchmarks.inputs import Inputs
+from megalite_kernels.float8 import ACTIVATION, cast
+from megalite_kernels.float8 import reference as float8_reference
 from megalite_kernels.rms_norm import reference as rms_norm_reference
 from megalite_kernels.swiglu import reference as swiglu_reference
 
@@ -200,7 +202,17 @@ def _plain_grad_norm(grads: list[Tensor]) -> Tensor:
     return torch.stack([grad.square().sum() for grad in grads]).sum().sqrt()
 
 
+def _plain_float8(x: Tensor, of_rows: Tensor, of_columns: Tensor) -> tuple[Tensor, Tensor]:
+    return float8_reference(x, of_rows, ACTIVATION), float8_reference(x, of_columns, ACTIVATION).t().contiguous()
+
+
 NO_LIGER = Variant(LIGER, LIGER, None)
+FLOAT8 = [
+    _ours(lambda x, of_rows, of_columns: cast(x, ACTIVATION, of_rows, of_columns, "triton")),
+    _compiled(_plain_float8),
+    _eager(_plain_float8),
+    NO_LIGER,
+]
 VARIANTS = {
     "rms_norm": [
         _ours(lambda x, weight: rms_norm(x, weight, EPS, "triton")),
@@ -269,6 +281,7 @@ VARIANTS = {
         Variant(EAGER_TORCH, EAGER_TORCH, partial(_bind_foreach_muon, compiled=False)),
         NO_LIGER,
     ],
+    **dict.fromkeys(("float8", "float8_rowwise"), FLOAT8),
     "symmetric_product": [
         _ours(lambda x: symmetric_product(x, backend="triton")),
         _compiled(lambda x: x @ x.mT),

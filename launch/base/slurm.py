@@ -37,6 +37,9 @@ class Answer(NamedTuple):
 
 
 Call = Callable[[Sequence[str]], Answer]
+# Slurm shows SIGNALING in place of RUNNING until every node has passed a signal on, whichever it is, and RESIZING until
+# nodes have joined or left. A job that is cancelled is COMPLETING.
+RUNNING_STATES = ("RUNNING", "SIGNALING", "RESIZING")
 
 
 @dataclass(frozen=True)
@@ -51,7 +54,12 @@ class SlurmJob:
 
     def goes_on(self, restart: int) -> bool:
         """Return whether this start of the job may go on: neither cancelled nor requeued, and not out of time."""
-        return self.state == "RUNNING" and self.restarts == restart
+        return self.runs and self.restarts == restart
+
+    @property
+    def runs(self) -> bool:
+        """Return whether the job has its nodes and is not suspended."""
+        return self.state in RUNNING_STATES
 
 
 def call(command: Sequence[str]) -> Answer:

@@ -159,12 +159,12 @@ def why_not_requeue(job: SlurmJob | None, restart: int, limits: RestartLimits) -
     """Return why a job must not or cannot be requeued; empty if it may.
 
     job: as Slurm sees it now; None if Slurm does not answer. A job that was cancelled, has met its time limit or was
-    requeued by others is not RUNNING any more, or its restarts are counted further: requeuing it would bring it back
+    requeued by others does not run any more, or its restarts are counted further: requeuing it would bring it back
     against somebody's will.
     """
     if job is None:
         return "Slurm does not answer"
-    if job.state == "RUNNING" and job.restarts > restart:
+    if job.runs and job.restarts > restart:
         return "Slurm has requeued and started the job meanwhile"
     if not job.goes_on(restart):
         why = f", {job.reason}" if job.reason not in ("None", "(null)") else ""

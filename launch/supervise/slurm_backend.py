@@ -37,7 +37,7 @@ TRIES = 20
 PORTS = range(12000, 27000)  # below the range from which systems hand out ports
 SIGNAL_BLOCK = ["env", f"--block-signal={SIGNAL_NAMES}"]
 PLACEHOLDER = re.compile(r"\{(mode|attempt|nodes|port)\}")
-RUNNING_STATES = ("RUNNING", "SUSPENDED", "STOPPED")
+SUSPENDED_STATES = ("SUSPENDED", "STOPPED")
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ class SlurmBackend:
         if other == self.job or not other.isdigit():
             return ""
         job = self.slurm.job(other)
-        return f"Slurm job {other}" if job and job.state in RUNNING_STATES else ""
+        return f"Slurm job {other}" if job and (job.runs or job.state in SUSPENDED_STATES) else ""
 
     def standing(self) -> SlurmJob | None:
         return self.slurm.job()

@@ -1,7 +1,7 @@
 """Every configuration key: its type, its default and what it means.
 
 A key that is a Python keyword (`batch.global`) carries a trailing underscore here (`Batch.global_`) and
-none in YAML. Rules that involve several keys are in `validate`.
+none in YAML. Rules that involve several keys are in `rules`.
 """
 
 from dataclasses import dataclass, field, fields
@@ -235,7 +235,8 @@ class Train:
     steps: int = 100
     # Data type of compute. bf16, fp8: parameters and reductions in fp32. fp8: bf16 but for layers' matrix products.
     precision: Literal["bf16", "fp8", "fp32", "fp64"] = "bf16"
-    float8_recipe: Literal["tensorwise", "mx"] = "tensorwise"  # scales of fp8: one for a tensor, or for 32 numbers
+    # Scales of fp8: one for a tensor, for a row of an operand, or for 32 numbers.
+    float8_recipe: Literal["tensorwise", "rowwise", "mx"] = "tensorwise"
     recompute: Literal["none", "selective", "full", "budget"] = "none"  # parts of layers that backward runs again
     recompute_every: int = 1  # selective, full: of layers 0, n, 2n, … of every stage
     recompute_budget: float | None = None  # budget: GiB of activations that a rank may keep for backward

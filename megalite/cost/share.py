@@ -28,8 +28,9 @@ class Computed(Protocol):
 class Share:
     """Layers of one kind, and how much of a micro-batch a rank has.
 
-    parts: of each layer. vocab: with padding. micro: sequences. precision: of matrix products. documents: attention
-    stays inside of them. deterministic, attention: as in `train.deterministic` and `kernels.attention`.
+    parts: of each layer. vocab: with padding. micro: sequences. precision: of matrix products; rowwise: in 8 bits, with
+    a scale for every row. documents: attention stays inside of them. deterministic, attention: as in
+    `train.deterministic` and `kernels.attention`.
     """
 
     parts: tuple[Computed, ...]
@@ -41,6 +42,7 @@ class Share:
     micro: int = 1
     recompute: Mode = "none"
     precision: Literal["bf16", "fp8", "fp32", "fp64"] = "bf16"
+    rowwise: bool = False
     method: Literal["ring", "ulysses", "all_gather"] = "ring"
     documents: bool = False
     deterministic: bool = False
@@ -98,6 +100,7 @@ def share_of(config: Config, kind: LayerKind, recompute: Mode = "none") -> Share
         micro=config.batch.micro_size,
         recompute=recompute,
         precision=config.train.precision,
+        rowwise=config.train.float8_recipe == "rowwise",
         method=parallel.context.method,
         documents=config.data.mask_documents,
         deterministic=config.train.deterministic,

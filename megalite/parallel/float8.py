@@ -1,9 +1,9 @@
 """Matrix products of layers in 8-bit floating point: `train.precision: fp8`.
 
-Activations and weights are in e4m3, gradients in e5m2, and results in the layers' data type. A tensor has one scale,
-which follows from its largest absolute value over all ranks that hold parts of the tensor: over tp, and for activations
-and gradients over cp as well. So a micro-batch has the same scales in every layout; replicas, whose
-micro-batches are others, have their own.
+Results are in the layers' data type. A scale follows from the largest absolute value of what it is for, a whole tensor,
+or a row or a column of a matrix, over all ranks that hold parts of that: over tp, and for activations and gradients
+over cp as well. So a micro-batch has the same scales in every layout; replicas, whose micro-batches are others, have
+their own.
 
 Hopper multiplies a row-major matrix with a column-major one alone:
 
@@ -17,7 +17,7 @@ to both layouts in one pass. So is a weight, once a step where weights stay gath
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -33,6 +33,16 @@ from megalite_kernels.float8 import ACTIVATION, GRADIENT, amax, cast, scale_for,
 CAPABILITY = (8, 9)  # the least compute capability with products in 8 bits
 
 Groups = Sequence[dist.ProcessGroup]
+
+
+class Spread(NamedTuple):
+    """How a matrix is spread: the groups whose ranks have other rows of it, and those whose have other columns."""
+
+    rows: Groups = ()
+    columns: Groups = ()
+
+
+NOT_SPREAD = Spread()
 
 
 class WeightCasts:
@@ -68,28 +78,37 @@ class WeightCasts:
 
 
 class Float8:
-    """Products in 8 bits, with one scale for each tensor.
+    """Products in 8 bits, with one scale for each tensor: activations and weights in e4m3, gradients in e5m2.
 
     dtype: of results; PyTorch's product in 8 bits makes bfloat16, and for others the same numbers are multiplied in
-    that type. inputs, outputs, weights: the groups whose ranks hold parts of a layer's input, of its output's gradient,
-    and of its weight.
+    that type. inputs, gathered, outputs, weights: how a layer's input is spread, before it is gathered and then; its
+    output's gradient; and its weight.
     """
 
+    gradient = GRADIENT
+
     def __init__(
-        self, dtype: torch.dtype, casts: WeightCasts, inputs: Groups = (), outputs: Groups = (), weights: Groups = ()
+        self,
+        dtype: torch.dtype,
+        casts: WeightCasts,
+        inputs: Spread = NOT_SPREAD,
+        gathered: Spread = NOT_SPREAD,
+        outputs: Spread = NOT_SPREAD,
+        weights: Spread = NOT_SPREAD,
     ) -> None:
         self.dtype, self.casts = dtype, casts
-        self._inputs, self._outputs, self._weights = inputs, outputs, weights
+        self._inputs, self._gathered, self._outputs, self._weights = inputs, gathered, outputs, weights
 
     def prepare(self, x: Tensor) -> Prepared:
-        """x by rows, as bytes, which every collective can send, and the inverse of its scale."""
+        """x by rows, as bytes, which every collective can send, and the inverses of its scales."""
         if torch.compiler.is_compiling():
             return (x,)  # autograd must find the input; the compiler casts once what it is asked to cast thrice
         rows, inverse = self._cast(x, ACTIVATION, self._inputs, by_rows=True)
-        return rows.view(torch.uint8).unflatten(0, x.shape[:-1]), inverse
+        of_rows = inverse.unflatten(0, x.shape[:-1]) if inverse.ndim else inverse
+        return rows.view(torch.uint8).unflatten(0, x.shape[:-1]), of_rows
 
     def prepare_weight(self, weight: Tensor, part: Tensor) -> Prepared:
-        """Both layouts of the weight, and the inverse of its scale; or the weight, to be cast when it is used."""
+        """Both layouts of the weight, with the inverses of their scales; or the weight, to be cast when it is used."""
         if torch.compiler.is_compiling() or not self.casts.keeps:
             return (part,)
         if (found := self.casts.find(weight)) is None:
@@ -98,8 +117,8 @@ class Float8:
         return found
 
     def prepare_gradient(self, grad: Tensor) -> Prepared:
-        rows, columns, inverse = self._cast(grad, GRADIENT, self._outputs, by_rows=True, by_columns=True)
-        return rows.unflatten(0, grad.shape[:-1]), columns, inverse
+        rows, *others = self._cast(grad, self.gradient, self._outputs, by_rows=True, by_columns=True)
+        return rows.unflatten(0, grad.shape[:-1]), *others
 
     def prepare_kept(self, x: Prepared) -> Prepared:
         rows, inverse = x
@@ -109,41 +128,77 @@ class Float8:
         if torch.compiler.is_compiling():
             return _Traced.apply(*x, *weight, self, factor)
         rows, inverse = x
+        of_rows = inverse.flatten(0, -2) if inverse.ndim else inverse
         w, of_w = self._layout(weight, by_columns=False)
-        y = self._product(rows.view(ACTIVATION).flatten(0, -2), w, inverse, of_w, factor, fast=True)
+        y = self._product(rows.view(ACTIVATION).flatten(0, -2), w, of_rows, of_w, factor, fast=True)
         return y.unflatten(0, rows.shape[:-1])
 
     def input_gradient(self, grad: Prepared, weight: Prepared, total: Tensor | None, factor: float = 1.0) -> Tensor:
-        rows, _, inverse = grad
+        rows, inverse, _, _ = grad
         w, of_w = self._layout(weight, by_columns=True)
         found = self._product(rows.flatten(0, -2), w, inverse, of_w, factor).unflatten(0, rows.shape[:-1])
         return found if total is None else total.add_(found)
 
     def weight_gradient(self, grad: Prepared, x: Prepared, factor: float = 1.0) -> Tensor:
-        _, of_output, inverse = grad
+        _, _, of_output, inverse = grad
         return self._product(of_output, x[0], inverse, x[1], factor)
 
     def _cast(
-        self, x: Tensor, dtype: torch.dtype, groups: Groups, by_rows: bool = False, by_columns: bool = False
+        self, x: Tensor, dtype: torch.dtype, spread: Spread, by_rows: bool = False, by_columns: bool = False
     ) -> tuple[Tensor, ...]:
-        """The asked for layouts of a tensor as a matrix, and the inverse of its scale."""
-        scale = scale_for(_over(groups, amax(x)), dtype)
-        return *cast(x.detach().flatten(0, -2), scale, dtype, by_rows, by_columns), scale.reciprocal()
+        """The asked for layouts of a tensor as a matrix, each with the inverses of its scales, one for a row of it."""
+        x = x.detach().flatten(0, -2)
+        of_rows, of_columns = self._scales(x, dtype, spread, by_rows, by_columns)
+        inverses = [scale.reciprocal() for scale in (of_rows, of_columns) if scale is not None]
+        pairs = zip(cast(x, dtype, of_rows, of_columns), inverses, strict=True)
+        return tuple(
+            each for cast_, inverse in pairs for each in (cast_, inverse.view(-1, 1) if inverse.ndim else inverse)
+        )
+
+    def _scales(
+        self, x: Tensor, dtype: torch.dtype, spread: Spread, by_rows: bool, by_columns: bool
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Scales of a matrix by rows and by columns; None for what is not asked for."""
+        scale = scale_for(_over([*spread.rows, *spread.columns], amax(x)), dtype)
+        return scale if by_rows else None, scale if by_columns else None
 
     def _layout(self, weight: Prepared, by_columns: bool) -> tuple[Tensor, ...]:
-        """One layout of a weight, and the inverse of its scale."""
+        """One layout of a weight, and the inverses of its scales."""
         if len(weight) == 1:
             return self._cast(weight[0], ACTIVATION, self._weights, by_rows=not by_columns, by_columns=by_columns)
-        rows, columns, inverse = weight
-        return (columns if by_columns else rows), inverse
+        return weight[2:] if by_columns else weight[:2]
 
     def _product(self, a: Tensor, b: Tensor, of_a: Tensor, of_b: Tensor, factor: float, fast: bool = False) -> Tensor:
         """factor · a bᵀ for matrices by rows. of_a, of_b: inverses of their scales."""
         if self.dtype == torch.bfloat16:
             scale = of_a if factor == 1 else of_a * factor
-            return torch._scaled_mm(a, b.t(), scale, of_b, out_dtype=self.dtype, use_fast_accum=fast)
+            return torch._scaled_mm(a, b.t(), scale, of_b.t(), out_dtype=self.dtype, use_fast_accum=fast)
         wide = wide_dtype(self.dtype)
-        return (a.to(wide) @ b.to(wide).t() * ((of_a.to(wide) * of_b.to(wide)) * factor)).to(self.dtype)
+        return (a.to(wide) @ b.to(wide).t() * ((of_a.to(wide) * of_b.to(wide).t()) * factor)).to(self.dtype)
+
+
+class RowwiseFloat8(Float8):
+    """Products in 8 bits, with a scale for each row of the first operand and each column of the second; all in e4m3.
+
+    So a matrix has other scales by rows than by columns. A kept input, which is by rows, is cast by columns from what
+    it has become: as scales are powers of 2, this rounds no number again but those that are small in their column.
+    """
+
+    gradient = ACTIVATION  # a row needs fewer exponents than a tensor
+
+    def prepare_kept(self, x: Prepared) -> Prepared:
+        rows, inverse = (each.flatten(0, -2) for each in x)
+        exact = rows.view(ACTIVATION).to(torch.bfloat16).mul_(inverse)
+        return self._cast(exact, ACTIVATION, self._gathered, by_columns=True)
+
+    def _scales(
+        self, x: Tensor, dtype: torch.dtype, spread: Spread, by_rows: bool, by_columns: bool
+    ) -> tuple[Tensor | None, Tensor | None]:
+        of_rows = scale_for(_over(spread.columns, amax(x, -1)), dtype) if by_rows else None
+        return of_rows, scale_for(_over(spread.rows, amax(x, 0)), dtype) if by_columns else None
+
+
+RECIPES = {"tensorwise": Float8, "rowwise": RowwiseFloat8}  # by train.float8_recipe
 
 
 class _Traced(torch.autograd.Function):
@@ -162,7 +217,7 @@ class _Traced(torch.autograd.Function):
         rows, inverse, weight = ctx.saved_tensors
         product, factor = ctx.product, ctx.factor
         prepared = product.prepare_gradient(grad)
-        of_weight = product.weight_gradient(prepared, (transpose(rows), inverse), factor)
+        of_weight = product.weight_gradient(prepared, product.prepare_kept((rows, inverse)), factor)
         return product.input_gradient(prepared, (weight,), None, factor), of_weight, None, None
 
 
@@ -181,11 +236,19 @@ def check_float8(device: torch.device) -> None:
         raise InputError([Problem("train.precision", rule, "use bf16", "fp8")])
 
 
-def use_float8(layers: nn.Module, wide: Sequence[str], dtype: torch.dtype, mesh: Mesh, casts: WeightCasts) -> None:
+def use_float8(
+    layers: nn.Module,
+    wide: Sequence[str],
+    dtype: torch.dtype,
+    mesh: Mesh,
+    casts: WeightCasts,
+    recipe: str = "tensorwise",
+) -> None:
     """Have `layers` compute their matrix products in 8 bits, except for those named in `wide`."""
     tp, cp = [[group] if group is not None and group.size() > 1 else [] for group in (mesh.group("tp"), mesh.cp)]
-    column = Float8(dtype, casts, inputs=tp + cp, outputs=tp + cp, weights=tp)
-    row = Float8(dtype, casts, inputs=tp + cp, outputs=cp, weights=tp)  # gradients are gathered: alike on all of tp
+    product, tokens = RECIPES[recipe], Spread(rows=cp)
+    column = product(dtype, casts, Spread(rows=tp + cp), tokens, Spread(cp, tp), Spread(rows=tp))
+    row = product(dtype, casts, Spread(cp, tp), Spread(cp, tp), tokens, Spread(columns=tp))  # gradients are gathered
     for name, module in layers.named_modules():
         if isinstance(module, Linear) and name not in wide:
             module.product = column if isinstance(module, ColumnLinear) else row

@@ -21,7 +21,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from megalite.parallel.host_memory import HostMemory
 from megalite.parallel.parameter import in_use
-from megalite.plan.memory.activations import OFFLOAD_SHARE
+from megalite.plan.activations import OFFLOAD_SHARE
 
 
 class Keep(Protocol):

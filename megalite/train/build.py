@@ -177,7 +177,8 @@ def build_stage(
     use_product(stage.layers, build_product(config))
     if config.train.precision == "fp8":
         dtype = compute_dtype(config.train.dtype)
-        use_float8(stage.layers, wide_weights(config), dtype, mesh, casts or WeightCasts(held=False))
+        casts, recipe = casts or WeightCasts(held=False), config.train.float8_recipe
+        use_float8(stage.layers, wide_weights(config), dtype, mesh, casts, recipe)
     stage.to(parameter_dtype(config.train.dtype))
     keeping = Offload(memory) if config.train.offload_activations else AsIs
     for layer, mode in zip(stage.layers.values(), plan.modes[number], strict=True):

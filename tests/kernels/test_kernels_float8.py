@@ -28,7 +28,7 @@ def numbers(kind: torch.dtype) -> list[float]:
 def bits_of(values: list[float], kind: torch.dtype, backend: Backend, dtype: torch.dtype = torch.float32) -> list[int]:
     x = torch.tensor([values], dtype=torch.float64).to(dtype).to(DEVICE)
     assert x.tolist() == [values] or any(value != value for value in values)
-    (rows,) = cast(x, ONE.to(DEVICE), kind, backend=backend)
+    (rows,) = cast(x, kind, ONE.to(DEVICE), backend=backend)
     return rows.view(torch.uint8)[0].tolist()
 
 
@@ -68,9 +68,9 @@ def test_what_is_too_large_becomes_the_largest_and_nan_stays(kind: torch.dtype, 
 def test_kernels_are_the_reference_in_both_layouts(shape: tuple[int, int], kind: torch.dtype) -> None:
     x = random(*shape, dtype=torch.bfloat16, seed=0)
     scale = scale_for(amax(x), kind)
-    (expected,) = cast(x, scale, kind, backend="torch")
-    rows, columns = cast(x, scale, kind, True, True, "triton")
-    (alone,) = cast(x, scale, kind, False, True, "triton")
+    (expected,) = cast(x, kind, scale, backend="torch")
+    rows, columns = cast(x, kind, scale, scale, "triton")
+    (alone,) = cast(x, kind, None, scale, "triton")
     assert same(rows, expected)
     assert same(columns, expected.t())
     assert same(alone, columns)
@@ -80,8 +80,23 @@ def test_kernels_are_the_reference_in_both_layouts(shape: tuple[int, int], kind:
 
 def test_rows_may_be_parts_of_wider_ones() -> None:
     x = random(40, 96, dtype=torch.bfloat16, seed=0)[:, 32:64]
-    (rows,) = cast(x, ONE.to(DEVICE), ACTIVATION, backend="triton")
-    assert same(rows, cast(x, ONE.to(DEVICE), ACTIVATION, backend="torch")[0])
+    (rows,) = cast(x, ACTIVATION, ONE.to(DEVICE), backend="triton")
+    assert same(rows, cast(x, ACTIVATION, ONE.to(DEVICE), backend="torch")[0])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shape", [(1, 1), (130, 67), (257, 3)])
+def test_rows_and_columns_may_have_scales_of_their_own(shape: tuple[int, int], kind: torch.dtype) -> None:
+    x = random(*shape, dtype=torch.bfloat16, seed=0) * torch.arange(1, shape[0] + 1, device=DEVICE)[:, None] ** 3
+    of_rows, of_columns = (scale_for(amax(x, dim), kind) for dim in (-1, 0))
+    assert (of_rows.shape, of_columns.shape) == ((shape[0], 1), (1, shape[1]))
+    rows, columns = cast(x, kind, of_rows, of_columns, "triton")
+    assert same(rows, torch.cat([cast(row, kind, scale_for(amax(row), kind))[0] for row in x.split(1)]))
+    turned = [cast(column, kind, scale_for(amax(column), kind))[0].t() for column in x.split(1, 1)]
+    assert same(columns, torch.cat(turned))
+    for scales, expected in (((of_rows, None), rows), ((None, of_columns), columns)):
+        for backend in BACKENDS:
+            assert same(cast(x, kind, *scales, backend)[0], expected)
 
 
 def same(x: Tensor, y: Tensor) -> bool:
@@ -106,7 +121,7 @@ def test_a_scale_is_the_largest_power_of_2_that_fits(kind: torch.dtype) -> None:
 def test_what_is_not_finite_comes_back_as_nan(bad: float) -> None:
     x = torch.tensor([[1.0, bad]])
     scale = scale_for(amax(x), ACTIVATION)
-    (rows,) = cast(x, scale, ACTIVATION)
+    (rows,) = cast(x, ACTIVATION, scale)
     assert (rows.float() / scale).isnan().any()
 
 
@@ -114,13 +129,17 @@ def test_amax() -> None:
     assert amax(torch.tensor([[1.0, -3.0]], dtype=torch.bfloat16)).item() == 3.0
     assert amax(torch.zeros(0, 4)).item() == 0.0
     assert amax(torch.tensor([torch.nan, 1.0])).isnan()
+    x = torch.tensor([[1.0, -3.0], [torch.nan, 2.0]])
+    assert torch.equal(amax(x, 0).isnan(), torch.tensor([[True, False]]))
+    assert amax(x, -1)[0].item() == amax(x, 0)[0, 1].item() == 3.0
+    assert torch.equal(amax(torch.zeros(0, 4), 0), torch.zeros(1, 4))
 
 
 def test_registered_ops() -> None:
     """Their other checks compare numbers, which PyTorch cannot do in 8 bits."""
     x, checks = random(32, 48, dtype=torch.bfloat16, seed=0), ("test_autograd_registration", "test_faketensor")
     for op, inputs in (
-        ("float8_cast", (x, ONE.to(DEVICE), ACTIVATION, True, True)),
+        ("float8_cast", (x, ACTIVATION, ONE.to(DEVICE), ONE.to(DEVICE).clone())),
         ("float8_transpose", (x.to(ACTIVATION),)),
     ):
         torch.library.opcheck(getattr(torch.ops.megalite, op).default, inputs, test_utils=checks)

@@ -97,6 +97,8 @@ def test_starts_without_enough_nodes_are_bounded() -> None:
     [
         (SlurmJob("RUNNING", may_requeue=True), 0, ""),
         (SlurmJob("RUNNING", may_requeue=True, restarts=3), 3, ""),
+        (SlurmJob("SIGNALING", may_requeue=True), 0, ""),  # a node has not passed a signal on yet
+        (SlurmJob("SUSPENDED", may_requeue=True), 0, "SUSPENDED"),
         (None, 0, "does not answer"),
         (SlurmJob("COMPLETING", may_requeue=True), 0, "cancelled"),
         (SlurmJob("COMPLETING", "TimeLimit", may_requeue=True), 0, "COMPLETING, TimeLimit"),

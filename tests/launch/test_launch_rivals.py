@@ -12,7 +12,7 @@ import pytest
 from megalite_launch.base.errors import UserError
 from megalite_launch.base.events import append_event, read_events
 from megalite_launch.base.run_folder import RunFolder
-from megalite_launch.base.slurm import Slurm
+from megalite_launch.base.slurm import Answer, Slurm
 from megalite_launch.submit import launch_command
 from megalite_launch.supervise import other_supervisors
 from megalite_launch.supervise.batch_host_guard import END_MARK
@@ -57,6 +57,17 @@ def test_a_slurm_job_that_gives_signs_of_life_is_a_rival_unless_it_has_told_its_
         append_event(run.events, told, "supervisor", "over", job="7", restart=0)
     found = other_supervisors.slurm_rival(run, read_events(run.events), beating(beat))
     assert found == ("" if told else "Slurm job 7")
+
+
+@pytest.mark.parametrize(
+    ("state", "rival"),
+    [("RUNNING", True), ("SIGNALING", True), ("SUSPENDED", True), ("PENDING", False), ("COMPLETED", False)],
+)
+def test_another_job_of_the_run_is_a_rival_while_it_has_nodes(run: RunFolder, state: str, rival: bool) -> None:
+    append_event(run.events, "begin", "supervisor", "begins", job="8", restart=0, backend="slurm", cluster="")
+    answer = Answer(0, f"JobId=8\n   JobState={state} Reason=None\n   Requeue=1 Restarts=0\n", "")
+    job = SlurmBackend(Slurm("7", lambda _: answer), 0, run.path, Options(1), lambda _: None)
+    assert job.rival(read_events(run.events)) == ("Slurm job 8" if rival else "")
 
 
 @pytest.mark.parametrize("text", [None, b"", END_MARK], ids=["no file", "silent", "over"])

@@ -1,7 +1,6 @@
 """bf16 training on one data-parallel rank: copies of parameters beside them, without FSDP2."""
 
 import shutil
-from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,6 @@ from mode_cases import curve
 from ranks import Ranks
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from toy_jobs import advance, config_of, load_and_train, make, one_rank, restorer, save, train_and_save
 
 from megalite.commands.verify import random_batch
@@ -230,60 +228,6 @@ def test_compiled_layers_hand_their_gradients_to_the_parameters() -> None:
             assert mine.grad.dtype == torch.float32
             ours, theirs = mine.grad.to_local(), other.grad.to_local()
             assert (ours - theirs).norm() <= 0.1 * theirs.norm() + 1e-6, name
-
-
-class Staged(TorchDispatchMode):
-    """Counts the bytes that operations other than products read and write of tensors as large as a matrix."""
-
-    PRODUCTS = (
-        "mm",
-        "addmm",
-        "addmm_",
-        "embedding_dense_backward",
-        "embedding",
-        "empty_like",
-        "empty",
-        "detach",
-        "view",
-        "t",
-        "slice",
-        "split_with_sizes",
-    )
-
-    def __init__(self, sizes: set[int]) -> None:
-        super().__init__()
-        self.sizes, self.bytes = sizes, Counter[str]()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **kwargs or {})
-        if func.overloadpacket.__name__ not in self.PRODUCTS:
-            leaves = [leaf for leaf in tree_leaves((args, kwargs, result)) if isinstance(leaf, Tensor)]
-            self.bytes[func.overloadpacket.__name__] += sum(
-                leaf.nbytes for leaf in leaves if leaf.numel() in self.sizes
-            )
-        return result
-
-
-def staged(config: Config) -> tuple[float, Counter[str]]:
-    """Bytes for a parameter of a layer and a micro-batch that are read and written beside products, and by what."""
-    with one_rank():
-        job = make(config)
-        advance(job, 0, 1)  # what is done once
-        batch = random_batch(job, 1)
-        matrices = [param for _, param in job.named_parameters() if param.ndim == 2 and 40 not in param.shape]
-        with Staged({param.numel() for param in matrices}) as counted:
-            gradients(job, batch)
-        return counted.bytes.total() / (len(batch.tokens) * sum(param.numel() for param in matrices)), counted.bytes
-
-
-@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
-def test_no_byte_of_a_layer_moves_but_for_products(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on CUDA, where products add to float32 sums; FSDP2 gathers, casts, accumulates and reduces."""
-    monkeypatch.setattr("megalite.parallel.product.sums_in_products", lambda device: True)
-    model = replace(MODEL, sequence_length=10)  # no activation is as large as a matrix
-    found, by = staged(configured("zero1", schedule=schedule, model=model))
-    assert found == 0, by
-    assert staged(configured("zero3", schedule=schedule, model=model))[0] > 20
 
 
 def test_gradients_of_micro_batches_are_summed_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,24 +17,30 @@ from megalite.base.errors import InputError
 from megalite.config.layout import Layout
 from megalite.config.schema import Batch, Config, DataMode, Model
 from megalite.parallel import float8
-from megalite.parallel.float8 import Float8, WeightCasts, check_float8, use_float8
+from megalite.parallel.float8 import RECIPES, Float8, RowwiseFloat8, WeightCasts, check_float8, use_float8
 from megalite.parallel.product import PLAIN_PRODUCT
 from megalite.parallel.tensor import Linear
+from megalite.train import build
 from megalite.train.build import Job
 from megalite_kernels.float8 import ACTIVATION, GRADIENT, amax, reference, scale_for
 
 WIDE = torch.float64
 
 
-def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """What a tensor in 8 bits stands for."""
-    scale = scale_for(amax(x), dtype)
+def rounded(x: Tensor, dtype: torch.dtype, dim: int | None = None) -> Tensor:
+    """What a tensor in 8 bits stands for. dim: along which numbers share a scale; None: all of them."""
+    scale = scale_for(amax(x, dim), dtype)
     return reference(x, scale, dtype).double() / scale
 
 
+@pytest.fixture(params=RECIPES)
+def recipe(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
 @pytest.fixture
-def product() -> Float8:
-    return Float8(WIDE, WeightCasts(held=False))
+def product(recipe: str) -> Float8:
+    return RECIPES[recipe](WIDE, WeightCasts(held=False))
 
 
 def operands() -> tuple[Tensor, Tensor, Tensor]:
@@ -47,37 +53,97 @@ def operands() -> tuple[Tensor, Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("factor", [1.0, 0.3])
-def test_products_are_those_of_the_rounded_operands(product: Float8, factor: float) -> None:
+def test_products_are_those_of_the_rounded_operands(product: Float8, recipe: str, factor: float) -> None:
     x, weight, grad = operands()
-    wide_x, wide_weight, wide_grad = rounded(x, ACTIVATION), rounded(weight, ACTIVATION), rounded(grad, GRADIENT)
+    rows, columns = (-1, 0) if recipe == "rowwise" else (None, None)
+    kind = ACTIVATION if recipe == "rowwise" else GRADIENT
     prepared, of_output = product.prepare(x), product.prepare_gradient(grad)
     close = {"rtol": 1e-12, "atol": 1e-18}
-    torch.testing.assert_close(product.forward(prepared, (weight,), factor), factor * wide_x @ wide_weight.t(), **close)
-    expected = factor * wide_grad @ wide_weight
+    wide_x, matrix = rounded(x, ACTIVATION, rows), grad.flatten(0, 1)
+    expected = factor * wide_x @ rounded(weight, ACTIVATION, rows).t()
+    torch.testing.assert_close(product.forward(prepared, (weight,), factor), expected, **close)
+    expected = factor * rounded(grad, kind, rows) @ rounded(weight, ACTIVATION, columns)
     torch.testing.assert_close(product.input_gradient(of_output, (weight,), None, factor), expected, **close)
     torch.testing.assert_close(product.input_gradient(of_output, (weight,), x.clone(), factor), x + expected, **close)
-    expected = factor * wide_grad.flatten(0, 1).t() @ wide_x.flatten(0, 1)
+    expected = factor * rounded(matrix, kind, columns).t() @ rounded(wide_x.flatten(0, 1), ACTIVATION, columns)
     kept = product.prepare_kept(prepared)
     torch.testing.assert_close(product.weight_gradient(of_output, kept, factor), expected, **close)
 
 
-def test_products_of_bfloat16_are_pytorchs_and_round_the_same_numbers() -> None:
+@pytest.mark.parametrize(("recipe", "kept"), [("tensorwise", False), ("rowwise", True)])
+def test_small_rows_are_kept_where_each_has_a_scale(recipe: str, kept: bool) -> None:
+    (x, weight, _), product = operands(), RECIPES[recipe](WIDE, WeightCasts(held=False))
+    x[0] *= 2.0**-40
+    y = product.forward(product.prepare(x), (weight,))
+    assert (y[0] != 0).all() == kept
+    assert (y[1:] != 0).all()
+
+
+def test_a_kept_input_is_rounded_no_second_time_where_it_is_not_small_in_its_column() -> None:
+    x, product = operands()[0], RowwiseFloat8(WIDE, WeightCasts(held=False))
+    (columns, inverse), whole = product.prepare_kept(product.prepare(x)), rounded(x, ACTIVATION, -1).flatten(0, 1)
+    again = (columns.double() * inverse).t()
+    large = whole.abs() >= amax(whole, 0) * 2.0**-14  # 448 / 2⁻⁶, the least normal number, is above 2¹⁴
+    assert large.sum() > 0.9 * large.numel()
+    assert torch.equal(again[large], whole[large])
+
+
+@pytest.mark.parametrize("factor", [1.0, 0.3])
+def test_products_of_bfloat16_are_pytorchs_and_round_the_same_numbers(
+    recipe: str, factor: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sums of 14 bits are in forward alone."""
     x, weight, grad = (each.bfloat16() for each in operands())
-    found = []
-    for product in (Float8(torch.bfloat16, WeightCasts(held=False)), Float8(WIDE, WeightCasts(held=False))):
+    found, fast, scaled_mm = [], list[bool](), torch._scaled_mm
+
+    def noted(*args: Any, use_fast_accum: bool, **options: Any) -> Tensor:
+        fast.append(use_fast_accum)
+        return scaled_mm(*args, use_fast_accum=use_fast_accum, **options)
+
+    monkeypatch.setattr(torch, "_scaled_mm", noted)
+    for product in (RECIPES[recipe](dtype, WeightCasts(held=False)) for dtype in (torch.bfloat16, WIDE)):
         prepared, of_output = product.prepare(x), product.prepare_gradient(grad)
-        y, of_x = product.forward(prepared, (weight,)), product.input_gradient(of_output, (weight,), None)
-        found.append((y, of_x, product.weight_gradient(of_output, product.prepare_kept(prepared))))
+        y, of_x = (
+            product.forward(prepared, (weight,), factor),
+            product.input_gradient(of_output, (weight,), None, factor),
+        )
+        found.append((y, of_x, product.weight_gradient(of_output, product.prepare_kept(prepared), factor)))
+    assert fast == [True, False, False]
     for near, exact in zip(*found, strict=True):
         assert near.dtype == torch.bfloat16
         torch.testing.assert_close(near.double(), exact, rtol=2**-8, atol=1e-5 * exact.abs().max().item())
+
+
+def test_a_traced_product_and_its_gradients_are_those_of_others(product: Float8) -> None:
+    x, weight, grad = operands()
+    prepared, of_output, factor = product.prepare(x), product.prepare_gradient(grad), 0.3
+    y = float8._Traced.apply(x.requires_grad_(), weight.requires_grad_(), product, factor)
+    of_x, of_weight = torch.autograd.grad(y, (x, weight), grad)
+    assert torch.equal(y, product.forward(prepared, (weight,), factor))
+    assert torch.equal(of_x, product.input_gradient(of_output, (weight,), None, factor))
+    assert torch.equal(of_weight, product.weight_gradient(of_output, product.prepare_kept(prepared), factor))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, WIDE])
+def test_products_of_zeros_are_zeros(recipe: str, dtype: torch.dtype) -> None:
+    product = RECIPES[recipe](dtype, WeightCasts(held=False))
+    x, weight, grad = (torch.zeros_like(each, dtype=dtype) for each in operands())
+    prepared, of_output = product.prepare(x), product.prepare_gradient(grad)
+    for found in (
+        product.forward(prepared, (weight,)),
+        product.input_gradient(of_output, (weight,), None),
+        product.weight_gradient(of_output, product.prepare_kept(prepared)),
+    ):
+        assert torch.equal(found, torch.zeros_like(found))
 
 
 MODEL = Model(layers=2, width=16, heads=4, kv_heads=2, ffn=24, vocab_size=32, sequence_length=16)
 EVEN = replace(MODEL, width=32, heads=2, ffn=48)  # sizes are multiples of 16
 
 
-def scales_and_losses(layout: Layout, schedule: str = "1f1b") -> tuple[set[tuple[torch.dtype, str]], list[float]]:
+def scales_and_losses(
+    recipe: str, layout: Layout, schedule: str = "1f1b"
+) -> tuple[set[tuple[torch.dtype, str]], list[float]]:
     """The largest values of all that this rank casts in a first step, from which scales follow; the losses of three.
 
     All but products is in float64. A micro-batch is one sequence. On a CPU, sizes may be any.
@@ -85,13 +151,13 @@ def scales_and_losses(layout: Layout, schedule: str = "1f1b") -> tuple[set[tuple
     found, original = set(), float8.scale_for
 
     def noted(largest: Tensor, dtype: torch.dtype) -> Tensor:
-        found.add((dtype, f"{largest.item():.5e}"))
+        found.update((dtype, f"{each:.5e}") for each in largest.flatten().tolist())
         return original(largest, dtype)
 
     job = make(replace(config_of(layout, MODEL, schedule), batch=Batch(micro=1, global_=8)))
     job.casts = WeightCasts(held=True)
     for stage in job.stages.values():
-        use_float8(stage.layers, (), WIDE, job.mesh, job.casts)
+        use_float8(stage.layers, (), WIDE, job.mesh, job.casts, recipe)
     float8.scale_for = noted
     try:
         losses = advance(job, 0, 1)
@@ -100,15 +166,15 @@ def scales_and_losses(layout: Layout, schedule: str = "1f1b") -> tuple[set[tuple
     return found, losses + advance(job, 1, 3)
 
 
-def test_all_layouts_have_the_same_scales_and_train_alike(ranks: Ranks) -> None:
+def test_all_layouts_have_the_same_scales_and_train_alike(recipe: str, ranks: Ranks) -> None:
     with one_rank():
-        scales, expected = scales_and_losses(Layout())
+        scales, expected = scales_and_losses(recipe, Layout())
         plain = advance(make(config_of(Layout(), MODEL)), 0, 3)
     assert expected != pytest.approx(plain, rel=1e-6)
     assert expected == pytest.approx(plain, rel=0.02)
     for layout, schedule in ((Layout(dp_shard=2, tp=2, cp=2), "1f1b"), (Layout(pp=2, dp_shard=2, tp=2), "zb_h1")):
         everywhere = set[tuple[torch.dtype, str]]()
-        for found, losses in ranks.run(scales_and_losses, layout, schedule):
+        for found, losses in ranks.run(scales_and_losses, recipe, layout, schedule):
             assert losses == pytest.approx(expected, rel=1e-12)
             everywhere |= found
         assert everywhere == scales
@@ -118,7 +184,7 @@ def configured(mode: DataMode = "zero1", model: Model = EVEN, **train: Any) -> C
     """Two micro-batches a step in fp8."""
     config = config_of(Layout(), model)
     parallel = replace(config.parallel, data=replace(config.parallel.data, mode=mode))
-    settings = replace(config.train, precision="fp8", **train)
+    settings = replace(config.train, **{"precision": "fp8", **train})
     return replace(config, batch=Batch(micro=1, global_=2), parallel=parallel, train=settings)
 
 
@@ -139,9 +205,26 @@ def test_weights_are_cast_once_a_step_where_they_stay_gathered(recompute: str, m
             losses[mode] = advance(job, 0, 1)
             counts[mode] = len(shapes)
             losses[mode] += advance(job, 1, 3)
+        assert not job.casts.keeps
     assert losses["zero1"] == losses["zero3"]
     forwards = 2 if recompute == "full" else 1
     assert counts == {"zero1": 2 * 7, "zero3": 2 * 7 * 2 * (1 + forwards)}
+
+
+def test_a_key_chooses_the_recipe(recipe: str) -> None:
+    with one_rank():
+        job = make(configured(float8_recipe=recipe))
+    assert {type(module.product) for module in linears_of(job)} == {RECIPES[recipe]}
+
+
+def test_the_device_is_checked_before_anything_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = list[torch.device]()
+    monkeypatch.setattr(build, "check_float8", asked.append)
+    with one_rank():
+        make(configured(precision="bf16"))
+        assert not asked
+        make(configured())
+    assert asked == [torch.device("cpu")]
 
 
 def test_a_checkpoint_goes_on_in_bf16(tmp_path: Path) -> None:
@@ -163,7 +246,7 @@ def linears_of(job: Job) -> list[Linear]:
     return [module for stage in job.stages.values() for module in stage.layers.modules() if isinstance(module, Linear)]
 
 
-def test_a_compiled_layer_is_one_graph_and_trains_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compiled_layer_is_one_graph_and_trains_alike(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     compiler = torch.compile
     options: dict[str, Any] = {"backend": "aot_eager", "fullgraph": True}
     monkeypatch.setattr(torch, "compile", lambda layer, **given: compiler(layer, **given, **options))
@@ -171,8 +254,8 @@ def test_a_compiled_layer_is_one_graph_and_trains_alike(monkeypatch: pytest.Monk
     counters.clear()
     model = replace(EVEN, layers=1)
     with one_rank():
-        expected = advance(make(configured(model=model)), 0, 2)
-        found = advance(make(configured(model=model, compile=True)), 0, 2)
+        expected = advance(make(configured(model=model, float8_recipe=recipe)), 0, 2)
+        found = advance(make(configured(model=model, float8_recipe=recipe, compile=True)), 0, 2)
     assert counters["stats"]["unique_graphs"] == 1
     assert found == pytest.approx(expected, rel=1e-5)
 

@@ -1,4 +1,4 @@
-"""Tensor-parallel collectives in pieces beside matrix products: what they compute, and what they wait for."""
+"""Tensor-parallel collectives in pieces beside matrix products: what they compute."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,23 +11,16 @@ import torch
 from gradient_cases import whole
 from ranks import Ranks
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from toy_jobs import CPU, MODEL, config_of
-from traffic_cases import FP32, TP, configured
 
 from megalite.commands.verify import random_batch
 from megalite.config.layout import Layout
 from megalite.config.schema import Config, DataParallel, Parallel
-from megalite.distributed.collectives import Pending
-from megalite.dry_run.run import fake_world
-from megalite.model.decoder import Decoder
 from megalite.plan.parts import pieces
 from megalite.plan.pipeline import uses_copies
 from megalite.plan.resolved import resolve
-from megalite.train.build import build, build_mesh, build_stage
+from megalite.train.build import build, build_mesh
 from megalite.train.step import gradients
-
-PRODUCTS = {"aten::mm", "aten::addmm", "aten::bmm"}
 
 
 @contextmanager
@@ -95,68 +88,3 @@ def test_pieces_compute_with_copies_of_weights(schedule: str, ranks: Ranks) -> N
         for name, grad in expected.items():
             assert grads[name].dtype == torch.float32
             assert (grads[name] - grad).norm() <= 2**-7 * grad.norm(), name
-
-
-class Order(TorchDispatchMode):
-    """Notes collectives with their bytes, matrix products, and waits, in their order."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.events: list[tuple[str, int]] = []  # and for which tensor
-        self.sizes: dict[int, int] = {}
-        self.held: list[Tensor] = []  # so that no two have one address
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        name = func.name().partition(".")[0]
-        if name in PRODUCTS:
-            self.events.append(("product", 0))
-        elif func.namespace == "c10d":
-            into, given = args[:2]
-            self.held += [into, given]
-            self.sizes[into.data_ptr()] = max(into.nbytes, given.nbytes)
-            self.events.append(("start", into.data_ptr()))
-        return result
-
-    @contextmanager
-    def noted(self) -> Iterator[None]:
-        wait = Pending.wait
-
-        def noting(pending: Pending) -> Tensor:
-            self.events.append(("wait", pending.result.data_ptr()))
-            return wait(pending)
-
-        with patch.object(Pending, "wait", noting), self:
-            yield
-
-    @property
-    def exposed(self) -> int:
-        """Bytes of collectives that are waited for although no product was started after them."""
-        total = 0
-        for at, (event, tensor) in enumerate(self.events):
-            if event == "start":
-                until = self.events.index(("wait", tensor), at)
-                total += 0 if ("product", 0) in self.events[at:until] else self.sizes[tensor]
-        return total
-
-
-@pytest.mark.parametrize(("least", "expected"), [(1, 1.5), (1 << 40, 6.0)], ids=["in pieces", "at once"])
-def test_collectives_run_beside_products(least: int, expected: float) -> None:
-    """A layer has ten: two gatherings and two scatterings in forward; in backward these again, and inputs once more."""
-    config = configured({**TP, **FP32, "model.layers": 1})
-    order = Order()
-    with fake_world(0, 2), in_pieces(least):
-        mesh = build_mesh(config, CPU)
-        assert mesh is not None
-        stage = build_stage(resolve(config), mesh, 0)
-        x = torch.zeros(32, 1, config.model.width, requires_grad=True)
-        with order.noted():
-            Decoder.activations(_without_embedding(stage), x).sum().backward()
-    gathered = 2 * x.nbytes
-    assert sum(order.sizes[tensor] for event, tensor in order.events if event == "start") == 10 * gathered
-    assert order.exposed == expected * gathered
-
-
-def _without_embedding(stage: Decoder) -> Decoder:
-    stage.first = False
-    return stage

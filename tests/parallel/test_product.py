@@ -17,8 +17,8 @@ from megalite.distributed.mesh import Mesh
 from megalite.parallel.linear import linears
 from megalite.parallel.product import PLAIN_PRODUCT, Plain, Prepared
 from megalite.parallel.tensor import ColumnLinear, Linear, columns, split_backward, use_product
-from megalite.plan.model.roles import UP_PROJECTION
 from megalite.plan.parts.part import Weight
+from megalite.plan.parts.roles import UP_PROJECTION
 from megalite.train.build import Job, build_product
 
 

@@ -14,15 +14,17 @@ from functools import partial
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 from megalite.base.entry import exit_code
 from megalite.base.exit_codes import ExitCode
 from megalite.base.files import write_whole
-from megalite.distributed.start.start import start_alone
+from megalite.dry_run.run import fake_world
+from megalite_kernels.adamw import bytes_moved as adamw_bytes
+from megalite_kernels.muon import bytes_moved as muon_bytes
 from megalite_launch.base.texts import markdown_table
 from megalite_tools.bench.host_calls import DEEP, SHALLOW, calls_per_layer, plain_calls_per_layer
 from megalite_tools.bench.layer_bytes import bytes_per_layer
+from megalite_tools.bench.step_counts import exposed_collectives, graphs_of_a_layer, staged_bytes
 from megalite_tools.terminal import Terminal
 
 COMMAND = "megalite-bench-counts"
@@ -44,9 +46,19 @@ tokens on one rank, per layer: the difference of {deep} and {shallow} layers. Th
 where they take longer than a layer's kernels, the GPU waits. `{command} --origins fp32` lists where they
 come from.
 
+Staged are tensors as large as a weight matrix that anything but a matrix product reads or writes, for each micro-batch,
+in bf16 on one rank with products that add to float32 sums (36 bytes per parameter under FSDP2). Optimizers' bytes are
+those of a step, with the bf16 copy of each weight. A layer under tensor parallelism gathers and scatters its whole
+input ten times; a collective is exposed where no matrix product is started between it and the wait for it. A break in
+the graph of a compiled layer is an error.
+
 Bytes are those that kernels beside matrix products and attention read and write for a token in a layer of Llama 3 8B,
-forward and backward, with bf16 copies of parameters on one data-parallel rank, every tensor once for each kernel. Of
-products, what they add to is counted. `{command} --origins bytes` lists the operations.
+forward and backward, with bf16 copies of parameters on one data-parallel rank, every tensor once for each kernel. A
+product counts with what it adds to. `{command} --origins bytes` lists the operations.
+
+Tests alone keep: 0 synchronisations in a step whose values are logged every step (`tests/cuda`), and bytes around the
+kernels of attention for documents (`tests/parallel/test_packed.py`). `kernels/compile_report.md` has registers, spills
+and loads of each kernel for three generations of GPUs.
 
 Python {python}, torch {torch}.
 """
@@ -57,14 +69,19 @@ class Count:
     """One row of the page."""
 
     name: str
-    count: Callable[[], int]
-    limit: int | None  # None: something of others, to compare with
+    count: Callable[[], float]
+    limit: float | None  # None: something of others, to compare with
 
 
 COUNTS = (
     Count("calls per layer, fp32", lambda: calls_per_layer("fp32").total(), 900),
     Count("calls per layer, bf16", lambda: calls_per_layer("bf16").total(), 950),
     Count("the same model as plain modules in fp32, fused AdamW", lambda: plain_calls_per_layer().total(), None),
+    Count("staged bytes per parameter and micro-batch", lambda: staged_bytes()[0], 0),
+    Count("bytes per parameter, AdamW", lambda: adamw_bytes(1, copy=torch.bfloat16)[0], 30),
+    Count("bytes per parameter, passes of Muon", lambda: muon_bytes(1, copy=torch.bfloat16)[0], 28),
+    Count("exposed collectives per layer, tensor parallel", lambda: exposed_collectives()[0], 2),
+    Count("graphs per compiled layer, tensor parallel", graphs_of_a_layer, 1),
     Count("bytes per token and layer, 8B in bf16", lambda: bytes_per_layer("llama3_8b").total(), 411_000),
 )
 
@@ -77,16 +94,13 @@ def main(argv: list[str] | None = None) -> int:
 def _run(arguments: Sequence[str]) -> int:
     options = _parser().parse_args(arguments)
     terminal = Terminal()
-    start_alone()
-    try:
+    with fake_world(0, 2):
         if options.origins:
             found = ORIGINS[options.origins]()
             rows = [(origin, f"{count:,}") for origin, count in found.most_common()]
             terminal.table(("origin:", "per layer"), [*rows, ("all", f"{found.total():,}")])
             return ExitCode.DONE
         counted = [row.count() for row in COUNTS]
-    finally:
-        dist.destroy_process_group()
     exceeding = [at for at, row in enumerate(COUNTS) if row.limit is not None and counted[at] > row.limit]
     terminal.table(("count:", "found", "limit"), table(counted), exceeding)
     if options.write:
@@ -103,15 +117,15 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def table(counted: Sequence[int]) -> list[tuple[str, str, str]]:
+def table(counted: Sequence[float]) -> list[tuple[str, str, str]]:
     """The rows of the page: names, counts and limits."""
     return [
-        (row.name, f"{count:,}", "" if row.limit is None else f"{row.limit:,}")
+        (row.name, f"{count:,.9g}", "" if row.limit is None else f"{row.limit:,.9g}")
         for row, count in zip(COUNTS, counted, strict=True)
     ]
 
 
-def page(counted: Sequence[int]) -> str:
+def page(counted: Sequence[float]) -> str:
     """The whole page."""
     return PAGE.format(
         command=COMMAND,

@@ -88,7 +88,7 @@ def _float8(config: Config) -> Iterator[Problem]:
     train, cp = config.train, config.parallel.cp
     if train.float8_recipe == "mx":
         rule = "is not there yet: megalite has no MXFP8, whose products only GPUs of sm_100 and later have"
-        yield Problem("train.float8_recipe", rule, "use tensorwise", "mx")
+        yield Problem("train.float8_recipe", rule, "use tensorwise or rowwise", "mx")
     if train.precision != "fp8":
         return
     if train.compile and config.parallel.tp * cp > 1:

@@ -4,10 +4,10 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterator
 
-from megalite.plan.model.roles import RoleKind
 from megalite.plan.parts.part import Weight
+from megalite.plan.parts.roles import RoleKind
 from megalite.plan.parts.sizes import Sizes
-from megalite.plan.traffic.transfers import Transfers
+from megalite.plan.parts.transfers import Transfers
 
 
 class Gathered(ABC):
@@ -33,11 +33,14 @@ class Gathered(ABC):
         """Bytes in backward of casts to 8 bits: in layers that take the gathered input, and in that into the stream.
 
         grads: bytes of the gradients of the former's outputs. inputs: of the input of the latter. Both layouts of a
-        gradient together take as much as it does in bf16. Gradients of an input that layers share are added up.
+        gradient together take as much as it does in bf16. Gradients of an input that layers share are added up. An
+        input whose rows have scales is in bf16 once more, while it is cast by columns.
         """
         whole = sizes.gathered or sizes.stream
-        columns = grads + whole if sizes.in_8_bits(self.weights(), into_stream=False) else 0
-        return columns, whole + inputs // sizes.w if sizes.in_8_bits(self.weights(), into_stream=True) else 0
+        once_more = (whole // sizes.w, inputs) if sizes.scale else (0, 0)
+        columns = grads + whole + once_more[0] if sizes.in_8_bits(self.weights(), into_stream=False) else 0
+        into = whole + inputs // sizes.w + once_more[1] if sizes.in_8_bits(self.weights(), into_stream=True) else 0
+        return columns, into
 
     def forward_transfers(self, sizes: Sizes, cp: int, phase: str) -> Transfers:
         return sizes.over_tp("all_gather", f"{phase}: gather of the input of {self.title}", sizes.pieces)

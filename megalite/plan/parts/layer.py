@@ -6,12 +6,12 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from megalite.config.layers import LayerKind
-from megalite.plan.model import roles
+from megalite.plan.parts import roles
 from megalite.plan.parts.attention import GroupedQueryPart
 from megalite.plan.parts.part import Kept, Moment, Part, Product, Weight
 from megalite.plan.parts.sizes import Sizes
 from megalite.plan.parts.swiglu import SwiGLUPart
-from megalite.plan.traffic.transfers import Transfers
+from megalite.plan.parts.transfers import Transfers
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,8 @@ class Layer:
             if not sizes.in_8_bits(part.weights(), into_stream=False):
                 found.append(Kept(part.name, sizes.stream, part.takes, part.takes, bool(before), given))
             else:
-                found.append(Kept(part.name, sizes.stream // sizes.w, part.takes, part.takes))
+                narrow = sizes.stream // sizes.w + sizes.tokens // sizes.t * sizes.scale
+                found.append(Kept(part.name, narrow, part.takes, part.takes))
                 if given and with_input:
                     found.append(Kept(part.name, sizes.stream, part.takes, given=True))
             for norm, given in ((before, first), (after, False)):

@@ -6,9 +6,9 @@ from functools import cached_property
 from typing import Any
 
 from megalite.config.schema import Config
-from megalite.plan.model.roles import RoleKind
 from megalite.plan.parts.pieces import pieces
-from megalite.plan.traffic.transfers import Transfers, over
+from megalite.plan.parts.roles import RoleKind
+from megalite.plan.parts.transfers import Transfers, over
 
 PRECISION_BYTES = {"bf16": 2, "fp32": 4, "fp64": 8}  # by train.dtype
 OPERAND_MULTIPLE = 16  # all sizes of operands in 8 bits are multiples of it
@@ -81,6 +81,11 @@ class Sizes:
         matrices = (weight for _, weight in weights if weight.role.kind is RoleKind.MATRIX)
         shapes = (weight.part(self.t) for weight in matrices if weight.role.into_stream == into_stream)
         return not any(size % OPERAND_MULTIPLE for shape in shapes for size in shape)
+
+    @cached_property
+    def scale(self) -> int:
+        """Bytes of the scale that each row of an operand in 8 bits has; 0 where a tensor has one scale."""
+        return 4 if self.config.train.float8_recipe == "rowwise" else 0
 
     @cached_property
     def pieces(self) -> int:

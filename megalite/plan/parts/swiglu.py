@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megalite.config.layers import SwiGLU
-from megalite.plan.model import roles
+from megalite.plan.parts import roles
 from megalite.plan.parts.gathered import Gathered
 from megalite.plan.parts.part import Kept, Moment, Passed, Product, Weight
 from megalite.plan.parts.sizes import Sizes
@@ -43,7 +43,8 @@ class SwiGLUPart(Gathered):
         f = sizes.split(self.kind.width)
         gate = up = Kept("mlp", f, "swiglu")
         if sizes.in_8_bits(self.weights(), into_stream=True):
-            return gate, up, Kept("mlp", f // sizes.w, "down", for_weights="down")
+            narrow = f // sizes.w + sizes.tokens * sizes.scale
+            return gate, up, Kept("mlp", narrow, "down", for_weights="down")
         return gate, up, Kept("mlp", f, "down", for_weights="down", cheap=True)
 
     def backward(self, sizes: Sizes, own: int) -> tuple[Moment, ...]:

@@ -1,0 +1,169 @@
+"""Bytes, collectives and graphs of a training step, counted on one CPU rank. All need `fake_world(0, 2)`."""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+from torch._dynamo.utils import counters
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from megalite.config.load import load
+from megalite.config.rules.validate import check
+from megalite.config.schema import Config
+from megalite.data.loader import Micros
+from megalite.distributed.collectives import Pending
+from megalite.model.decoder import Decoder
+from megalite.model.positions import TokenPositions
+from megalite.parallel import product
+from megalite.plan.parts import pieces
+from megalite.plan.resolved import resolve
+from megalite.train.build import build, build_mesh, build_stage
+from megalite.train.step import gradients, train_step
+
+CPU = torch.device("cpu")
+LENGTH = 64  # positions
+ODD_LENGTH = 10  # positions, with which no activation is as large as a matrix
+SETTINGS = (
+    "model.width=64", "model.heads=8", "model.kv_heads=4", "model.ffn=96", "model.vocab_size=120",
+    f"model.sequence_length={LENGTH}", "batch.micro=1", "batch.global=2", "schedule.name=constant",
+)  # fmt: skip
+TENSOR_PARALLEL = ("parallel.tp=2", "train.precision=fp32")
+PRODUCTS = ("mm", "addmm", "addmm_", "bmm")
+VIEWS_AND_ROWS = (
+    "embedding_dense_backward", "embedding", "empty_like", "empty", "detach", "view", "t", "slice", "split_with_sizes",
+)  # fmt: skip
+
+
+class _Staged(TorchDispatchMode):
+    """Counts the bytes that operations other than products read and write of tensors as large as a matrix."""
+
+    def __init__(self, sizes: set[int]) -> None:
+        super().__init__()
+        self.sizes, self.bytes = sizes, Counter[str]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **kwargs or {})
+        name = func.overloadpacket.__name__
+        if name not in PRODUCTS + VIEWS_AND_ROWS:
+            leaves = (leaf for leaf in tree_leaves((args, kwargs, result)) if isinstance(leaf, Tensor))
+            self.bytes[name] += sum(leaf.nbytes for leaf in leaves if leaf.numel() in self.sizes)
+        return result
+
+
+def staged_bytes(*settings: str) -> tuple[float, Counter[str]]:
+    """Bytes per parameter of a layer and micro-batch that are read and written beside products, and by which operation.
+
+    Products add to float32 sums, as on CUDA; training is in bf16 on one rank.
+    """
+    config = _config("model.layers=2", "train.precision=bf16", f"model.sequence_length={ODD_LENGTH}", *settings)
+    mesh = build_mesh(config, CPU)
+    assert mesh is not None
+    job = build(resolve(config), mesh)
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(config.model.vocab_size, (config.batch.global_, 1, ODD_LENGTH + 1), generator=generator)
+    batch = Micros.cut_at(tokens, None)
+    with patch.object(product, "sums_in_products", lambda device: True):
+        train_step(job, batch, 0).read()  # makes what later steps find
+        embedding = config.model.vocab_size
+        matrices = [param for _, param in job.named_parameters() if param.ndim == 2 and embedding not in param.shape]
+        with _Staged({param.numel() for param in matrices}) as staged:
+            gradients(job, batch)
+    return staged.bytes.total() / (len(batch.tokens) * sum(param.numel() for param in matrices)), +staged.bytes
+
+
+class _Order(TorchDispatchMode):
+    """Notes collectives with their bytes, matrix products, and waits, in their order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.events: list[tuple[str, int]] = []  # and for which tensor
+        self.sizes: dict[int, int] = {}
+        self.held: list[Tensor] = []  # so that no two have one address
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func.overloadpacket.__name__ in PRODUCTS:
+            self.events.append(("product", 0))
+        elif func.namespace == "c10d":
+            into, given = args[:2]
+            self.held += [into, given]
+            self.sizes[into.data_ptr()] = max(into.nbytes, given.nbytes)
+            self.events.append(("start", into.data_ptr()))
+        return result
+
+    @contextmanager
+    def noted(self) -> Iterator[None]:
+        wait = Pending.wait
+
+        def noting(pending: Pending) -> Tensor:
+            self.events.append(("wait", pending.result.data_ptr()))
+            return wait(pending)
+
+        with patch.object(Pending, "wait", noting), self:
+            yield
+
+    @property
+    def sent(self) -> int:
+        """Bytes of all collectives."""
+        return sum(self.sizes[tensor] for event, tensor in self.events if event == "start")
+
+    @property
+    def exposed(self) -> int:
+        """Bytes of collectives that are waited for although no product was started after them."""
+        total = 0
+        for at, (event, tensor) in enumerate(self.events):
+            if event == "start":
+                until = self.events.index(("wait", tensor), at)
+                total += 0 if ("product", 0) in self.events[at:until] else self.sizes[tensor]
+        return total
+
+
+def exposed_collectives(least: int = 1) -> tuple[float, float]:
+    """The exposed and all collectives of a layer under tensor parallelism, in gatherings of its whole input.
+
+    least: bytes from which pieces pay. A layer has two gatherings and two scatterings in forward; in backward these
+    again, and inputs once more.
+    """
+    stage = _stage("model.layers=1")
+    stage.first = False  # has no embedding before its layers
+    x = torch.zeros(LENGTH // 2, 1, stage.model.width, requires_grad=True)
+    order = _Order()
+    with patch.object(pieces, "MIN_PIECE_BYTES", least), order.noted():
+        Decoder.activations(stage, x).sum().backward()
+    return order.exposed / (2 * x.nbytes), order.sent / (2 * x.nbytes)
+
+
+def graphs_of_a_layer(lengths: Sequence[int] = (LENGTH,), *settings: str) -> int:
+    """Graphs of a compiled layer under tensor parallelism, for sequences of `lengths`; breaks are errors."""
+    compile = torch.compile
+    options: dict[str, Any] = {"backend": "aot_eager", "fullgraph": True}
+    torch.compiler.reset()
+    counters.clear()
+    with patch.object(torch, "compile", lambda layer, **given: compile(layer, **given, **options)):
+        stage = _stage("model.layers=1", "train.compile=true", *settings)
+        (kind,) = stage.kinds
+        assert kind.rotation is not None
+        for length in lengths:
+            x = torch.zeros(length // 2, 1, stage.model.width, requires_grad=True)
+            positions = TokenPositions.whole(stage.model, length, x.device, x.dtype)
+            angles, attend = positions.angles(kind.rotation), positions.attend(0, kind.attention.heads.scores)
+            y, _ = stage.layers["0"](x, angles, attend)
+            y.sum().backward()
+    assert not counters["graph_break"]
+    return counters["stats"]["unique_graphs"]
+
+
+def _stage(*settings: str) -> Decoder:
+    config = _config(*TENSOR_PARALLEL, *settings)
+    mesh = build_mesh(config, CPU)
+    assert mesh is not None
+    return build_stage(resolve(config), mesh, 0)
+
+
+def _config(*settings: str) -> Config:
+    return check(load(["small_60m"], [*SETTINGS, "parallel.dp_shard=1", *settings]))

@@ -13,6 +13,7 @@ from megalite_kernels.muon import muon_momentum, muon_update
 from megalite_kernels.qk_norm_rope import qk_norm_rope
 from megalite_kernels.rms_norm import rms_norm
 from megalite_kernels.rope import rope
+from megalite_kernels.rope_of_parts import rope_of_parts
 from megalite_kernels.swiglu import swiglu
 from megalite_kernels.symmetric_product import symmetric_product
 
@@ -30,6 +31,7 @@ __all__ = [
     "qk_norm_rope",
     "rms_norm",
     "rope",
+    "rope_of_parts",
     "swiglu",
     "symmetric_product",
 ]

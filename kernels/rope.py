@@ -122,18 +122,20 @@ def turn(first, second, cos, sin):
 
 @jit
 def _rope(
-    X, Cos, Sin, Positions, Y, count, batch, at_stride, item_stride, head_stride,
+    X, Cos, Sin, Positions, Y, gap, count, batch, at_stride, item_stride, head_stride,
     start, table_stride, table_item_stride, positions_at_stride, positions_item_stride,
     HEADS: tl.constexpr, ROWS: tl.constexpr, HALF: tl.constexpr, PAIRS: tl.constexpr,
     INTERLEAVED: tl.constexpr, BACK: tl.constexpr,
 ):  # fmt: skip
-    """Turns ROWS of the `count` heads of tokens, or turns them back."""
+    """Turns ROWS of the `count` heads of tokens, or turns them back. gap: in Y, between those of two tokens."""
     offsets, inside, first, second, cos, sin = load_heads(
         tl.program_id(0), X, Cos, Sin, Positions, count, batch, at_stride, item_stride, head_stride,
         start, table_stride, table_item_stride, positions_at_stride, positions_item_stride,
         HEADS, ROWS, HALF, PAIRS, INTERLEAVED,
     )  # fmt: skip
     first, second = turn(first, second, cos, -sin if BACK else sin)
+    if gap is not None:
+        offsets += ((tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]) // HEADS).to(tl.int64) * gap
     store_pairs(Y, offsets, first, second, inside, ROWS, HALF, PAIRS, INTERLEAVED)
 
 
@@ -162,15 +164,19 @@ def block(x: Tensor) -> dict[str, int]:
 
 @on_device
 def launch(
-    x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None, start: int, interleaved: bool, back: bool
-) -> Tensor:
+    x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None, start: int, interleaved: bool, back: bool,
+    into: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """The heads of x, turned or turned back. into: where they are put, heads of a token next to each other."""
     x = x if x.stride(-1) == 1 else x.contiguous()
-    y = x.new_empty(x.shape)
+    y = x.new_empty(x.shape) if into is None else into
+    # Between the heads of one token and those of the next. A dimension of one element may have any stride.
+    gap = None if into is None else y.stride(1 if y.shape[1] > 1 else 0) - y.shape[2] * y.shape[3]
     angles, strides = tables(cos, sin, positions)
     count, sizes = x.shape[:-1].numel(), block(x)
     if x.numel():
         _rope[(-(-count // sizes["ROWS"]),)](
-            x, *angles, positions, y, count, x.shape[1], *x.stride()[:3], start, *strides,
+            x, *angles, positions, y, gap, count, x.shape[1], *x.stride()[:3], start, *strides,
             INTERLEAVED=interleaved, BACK=back, **sizes,
         )  # fmt: skip
     return y
@@ -259,4 +265,7 @@ def compile_cases() -> Iterator[CompileCase]:
             yield CompileCase(f"rope {name}", model, dtype, partial(launch, x, cos, cos, None, 0, False, False))
         yield CompileCase("rope interleaved", model, dtype, partial(launch, x, cos, cos, None, 0, True, False))
         yield CompileCase("rope backward", model, dtype, partial(launch, x, cos, cos, None, 0, False, True))
+        part = meta(TOKENS, 1, 2 * shape.kv_heads, shape.head_size, dtype=dtype)[:, :, : shape.kv_heads]
+        into = partial(launch, x, cos, cos, None, 0, False, True, part)
+        yield CompileCase("rope backward into a part", model, dtype, into)
         yield CompileCase("rope of positions", model, dtype, partial(launch, x, cos, cos, positions, 0, False, False))

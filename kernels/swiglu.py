@@ -61,7 +61,8 @@ def _swiglu_forward(Gate, Up, Y, width, gate_stride, up_stride, BLOCK: tl.conste
 
 
 @jit
-def _swiglu_backward(Gate, Up, DY, DGate, DUp, width, gate_stride, up_stride, dy_stride, BLOCK: tl.constexpr):
+def _swiglu_backward(Gate, Up, DY, Grads, width, gate_stride, up_stride, dy_stride, BLOCK: tl.constexpr):
+    """Rows of Grads are those of both gradients, one behind the other."""
     blocks = tl.cdiv(width, BLOCK)
     row = (tl.program_id(0) // blocks).to(tl.int64)
     columns = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -70,8 +71,9 @@ def _swiglu_backward(Gate, Up, DY, DGate, DUp, width, gate_stride, up_stride, dy
     dy = widen(tl.load(DY + row * dy_stride + columns, mask=columns < width, other=0.0))
     sigmoid = 1 / (1 + tl.exp(-g))
     dgate = dy * u * sigmoid * (1 + g * (1 - sigmoid))
-    tl.store(DGate + row * width + columns, dgate.to(DGate.dtype.element_ty), mask=columns < width)
-    tl.store(DUp + row * width + columns, (dy * g * sigmoid).to(DUp.dtype.element_ty), mask=columns < width)
+    Grads += row * 2 * width + columns
+    tl.store(Grads, dgate.to(Grads.dtype.element_ty), mask=columns < width)
+    tl.store(Grads + width, (dy * g * sigmoid).to(Grads.dtype.element_ty), mask=columns < width)
 
 
 def program_for(itemsize: int) -> Program:
@@ -79,19 +81,14 @@ def program_for(itemsize: int) -> Program:
     return Program(32 * WARPS * THREAD_BYTES // itemsize, WARPS)
 
 
-def _grid(block: int, *tensors: Tensor) -> tuple[list[Tensor], int, int]:
-    """The tensors as rows, one row if all are contiguous; the number of programs; a row's width."""
-    rows = [x.view(1, -1) if all(y.is_contiguous() for y in tensors) else as_rows(x) for x in tensors]
-    count, width = rows[0].shape
-    return rows, count * -(-width // block), width
-
-
 @on_device
 def launch_forward(gate: Tensor, up: Tensor, program: Program | None = None) -> Tensor:
     y = gate.new_empty(gate.shape)
     block, warps = program or program_for(gate.itemsize)
-    (gates, ups), programs, width = _grid(block, gate, up)
-    if programs:
+    flat = gate.is_contiguous() and up.is_contiguous()  # one long row
+    gates, ups = (x.view(1, -1) if flat else as_rows(x) for x in (gate, up))
+    count, width = gates.shape
+    if programs := count * -(-width // block):
         _swiglu_forward[(programs,)](
             gates, ups, y, width, gates.stride(0), ups.stride(0), BLOCK=block, num_warps=warps
         )  # fmt: skip
@@ -99,16 +96,17 @@ def launch_forward(gate: Tensor, up: Tensor, program: Program | None = None) -> 
 
 
 @on_device
-def launch_backward(gate: Tensor, up: Tensor, dy: Tensor, program: Program | None = None) -> tuple[Tensor, Tensor]:
-    dgate, dup = gate.new_empty(gate.shape), up.new_empty(up.shape)
+def launch_backward(gate: Tensor, up: Tensor, dy: Tensor, program: Program | None = None) -> Tensor:
+    """Gradients of gate and up in one tensor `[…, 2f]`, so that one matrix product can take both."""
+    grads = gate.new_empty(*gate.shape[:-1], 2 * gate.shape[-1])
     block, warps = program or program_for(gate.itemsize)
-    (gates, ups, dys), programs, width = _grid(block, gate, up, dy)
-    if programs:
+    gates, ups, dys = map(as_rows, (gate, up, dy))
+    count, width = gates.shape
+    if programs := count * -(-width // block):
         _swiglu_backward[(programs,)](
-            gates, ups, dys, dgate, dup, width, gates.stride(0), ups.stride(0), dys.stride(0),
-            BLOCK=block, num_warps=warps,
+            gates, ups, dys, grads, width, gates.stride(0), ups.stride(0), dys.stride(0), BLOCK=block, num_warps=warps
         )  # fmt: skip
-    return dgate, dup
+    return grads
 
 
 @torch.library.custom_op("megalite::swiglu", mutates_args=())
@@ -122,21 +120,21 @@ def _(gate: Tensor, up: Tensor) -> Tensor:
 
 
 @torch.library.custom_op("megalite::swiglu_backward", mutates_args=())
-def _backward_op(gate: Tensor, up: Tensor, dy: Tensor) -> tuple[Tensor, Tensor]:
+def _backward_op(gate: Tensor, up: Tensor, dy: Tensor) -> Tensor:
     return launch_backward(gate, up, dy)
 
 
 @_backward_op.register_fake
-def _(gate: Tensor, up: Tensor, dy: Tensor) -> tuple[Tensor, Tensor]:
-    return gate.new_empty(gate.shape), up.new_empty(up.shape)
+def _(gate: Tensor, up: Tensor, dy: Tensor) -> Tensor:
+    return gate.new_empty(*gate.shape[:-1], 2 * gate.shape[-1])
 
 
 def _save(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
     ctx.save_for_backward(*inputs)
 
 
-def _gradients(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
-    return _backward_op(*ctx.saved_tensors, dy)
+def _gradients(ctx: Any, dy: Tensor) -> tuple[Tensor, ...]:
+    return _backward_op(*ctx.saved_tensors, dy).chunk(2, dim=-1)
 
 
 _op.register_autograd(_gradients, setup_context=_save)

@@ -15,7 +15,7 @@ from megalite.parallel.recompute import Cheap
 from megalite.parallel.tensor import columns
 from megalite.plan.parts.attention import GroupedQueryPart
 from megalite.plan.parts.part import Weight
-from megalite_kernels import qk_norm_rope, rms_norm, rope
+from megalite_kernels import qk_norm_rope, rms_norm, rope, rope_of_parts
 
 
 class HeadNorm(nn.Module):
@@ -70,6 +70,8 @@ class AllHeadsNorm(nn.Module):
 class Attention(nn.Module):
     """Causal grouped-query attention, heads split over tp. eps: of norms. factor: of its output."""
 
+    share_input = ("q", "k", "v")
+
     def __init__(
         self, part: GroupedQueryPart, eps: float, rotary: bool, tp: DeviceMesh, kernels: Kernels, factor: float = 1.0
     ) -> None:
@@ -89,6 +91,7 @@ class Attention(nn.Module):
             self.k_norm = AllHeadsNorm(weights["k_norm.weight"], heads.width, eps, tp, kernels)
         # Without q/k norms, nothing else keeps the input of RoPE, so recomputing RoPE would save no memory.
         self.rope = partial(rope, backend=kernels.rope)
+        self.rope_of_parts = partial(rope_of_parts, backend=kernels.rope)
 
     def forward(self, x: Tensor, angles: tuple[Tensor, ...], attend: Attend) -> Tensor:
         """Output `[s/t, b, d]` of attention. angles: cosine and sine of every token; none without rotary positions."""
@@ -100,5 +103,8 @@ class Attention(nn.Module):
             q, k = self.q_norm(q, *angles), self.k_norm(k, *angles)
         elif angles:
             cos, sin = angles
-            q, k = self.rope(q, cos, sin), self.rope(k, cos, sin)
+            if v.is_contiguous():
+                q, k = self.rope(q, cos, sin), self.rope(k, cos, sin)
+            else:  # a part of what one product has made, which is larger than what backward needs
+                q, k, v = self.rope_of_parts(q, k, v, cos, sin)
         return self.o(attend(q, k, v).flatten(2))  # s/t b d

@@ -16,6 +16,8 @@ from megalite_kernels import swiglu
 class MLP(nn.Module):
     """SwiGLU feed-forward, its width split over tp. factor: of its output."""
 
+    share_input = ("gate", "up")
+
     def __init__(self, part: SwiGLUPart, tp: DeviceMesh, kernels: Kernels, factor: float = 1.0) -> None:
         super().__init__()
         weights = dict(part.weights())

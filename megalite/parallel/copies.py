@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from megalite.parallel.parameter import COPY, add_gradient
+from megalite.parallel.parameter import COPY, JOINT, Joint, add_gradient
 
 
 class Copies:
@@ -35,7 +35,8 @@ class Copies:
     def refresh(self, *_: object) -> None:
         """Make the copies that are not equal to their parameters. The arguments of a hook are not used."""
         if not self._kept or self._kept[0].param is not next(self.stage.parameters()):  # `to_empty` makes new ones
-            self._kept = [_Kept(param, self.dtype) for param in self.stage.parameters()]
+            parts = dict(self._joint())
+            self._kept = [_Kept(param, self.dtype, parts.get(param)) for param in self.stage.parameters()]
         written, stale = [], []
         for kept in self._kept:
             now = kept.param._version, kept.local._version, kept.copy._version
@@ -48,14 +49,28 @@ class Copies:
         for kept in written:
             kept.seen = kept.param._version, kept.local._version, kept.copy._version
 
+    def _joint(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        """Weights that share an input, with parts of one tensor, in which their copies lie one after another."""
+        for module in self.stage.modules():
+            weights = [getattr(module, name).weight for name in getattr(module, "share_input", ())]
+            if not weights:
+                continue
+            parts = [weight._local_tensor for weight in weights]
+            rows = [len(part) for part in parts]
+            joint = parts[0].new_empty(sum(rows), *parts[0].shape[1:], dtype=self.dtype)
+            setattr(weights[0], JOINT, Joint(joint, rows))
+            for weight, part, copy in zip(weights, parts, joint.split(rows), strict=True):
+                yield weight, copy.data.copy_(part)  # `data` has a version of its own, which a view has not
+
 
 class _Kept:
     """A parameter, its local tensor and the copy of that, with the versions of the two when they were last equal."""
 
-    def __init__(self, param: nn.Parameter, dtype: torch.dtype) -> None:
+    def __init__(self, param: nn.Parameter, dtype: torch.dtype, copy: Tensor | None) -> None:
         assert isinstance(param, DTensor)
         self.param, self.local = param, param._local_tensor
-        self.copy = self.local.detach().to(dtype).requires_grad_(param.requires_grad)
+        copy = self.local.detach().to(dtype) if copy is None else copy
+        self.copy = copy.requires_grad_(param.requires_grad)
         self.seen = param._version, self.local._version, self.copy._version
         setattr(param, COPY, self.copy)
         if param.requires_grad:

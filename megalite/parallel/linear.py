@@ -1,10 +1,11 @@
 """Matrix products with a backward for tensor parallelism and for schedules that split backward.
 
-Layers that share an input are computed by one function, which prepares the input once. If tensor parallelism gathers
-the input along the sequence, the rank saves only its own part, and backward gathers it again while the first matrix
-products run (Korthikanti et al. 2022, arXiv 2205.05198, §4.2.2). A long input is gathered in pieces, so that forward
-waits for the first alone. If a schedule splits backward, gradients of weights are put off until the schedule asks for
-them (Qi et al., arXiv 2401.10241).
+Layers that share an input are computed by one function, which prepares the input once. Where copies of their weights
+lie one after another, products take these as one weight. If tensor parallelism gathers the input along the sequence,
+the rank saves only its own part, and backward gathers it again while the first matrix products run (Korthikanti et al.
+2022, arXiv 2205.05198, §4.2.2). A long input is gathered in pieces, so that forward waits for the first alone. If a
+schedule splits backward, gradients of weights are put off until the schedule asks for them (Qi et al., arXiv
+2401.10241).
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -18,7 +19,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from megalite.distributed.collectives import Pending, all_gather, start_gather, start_reduce_scatter
-from megalite.parallel.parameter import add_gradient, copy_of, in_use, part, sum_of_gradients
+from megalite.parallel.parameter import add_gradient, copy_of, in_use, joint_copy, part, sum_of_gradients
 from megalite.parallel.product import PLAIN_PRODUCT, Prepared, Product, add_weight_gradient
 from megalite.plan.parts.pieces import pieces
 
@@ -87,7 +88,8 @@ class _Linears(torch.autograd.Function):
         *params: DTensor,
     ) -> tuple[Tensor, ...]:
         ctx.group, ctx.gradients, ctx.product, ctx.factor, ctx.params = group, gradients, product, factor, params
-        mine, weights = product.prepare(x), [in_use(param) for param in params]
+        mine, joint = product.prepare(x), joint_copy(params) if product is PLAIN_PRODUCT else None
+        weights = [in_use(param) for param in params] if joint is None else [joint.weight]
         kept = mine if any(ctx.needs_input_grad[5:]) else ()  # inputs are for the gradients of weights alone
         ctx.inputs = len(kept)
         ctx.save_for_backward(*kept, *weights)
@@ -101,6 +103,8 @@ class _Linears(torch.autograd.Function):
             made = outputs(_gather(mine, group)())
         else:
             made = products_of_pieces([_gather((piece,), group) for piece in x.chunk(n)], ranks, outputs)
+        ctx.rows = None if joint is None else joint.rows
+        made = made if joint is None else made[0].split(joint.rows, dim=-1)
         return tuple(y.detach() for y in made)  # no views: FSDP2 warns of one that a module returns
 
     @staticmethod
@@ -113,8 +117,14 @@ class _Linears(torch.autograd.Function):
         make = partial(accumulate, trained, lambda: _gather(x, group)(), product, factor)
         put_off = not trained or (ctx.gradients is not None and ctx.gradients.later(make))
         inputs = None if put_off else _gather(x, group)
+        if ctx.rows is not None:
+            joined = _joined(grads)
+            if joined is None:
+                weights = weights[0].split(ctx.rows)
+            else:
+                prepared = [product.prepare_gradient(joined)]
         of_x = None
-        for grad, param, weight in zip(prepared, ctx.params, weights, strict=True) if ctx.needs_input_grad[0] else ():
+        for grad, param, weight in zip(prepared, ctx.params, weights, strict=False) if ctx.needs_input_grad[0] else ():
             of_x = product.input_gradient(grad, product.prepare_weight(param, weight), of_x, factor)
         scattered = None if group is None or of_x is None else start_reduce_scatter(of_x, group)
         if inputs is not None:
@@ -138,6 +148,22 @@ def products_of_pieces(
         for whole, y in zip(wholes, made, strict=True):
             whole.unflatten(0, (ranks, len(started), -1))[:, index] = y.unflatten(0, (ranks, -1))
     return tuple(wholes)
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor | None:
+    """One tensor `[…, Σn]` of `parts` `[…, n]`, if they lie in it one behind the other; None: they do not."""
+    storage = parts[0].untyped_storage()._cdata
+    if any(each.untyped_storage()._cdata != storage for each in parts[1:]):
+        return None
+    rows = [each.flatten(0, -2) for each in parts]
+    (apart, step), begin, width = rows[0].stride(), rows[0].storage_offset(), 0
+    for each in rows:
+        if each.stride() != (apart, step) or each.storage_offset() != begin + width:
+            return None
+        width += each.shape[-1]
+    if step != 1 or apart < width:
+        return None
+    return rows[0].as_strided((len(rows[0]), width), (apart, 1)).unflatten(0, parts[0].shape[:-1])
 
 
 def _gather(x: Prepared, group: dist.ProcessGroup | None) -> Callable[[], Prepared]:

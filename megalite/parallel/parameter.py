@@ -1,6 +1,6 @@
 """Parameters, which are DTensors on the `tp` mesh, and their plain local tensors, with which layers compute."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +12,9 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from megalite.plan.parts.part import Weight
 from megalite.plan.parts.roles import Role
 
-COPY = "copy_for_compute"  # attribute of a parameter with which layers do not compute themselves, see `copies`
+# Attributes of a parameter with which layers do not compute themselves, see `copies`.
+COPY = "copy_for_compute"
+JOINT = "joint_copy"  # of the first of several whose copies lie one after another: their `Joint`
 
 
 def parameter(weight: Weight, mesh: DeviceMesh, placement: Placement) -> nn.Parameter:
@@ -57,6 +59,19 @@ def in_use(param: DTensor) -> Tensor:
     """The local tensor with which layers compute, outside of autograd: the copy of `param` or its own."""
     copy = copy_of(param)
     return param._local_tensor if copy is None else copy
+
+
+class Joint(NamedTuple):
+    """Copies of weights that share an input, as one weight: the rows of one after those of another."""
+
+    weight: Tensor
+    rows: list[int]  # of each
+
+
+def joint_copy(params: Sequence[DTensor]) -> Joint | None:
+    """The copies of weights that share an input, all of them in their order, if they lie one after another."""
+    joint: Joint | None = getattr(params[0], JOINT, None)
+    return joint if len(params) > 1 else None
 
 
 class Parameter(NamedTuple):

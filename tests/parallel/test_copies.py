@@ -9,14 +9,20 @@ import pytest
 import torch
 from mode_cases import curve
 from ranks import Ranks
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from toy_jobs import advance, config_of, load_and_train, make, one_rank, restorer, save, train_and_save
 
 from megalite.commands.verify import random_batch
 from megalite.config.layout import Layout
 from megalite.config.schema import Config, DataParallel, Model, Optim
+from megalite.distributed.mesh import Mesh
 from megalite.optim.build import build_optimizer
+from megalite.parallel.copies import Copies
 from megalite.parallel.parameter import copy_of, cut
+from megalite.parallel.tensor import ColumnLinear, columns
+from megalite.plan.model.roles import UP_PROJECTION
+from megalite.plan.parts.part import Weight
 from megalite.train.step import gradients
 
 MODEL = Model(2, 16, 4, 2, None, 24, 40, 16, qk_norm=True, qkv_bias=True)
@@ -108,6 +114,66 @@ def test_a_copy_is_made_again_after_whoever_wrote_the_parameter(write: str) -> N
         assert not copy_of(param).equal(param._local_tensor.bfloat16())
         gradients(job, batch)
         assert copy_of(param).equal(param._local_tensor.bfloat16())
+
+
+def test_a_copy_is_made_again_after_the_one_beside_it() -> None:
+    """They lie in one tensor, but each has a version of its own."""
+    with one_rank():
+        job = make(configured("zero1"))
+        (copies,), (stage,) = job.copies, job.stages.values()
+        copies.refresh()
+        for layer in (stage.layers["0"].mlp.gate, stage.layers["0"].mlp.up):
+            with torch.no_grad():
+                layer.weight.to_local().mul_(-3)
+            copies.refresh()
+            assert copy_of(layer.weight).equal(layer.weight._local_tensor.bfloat16())
+
+
+class Sharing(nn.Module):
+    """Two layers of one input."""
+
+    share_input = ("first", "second")
+
+    def __init__(self, mesh: Mesh) -> None:
+        super().__init__()
+        self.mesh = mesh
+        self.first, self.second = (ColumnLinear(Weight((rows, 4), UP_PROJECTION), mesh.tp) for rows in (3, 2))
+        self.double().to_empty(device="cpu")
+        generator = torch.Generator().manual_seed(0)
+        for weight in self.parameters():
+            nn.init.normal_(weight.data.to_local(), generator=generator)
+
+    def through(self, together: bool) -> tuple[Tensor, ...]:
+        """Outputs, and gradients of the input and of the weights. together: those of outputs are parts of a tensor."""
+        x = torch.arange(24, dtype=torch.float64).reshape(3, 2, 4).requires_grad_()
+        outputs = columns(x, (self.first, self.second), self.mesh.tp.get_group())
+        loss = torch.cat(outputs, dim=-1).square().sum() if together else sum(y.square().sum() for y in outputs)
+        loss.backward()
+        return *outputs, x.grad, *(weight.grad.to_local() for weight in self.parameters())
+
+
+class Products(TorchDispatchMode):
+    """Counts matrix products."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func.overloadpacket.__name__ in ("mm", "addmm_")
+        return func(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_copies_of_weights_that_share_an_input_are_one_weight(together: bool) -> None:
+    """In forward, and where their outputs' gradients lie side by side, for the gradient of the input."""
+    with one_rank():
+        mesh = Mesh.build(Layout(), torch.device("cpu"))
+        assert mesh is not None
+        apart, joint = Sharing(mesh), Sharing(mesh)
+        Copies(joint, torch.float64).refresh()
+        with Products() as products:
+            found = joint.through(together)
+        torch.testing.assert_close(found, apart.through(together), rtol=1e-14, atol=1e-14)
+        assert products.count == 1 + (1 if together else 2) + 2
 
 
 def test_checkpoints_of_either_path_resume_in_the_other(tmp_path: Path) -> None:

@@ -34,7 +34,9 @@ SETTINGS = (
 )  # fmt: skip
 TENSOR_PARALLEL = ("parallel.tp=2", "train.precision=fp32")
 PRODUCTS = ("mm", "addmm", "addmm_", "bmm")
-VIEWS_AND_ROWS = ("embedding_dense_backward", "embedding", "empty_like", "empty", "detach", "view", "t", "slice")
+VIEWS_AND_ROWS = (
+    "embedding_dense_backward", "embedding", "empty_like", "empty", "detach", "view", "t", "slice", "split_with_sizes",
+)  # fmt: skip
 
 
 class _Staged(TorchDispatchMode):

@@ -6,8 +6,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from megalite.dry_run.run import fake_world
+from megalite_kernels.add_rms_norm import bytes_moved as norm_bytes
+from megalite_kernels.rope_of_parts import bytes_moved as rope_bytes
+from megalite_kernels.swiglu import bytes_moved as swiglu_bytes
 from megalite_tools.bench import counts
 from megalite_tools.bench.counts import COUNTS, Count, main, page
 from megalite_tools.bench.host_calls import calls_per_layer, plain_calls_per_layer
@@ -43,14 +47,17 @@ def test_calls_are_counted_exactly_and_by_where_they_come_from() -> None:
 
 
 @pytest.mark.usefixtures("world")
-def test_bytes_of_a_layer_are_those_that_its_kernels_say() -> None:
-    """Norms, rotations and SwiGLU of Llama 3 8B, whose bytes grow with nothing but its widths."""
-    found, element, hidden, heads = bytes_per_layer("llama3_8b"), 2, 14336, 32 + 8
-    assert (found["swiglu"], found["swiglu_backward"]) == (3 * hidden * element, 5 * hidden * element)
-    tables = 2 * 64 * 4  # for each of queries and keys, there and back
-    assert found["rope"] == 4 * heads * 128 * element + 4 * tables
-    assert found["add_rms_norm"] == found["add_rms_norm_backward"] == 2 * (4 * 4096 * element + 4)  # 4: a statistic
-    assert not found["add"]
+def test_bytes_of_a_layer_are_those_that_its_kernels_declare() -> None:
+    """Products add to nothing: one makes queries, keys and values, one gate and up, and one each their gradients."""
+    found, half, width, hidden, heads = bytes_per_layer("llama3_8b"), torch.bfloat16, 4096, 14336, (32 + 2 * 8) * 128
+    tables, statistic = 2 * 64 * 4, 4
+    norms = [2 * (moved + statistic) for moved in norm_bytes(1, width, half)]
+    turns = [moved + tables for moved in rope_bytes(1, heads, half)]
+    declared = (("add_rms_norm", norms), ("rope_of_parts", turns), ("swiglu", swiglu_bytes(1, hidden, half)))
+    expected = {
+        name + after: size for name, sizes in declared for after, size in zip(("", "_backward"), sizes, strict=True)
+    }
+    assert found == expected
 
 
 def test_a_count_above_its_limit_fails(

@@ -9,7 +9,7 @@ import sys
 import torch
 
 from megalite.config.load import load
-from megalite.config.validate import check
+from megalite.config.rules.validate import check
 from megalite.data.loader import Micros
 from megalite.distributed.start.ranks import find_rank_info
 from megalite.distributed.start.start import start, start_alone

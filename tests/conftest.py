@@ -9,6 +9,7 @@ from pathlib import Path
 
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # threads on tensors this small only wait for each other
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # else a process of its own, which imports PyTorch first
 os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports Triton; `make gpu` sets 0
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in a shell's background; tests interrupt what they start

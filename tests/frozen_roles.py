@@ -6,10 +6,10 @@ from unittest.mock import patch
 
 from toy_jobs import MODEL
 
-from megalite.plan.model import roles
-from megalite.plan.model.roles import Role
 from megalite.plan.model.weights import weights
+from megalite.plan.parts import roles
 from megalite.plan.parts.part import Weight
+from megalite.plan.parts.roles import Role
 
 EVERY = frozenset(weight.role for weight in weights(MODEL).values())
 BASE = EVERY - {roles.QUERY, roles.VALUE}  # two matrices of a layer are left

@@ -3,8 +3,8 @@
 from typing import Any
 
 from megalite.config.load import load
+from megalite.config.rules.validate import check
 from megalite.config.schema import Config
-from megalite.config.validate import check
 
 SIZES = {"layers": 2, "width": 256, "heads": 8, "kv_heads": 4, "ffn": 640, "vocab_size": 4096, "sequence_length": 512}
 Overrides = dict[str, Any]

@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import cache
-from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed import device_mesh, distributed_c10d
+from warm_start import FORKS
 
 from megalite.distributed.mesh import Mesh
 
@@ -63,13 +63,11 @@ class Ranks:
         return [results[rank] for rank in range(SIZE)]
 
     def _start(self) -> None:
-        context = get_context("forkserver")
-        context.set_forkserver_preload(["megalite.train.worker"])  # imports once what all of them need
         self._meeting = tempfile.TemporaryDirectory(prefix="megalite-test-")
         meeting = Path(self._meeting.name) / "rendezvous"
         for rank in range(SIZE):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, meeting, theirs), daemon=True)
+            ours, theirs = FORKS.Pipe()
+            process = FORKS.Process(target=_serve, args=(rank, meeting, theirs), daemon=True)
             process.start()
             theirs.close()
             self._processes.append(process)

@@ -1,6 +1,9 @@
 """The measures of `make house`."""
 
-from house import circles, floor_count
+from pathlib import Path
+
+import pytest
+from house import circles, floor_count, main
 
 ROOMS = {"a", "b", "c", "d", "e"}
 ARROWS = {("a", "b"), ("b", "c"), ("c", "b"), ("b", "d"), ("a", "e")}
@@ -15,3 +18,8 @@ def test_floors_are_the_longest_chain_with_a_circle_as_one_room() -> None:
     assert floor_count(ROOMS, ARROWS) == 3
     assert floor_count(ROOMS, ARROWS - {("c", "b")}) == 3
     assert floor_count(ROOMS, ARROWS | {("d", "e")} - {("c", "b")}) == 4
+
+
+def test_the_code_has_no_circle_of_rooms(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(Path(__file__).parents[1])
+    assert main() == 0

@@ -18,6 +18,7 @@ from ranks import SIZE, Ranks
 
 from megalite.commands.verify import compare
 from megalite.config.layout import AXES, Layout
+from megalite.config.rules.validate import validate
 from megalite.config.schema import (
     Attention,
     Base,
@@ -33,7 +34,6 @@ from megalite.config.schema import (
     RopeScaling,
     Train,
 )
-from megalite.config.validate import validate
 
 FEATURES = {
     "schedule": ("gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zb_h2", "zbv", "dualpipev"),

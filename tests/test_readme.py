@@ -13,7 +13,7 @@ from wheel_install import at
 
 from megalite.commands.main import main
 from megalite.config.load import load
-from megalite.config.validate import check
+from megalite.config.rules.validate import check
 
 ROOT = Path(__file__).parent.parent
 BLOCKS = re.findall(r"```bash\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)

@@ -3,8 +3,8 @@
 from typing import Any
 
 from megalite.config.load import load
+from megalite.config.rules.validate import check
 from megalite.config.schema import Config
-from megalite.config.validate import check
 
 SIZES = {"layers": 2, "width": 64, "heads": 8, "kv_heads": 4, "ffn": 96, "vocab_size": 120, "sequence_length": 64}
 Overrides = dict[str, Any]

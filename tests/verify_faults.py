@@ -204,10 +204,10 @@ def modes_in_use(config: Config) -> set[str]:
         return set() if mesh is None else {mode for modes in plan_for(config, mesh).modes.values() for mode in modes}
 
 
-def compare_with(fault: Fault, config: Config) -> list[Difference]:
+def compare_with(fault: Fault, config: Config, steps: int = 3) -> list[Difference]:
     """What `verify` says of `config` while `fault` is planted on every rank."""
     with fault():
-        return compare(config, 3, 1e-10)
+        return compare(config, steps, 1e-10)
 
 
 def norm_kernel_that_forgets_epsilon() -> AbstractContextManager[Any]:

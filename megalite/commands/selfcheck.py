@@ -18,16 +18,16 @@ from megalite.base.exit_codes import ExitCode
 from megalite.base.terminal import console, sections, table
 from megalite.commands.show.memory import dry_run, fullest, split_otherwise
 from megalite.config.load import load
+from megalite.config.rules.validate import check
 from megalite.config.schema import Config
-from megalite.config.validate import check
 from megalite.cost.order_costs import costing_of
 from megalite.dry_run.configuration import as_counted, busiest_rank
 from megalite.plan.memory.fit import fitted
 from megalite.plan.memory.peak import KINDS, Memory, memory_of_ranks
 from megalite.plan.memory.walk import HOST_MEMORY
+from megalite.plan.parts.transfers import Traffic, Transfer
 from megalite.plan.resolved import resolve
 from megalite.plan.traffic.step import step_traffic
-from megalite.plan.traffic.transfers import Traffic, Transfer
 from megalite_launch.base.texts import BINARY_UNITS, scaled
 
 TOLERANCE = 0.01  # share of the memory counted in all, on the device and on the host

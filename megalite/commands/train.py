@@ -17,8 +17,8 @@ from megalite.base.stop_signals import ended_at_once
 from megalite.checkpoint.run.resume import check_export, check_start, starting_point
 from megalite.config.load import dump, load
 from megalite.config.rules.doubts import doubts
+from megalite.config.rules.validate import check, check_files
 from megalite.config.schema import Config
-from megalite.config.validate import check, check_files
 from megalite.cost.order_costs import costing_of
 from megalite.data.check import Scans, check_data
 from megalite.distributed.start.failure_report import log, note_end, note_failure, note_outcome, tell

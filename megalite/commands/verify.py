@@ -26,8 +26,8 @@ from megalite.base.terminal import console, sections, table
 from megalite.commands.verify_copy import not_compared, shrink
 from megalite.config.layout import Layout
 from megalite.config.load import files_and_overrides, load
+from megalite.config.rules.validate import check
 from megalite.config.schema import Config, Parallel
-from megalite.config.validate import check
 from megalite.cost.order_costs import costing_of
 from megalite.data.loader import Micros
 from megalite.distributed.deterministic import be_deterministic

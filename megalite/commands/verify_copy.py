@@ -5,8 +5,8 @@ from math import lcm
 from typing import Any
 
 from megalite.config.schema import SCHEDULES, Base, Batch, Config, Curriculum, Model, Parallel, Rampup, RopeScaling
+from megalite.plan.activations import Activations
 from megalite.plan.automatic import as_tight
-from megalite.plan.memory.activations import Activations
 from megalite.plan.pipeline import tables_of
 from megalite.plan.recompute_modes import GIB, Mode, by_rank, held_by_rank, kept_by_rank
 from megalite.plan.resolved import estimated_costs

@@ -1,7 +1,7 @@
 """Every configuration key: its type, its default and what it means.
 
 A key that is a Python keyword (`batch.global`) carries a trailing underscore here (`Batch.global_`) and
-none in YAML. Rules that involve several keys are in `validate`.
+none in YAML. Rules that involve several keys are in `rules`.
 """
 
 from dataclasses import dataclass, field, fields

@@ -9,11 +9,11 @@ from megalite.cost.link_clocks import groups, kind_of
 from megalite.cost.network import ROUNDS, Group, Kind, Net
 from megalite.cost.predict import Prediction
 from megalite.cost.stages import Timer
+from megalite.plan.parts.transfers import Traffic
 from megalite.plan.pipeline import micro_batches
 from megalite.plan.traffic.step import step_traffic
-from megalite.plan.traffic.transfers import Traffic
 
-# By axis of `plan.transfers.axis_sizes`: what moves, and the part of a prediction in which that is counted.
+# By axis of `plan.parts.transfers.axis_sizes`: what moves, and the part of a prediction in which that is counted.
 MOVES = {
     "tp": ("activations of every layer", "tensor"),
     "cp": ("keys and values, and their gradients", "context"),
@@ -28,7 +28,7 @@ MOVES = {
 class Flow:
     """The communication over one axis, of a rank on the busiest pipeline rank.
 
-    axis: as in `plan.transfers.axis_sizes`; that of Muon's matrices is stage. what: it moves. bandwidth: bytes/s that
+    axis: as in `parts.transfers.axis_sizes`; that of Muon's matrices is stage. what: it moves. bandwidth: bytes/s that
     each rank can send; of several kinds of transfers, in the slowest. sent: bytes that the rank sends in a step.
     seconds: that this takes alone. part: of `Prediction.parts`, in which it is counted.
     """

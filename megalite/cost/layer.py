@@ -17,8 +17,8 @@ from megalite.cost.network import Group, Net
 from megalite.cost.program import HOST_BACKWARD_RATIO, TABLE_KERNELS, Program, attention_shares, machine_of
 from megalite.cost.share import Share
 from megalite.plan.parts.part import Product
+from megalite.plan.parts.window import attended_pairs
 from megalite.plan.recompute_modes import Mode
-from megalite.plan.traffic.window import attended_pairs
 
 MERGE_BYTES = (12, 8)  # for each element of attention's result, to add what other ranks' keys give: forward, backward
 LOOKUP_ELEMENTS = 6  # read and written for each of the embedding's output, forward and backward

@@ -11,9 +11,9 @@ from megalite.config.schema import Config, Model
 from megalite.cost.network import Collective, Group, Kind, Links, Net
 from megalite.plan.model.weights import embedding, final_norm, head, layer_weights
 from megalite.plan.parts.part import Weight
+from megalite.plan.parts.transfers import Transfers, axis_sizes
 from megalite.plan.recompute_modes import Mode
 from megalite.plan.traffic.layers import LayerTraffic
-from megalite.plan.traffic.transfers import Transfers, axis_sizes
 from megalite.plan.traffic.weights import Group as Weights
 
 End = Literal["embedding", "head"]
@@ -22,7 +22,7 @@ KINDS: dict[str, Kind] = {kind: kind for kind in get_args(Collective)} | {"send"
 
 
 def groups(config: Config) -> dict[str, Group]:
-    """The ranks that communicate over each axis of `plan.transfers.axis_sizes`."""
+    """The ranks that communicate over each axis of `plan.parts.transfers.axis_sizes`."""
     layout, sizes = config.parallel.layout, axis_sizes(config)
     strides = {
         "cp": layout.tp,

@@ -7,9 +7,9 @@ from math import inf, prod
 from megalite.config.schema import Config
 from megalite.cost.network import Group
 from megalite.cost.stages import Timer
-from megalite.plan.model.roles import RoleKind
 from megalite.plan.model.weights import layer_weights
 from megalite.plan.muon import Matrix, matrices_of, owners, working_bytes
+from megalite.plan.parts.roles import RoleKind
 from megalite.plan.resolved import Plan
 
 RATE_SHARE = 0.5  # rate of the Newton–Schulz iteration relative to large products; an assumption

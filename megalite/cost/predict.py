@@ -26,7 +26,7 @@ from megalite.cost.stages import (
     Timer,
     transfer_seconds,
 )
-from megalite.plan.memory.activations import Activations
+from megalite.plan.activations import Activations
 from megalite.plan.model.size import flops_per_token
 from megalite.plan.pipeline import micro_batches
 from megalite.plan.resolved import Plan, resolve

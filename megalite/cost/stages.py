@@ -23,9 +23,9 @@ from megalite.cost.network import Collective, Group, Links, Net
 from megalite.cost.program import MEGALITE, Program
 from megalite.cost.schedule_tables import Tables
 from megalite.cost.share import Share, share_of
+from megalite.plan.activations import Activations
 from megalite.plan.automatic import OrderCosts
 from megalite.plan.automatic import costs_of as sizes_of
-from megalite.plan.memory.activations import Activations
 from megalite.plan.memory.fit import GIB, TENSOR_SHARE
 from megalite.plan.model.size import layer_parameters
 from megalite.plan.parts.sizes import PRECISION_BYTES

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from megalite.config.schema import AttentionKernel, Config, Kernels
-from megalite.plan.traffic.window import busiest
+from megalite.plan.parts.window import busiest
 
 
 def as_counted(config: Config) -> Config:

@@ -28,8 +28,8 @@ from megalite.checkpoint.run.save import local_parts
 from megalite.checkpoint.store.state import State
 from megalite.checkpoint.weights.argument import without_weights
 from megalite.config.load import files_and_overrides, load
+from megalite.config.rules.validate import check
 from megalite.config.schema import Config
-from megalite.config.validate import check
 from megalite.cost.order_costs import costing_of
 from megalite.data.loader import Micros
 from megalite.distributed.mesh import Mesh
@@ -38,12 +38,12 @@ from megalite.dry_run.configuration import as_counted, busiest_rank
 from megalite.dry_run.live_bytes import LiveBytes
 from megalite.dry_run.transfers import CountedTransfers, axes_of
 from megalite.optim.build import build_optimizer
-from megalite.plan.memory.activations import Activations
+from megalite.plan.activations import Activations
 from megalite.plan.memory.fit import fitted
 from megalite.plan.memory.peak import enough_micro_batches, rank_memory
 from megalite.plan.memory.walk import HOST_MEMORY, STATES_IN
+from megalite.plan.parts.transfers import Transfer
 from megalite.plan.resolved import Plan, resolve
-from megalite.plan.traffic.transfers import Transfer
 from megalite.train.build import Job, build, build_mesh
 from megalite.train.step import train_step
 

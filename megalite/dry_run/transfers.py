@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from megalite.distributed.mesh import Mesh
 from megalite.dry_run.live_bytes import COUNTED_TYPES
-from megalite.plan.traffic.transfers import Transfer
+from megalite.plan.parts.transfers import Transfer
 
 KINDS = {  # operation of PyTorch -> kind of a `Transfer`
     "c10d::_allgather_base_": "all_gather",

@@ -6,8 +6,8 @@ from itertools import product
 from typing import Any
 
 from megalite.config.load import typed, with_values
+from megalite.config.rules.validate import validate
 from megalite.config.schema import Config
-from megalite.config.validate import validate
 from megalite.cost.cluster import load_cluster
 from megalite.cost.layout_choice import Choice
 from megalite.cost.stages import Timer

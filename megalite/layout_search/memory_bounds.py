@@ -12,7 +12,7 @@ from megalite.cost.held_bytes import StageBytes, most_held
 from megalite.cost.layout_choice import Choice, mode_of
 from megalite.cost.schedule_tables import Tables, filled
 from megalite.layout_search.micro_batches_in_flight import flight
-from megalite.plan.memory.activations import Activations
+from megalite.plan.activations import Activations
 from megalite.plan.model.size import layer_parameters
 from megalite.plan.parts.sizes import PRECISION_BYTES
 from megalite.plan.pipeline import is_managed, placement

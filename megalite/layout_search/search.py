@@ -17,8 +17,8 @@ from math import inf
 from typing import Any, NamedTuple
 
 from megalite.base.errors import InputError
+from megalite.config.rules.validate import check
 from megalite.config.schema import Config
-from megalite.config.validate import check
 from megalite.cost.layout_choice import Choice
 from megalite.cost.predict import Prediction, Trial, predict
 from megalite.cost.schedule_tables import filled

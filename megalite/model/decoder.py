@@ -35,7 +35,13 @@ AUTO_KERNELS = Kernels()
 
 
 class Layer(nn.Module):
-    """Attention and MLP, each with a norm of what it takes, of what it returns, or of both."""
+    """Attention and MLP, each with a norm of what it takes, of what it returns, or of both.
+
+    in_one: the residual stream is given and returned as one tensor. Full recompute would keep both of two, and a
+    compiled layer would have a graph for either.
+    """
+
+    in_one = False
 
     def __init__(self, model: Model, kind: LayerKind, tp: DeviceMesh, kernels: Kernels) -> None:
         super().__init__()
@@ -57,18 +63,26 @@ class Layer(nn.Module):
             self.attention_output_norm = norm("attention_output_norm", of_norm)
             self.mlp_output_norm = norm("mlp_output_norm", of_norm)
 
-    def forward(self, x: Tensor, angles: tuple[Tensor, ...], attend: Attend) -> Tensor:
-        if not self.before:
+    def forward(
+        self, x: Tensor, angles: tuple[Tensor, ...], attend: Attend, added: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Two tensors `[s/t, b, d]`, whose sum is the residual stream: the next norm adds them in its own pass.
+
+        x, added: the stream before, likewise; None: x alone is.
+        """
+        if self.before:
+            normed, x = self.attention_norm.of_sum(x, added)
+            # Outputs have no names here, by which they would be held for longer than they are needed.
+            if self.both:
+                normed, x = self.mlp_norm.of_sum(x, self.attention_output_norm(self.attention(normed, angles, attend)))
+            else:
+                normed, x = self.mlp_norm.of_sum(x, self.attention(normed, angles, attend))
+            added = self.mlp_output_norm(self.mlp(normed)) if self.both else self.mlp(normed)
+        else:
+            x = x if added is None else x + added
             x = x + self.attention_norm(self.attention(x, angles, attend))
-            return x + self.mlp_norm(self.mlp(x))
-        # Outputs have no names here, by which they would be held for longer than they are needed.
-        if self.both:
-            normed, x = self.mlp_norm.of_sum(
-                x, self.attention_output_norm(self.attention(self.attention_norm(x), angles, attend))
-            )
-            return x + self.mlp_output_norm(self.mlp(normed))
-        normed, x = self.mlp_norm.of_sum(x, self.attention(self.attention_norm(x), angles, attend))
-        return x + self.mlp(normed)
+            added = self.mlp_norm(self.mlp(x))
+        return (x + added, None) if self.in_one else (x, added)
 
 
 class Head(nn.Module):
@@ -143,9 +157,13 @@ class Decoder(nn.Module):
             positions = TokenPositions.whole(self.model, x.shape[0] * self.group.size(), x.device, x.dtype)
         turned = dict.fromkeys(kind.rotation for kind in self.kinds)
         angles = {each: () if each is None else positions.angles(each) for each in turned}
+        added: Tensor | None = None
         for (name, layer), kind in zip(self.layers.items(), self.kinds, strict=True):
-            x = layer(x, angles[kind.rotation], positions.attend(int(name), kind.attention.heads.scores))
-        return x
+            if layer.in_one and added is not None:
+                x, added = x + added, None
+            attend = positions.attend(int(name), kind.attention.heads.scores)
+            x, added = layer(x, angles[kind.rotation], attend, added)
+        return x if added is None else x + added
 
     def answer(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
         """The head's logits or loss, as in `forward`, of activations `[s/t, b, d]` of the last layer."""

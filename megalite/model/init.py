@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from megalite.config.schema import Model
 from megalite.parallel.parameter import box, cut, extra_state, parameters
 from megalite.plan.model.parametrization import standard_deviation
-from megalite.plan.model.roles import RoleKind
+from megalite.plan.parts.roles import RoleKind
 
 BLOCK = 1 << 22  # elements made at a time, to bound the temporaries
 

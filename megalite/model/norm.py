@@ -27,8 +27,10 @@ class Norm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return self.rms_norm(x, self._gains(), self.eps)
 
-    def of_sum(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        """The norm of x + y, and x + y."""
+    def of_sum(self, x: Tensor, y: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The norm of x + y, and x + y. None is 0."""
+        if y is None:
+            return self(x), x
         gains = self._gains()
         normal, total = self.add_rms_norm(x, y, gains, self.eps)
         return self.rms_norm.remember(normal, total, gains, self.eps), total

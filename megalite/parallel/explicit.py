@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from megalite.parallel.blocks import Block
-from megalite.plan.memory.attention import MAX_SCORES, ROWS
+from megalite.plan.parts.attention_memory import MAX_SCORES, ROWS
 
 
 def forward(

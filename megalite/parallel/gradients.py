@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from megalite.distributed.mesh import Mesh
 from megalite.parallel.parameter import trainable
-from megalite.plan.model.roles import EMBEDDING
+from megalite.plan.parts.roles import EMBEDDING
 from megalite_kernels.grad_norm import grad_norm
 
 Stages = Mapping[int, nn.Module]  # a rank's stages by their global number

@@ -72,6 +72,7 @@ class HostMemory:
         if not self._refused:
             pages = -(-size // PAGESIZE) * PAGESIZE
             block = torch.frombuffer(mmap(-1, pages), dtype=torch.uint8)
+            block[::PAGESIZE] = 0  # has the pages made here: CUDA would make them one by one, and hold a lock meanwhile
             error = int(torch.cuda.cudart().cudaHostRegister(block.data_ptr(), pages, PORTABLE_FLAG))
             if error == 0:
                 self._registered.add(block.data_ptr())

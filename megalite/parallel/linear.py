@@ -98,8 +98,10 @@ class _Linears(torch.autograd.Function):
 
         ranks = 1 if group is None else group.size()
         if ranks == 1 or product is not PLAIN_PRODUCT or (n := pieces(len(x), x.nbytes * ranks)) == 1:
-            return outputs(_gather(mine, group)())
-        return products_of_pieces([_gather((piece,), group) for piece in x.chunk(n)], ranks, outputs)
+            made = outputs(_gather(mine, group)())
+        else:
+            made = products_of_pieces([_gather((piece,), group) for piece in x.chunk(n)], ranks, outputs)
+        return tuple(y.detach() for y in made)  # no views: FSDP2 warns of one that a module returns
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:

@@ -21,7 +21,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from megalite.parallel.host_memory import HostMemory
 from megalite.parallel.parameter import in_use
-from megalite.plan.memory.activations import OFFLOAD_SHARE
+from megalite.plan.activations import OFFLOAD_SHARE
 
 
 class Keep(Protocol):
@@ -50,7 +50,7 @@ class AsIs:
         return packed
 
 
-def keep(forward: Callable[..., Tensor], layer: nn.Module, keeping: Keeping, *inputs: Any) -> Tensor:
+def keep(forward: Callable[..., Any], layer: nn.Module, keeping: Keeping, *inputs: Any) -> Any:
     """`forward(*inputs)`; the tensors that it saves for backward are stored by `keeping`."""
     if not torch.is_grad_enabled():
         return forward(*inputs)

@@ -9,8 +9,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
-from megalite.plan.model.roles import Role
 from megalite.plan.parts.part import Weight
+from megalite.plan.parts.roles import Role
 
 COPY = "copy_for_compute"  # attribute of a parameter with which layers do not compute themselves, see `copies`
 

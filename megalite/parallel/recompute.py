@@ -56,13 +56,14 @@ def recompute(layer: nn.Module, mode: Mode, keeping: Keeping = AsIs) -> None:
             layer.forward = partial(_selective, forward, layer, cheap, keeping)
             return
         case "full":
+            layer.in_one = True  # its input is kept
             forward = partial(checkpoint, forward, use_reentrant=False, preserve_rng_state=False)
     layer.forward = forward if keeping is AsIs else partial(keep, forward, layer, keeping)
 
 
 def _selective(
-    forward: Callable[..., Tensor], layer: nn.Module, cheap: Sequence[Cheap], keeping: Keeping, *inputs: Any
-) -> Tensor:
+    forward: Callable[..., Any], layer: nn.Module, cheap: Sequence[Cheap], keeping: Keeping, *inputs: Any
+) -> Any:
     if not torch.is_grad_enabled():
         return forward(*inputs)
     call = _Call(keeping(layer, inputs))

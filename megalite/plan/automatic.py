@@ -22,8 +22,7 @@ from megalite.base.errors import InputError, Problem
 from megalite.base.terminal import gib_above
 from megalite.config.layers import LayerKind, layer_kinds
 from megalite.config.schema import Config, Model
-from megalite.plan.memory.activations import Activations
-from megalite.plan.memory.repeated_layers import parts_of
+from megalite.plan.activations import Activations
 from megalite.plan.model.size import (
     by_stage,
     head_forward_flops,
@@ -33,6 +32,7 @@ from megalite.plan.model.size import (
     layer_weight_flops,
 )
 from megalite.plan.recompute_modes import FORWARD_PASSES, GIB, Mode, every_nth
+from megalite.plan.repeated_layers import parts_of
 from megalite.plan.split import split_of
 from megalite.schedule.actions import Table
 from megalite.schedule.communication import communicate

@@ -5,9 +5,9 @@ from collections.abc import Iterator
 from megalite.base.errors import number_ranges
 from megalite.config.layers import layer_kinds
 from megalite.config.schema import Config
-from megalite.plan.model.roles import RoleKind
 from megalite.plan.parts.layer import Layer
 from megalite.plan.parts.part import Part
+from megalite.plan.parts.roles import RoleKind
 from megalite.plan.parts.sizes import OPERAND_MULTIPLE, Sizes
 
 

@@ -15,8 +15,8 @@ from itertools import chain, product
 
 from megalite.config.layers import layer_kinds
 from megalite.config.schema import Config, Model, Place
-from megalite.plan.model.roles import RoleKind
 from megalite.plan.model.weights import layer_weights
+from megalite.plan.parts.roles import RoleKind
 from megalite.plan.resolved import Plan
 
 Box = tuple[range, ...]  # rows and columns; of a stack of matrices, its other dimensions before them

@@ -6,8 +6,8 @@ from functools import cache, cached_property
 
 from megalite.config.layers import LayerKind, layer_kinds
 from megalite.config.schema import Config
+from megalite.plan.activations import Activations
 from megalite.plan.automatic import Costing
-from megalite.plan.memory.activations import Activations
 from megalite.plan.model.size import layer_forward_flops
 from megalite.plan.pipeline import placement, table_of, tables_of, uses_copies, uses_fsdp
 from megalite.plan.recompute_modes import FORWARD_PASSES, Costs, Mode, ModeCost, modes_by_stage

@@ -184,7 +184,7 @@ def build_stage(
     for layer, mode in zip(stage.layers.values(), plan.modes[number], strict=True):
         if config.train.compile:
             # A graph for any shape is slower, and a curriculum has few: each has a graph of its own.
-            layer.forward = torch.compile(layer.forward, dynamic=False)
+            layer.forward, layer.in_one = torch.compile(layer.forward, dynamic=False), True
         recompute(layer, mode, keeping)
     if plan.fsdp:
         groups, parallel = [(module, mesh.data) for module in stage.gathered_apart()], config.parallel

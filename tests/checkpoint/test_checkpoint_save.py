@@ -264,7 +264,7 @@ def test_staging_memory_is_used_again(job: Job, tmp_path: Path) -> None:
         for step in (1, 2):
             writer.save(progress_at(job, step))
             writer.finish()
-            addresses.append({name: tensor.data_ptr() for name, tensor in writer._staged.items()})
+            addresses.append({name: tensor.data_ptr() for name, tensor in writer._staging._copies.items()})
     assert addresses[0] == addresses[1]
     assert len(addresses[0]) == 3 * len(list(job.named_parameters()))
     local = {param.to_local().data_ptr() for _, param in job.named_parameters() if isinstance(param, DTensor)}

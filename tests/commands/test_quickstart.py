@@ -12,8 +12,8 @@ import yaml
 from megalite.commands import main, quickstart
 from megalite.config.load import load
 from megalite.config.presets import presets
+from megalite.config.rules.validate import check
 from megalite.config.schema import Config
-from megalite.config.validate import check
 
 PROGRAMS = ["train_tokenizer", "prepare_data", "main", "main", "plot_metrics", "generate"]
 Calls = list[quickstart.Program]

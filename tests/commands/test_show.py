@@ -12,10 +12,10 @@ from megalite.base import terminal
 from megalite.base.errors import InputError
 from megalite.commands.main import main
 from megalite.config.load import load
-from megalite.config.validate import check
+from megalite.config.rules.validate import check
 from megalite.cost.order_costs import costing_of
 from megalite.plan import pipeline
-from megalite.plan.model import roles
+from megalite.plan.parts import roles
 from megalite.plan.pipeline import table_of
 from megalite.schedule.file import read
 from megalite.schedule.generate import build

@@ -8,7 +8,7 @@ import pytest
 
 from megalite.commands.main import main
 from megalite.config.load import load
-from megalite.config.validate import check
+from megalite.config.rules.validate import check
 from megalite.cost.cluster import load_cluster
 from megalite.cost.predict import predict
 from megalite.cost.whole_run import run_of

@@ -16,6 +16,7 @@ import verify_faults as faults
 from ranks import Ranks
 from rich.console import Console
 from toy_jobs import one_rank
+from warm_start import run
 
 from megalite.base.errors import InputError
 from megalite.commands import main
@@ -24,6 +25,7 @@ from megalite.commands.verify_copy import not_compared, shrink
 from megalite.config.layers import layer_kinds
 from megalite.config.layout import Layout
 from megalite.config.load import load
+from megalite.config.rules.validate import check, validate
 from megalite.config.schema import (
     Attention,
     Base,
@@ -39,7 +41,6 @@ from megalite.config.schema import (
     RopeScaling,
     Train,
 )
-from megalite.config.validate import check, validate
 from megalite.distributed.mesh import Mesh
 from megalite.plan.batches import GlobalBatch, global_batches
 from megalite.plan.pipeline import table_of
@@ -178,7 +179,7 @@ def test_interpreted_kernels_pass_in_a_whole_layout(ranks: Ranks) -> None:
     config = replace(configuration(pp=2, dp_shard=2, tp=2, clip_norm=0.01), kernels="triton")
     config.train.recompute = "selective"
     assert all(difference.passed for difference in ranks.run(compare, config, 1, 1e-10)[0])
-    wrong = ranks.run(faults.compare_with, faults.norm_kernel_that_forgets_epsilon, config)
+    wrong = ranks.run(faults.compare_with, faults.norm_kernel_that_forgets_epsilon, config, 1)
     assert not all(difference.passed for difference in wrong[0]), "they are what runs"
 
 
@@ -209,8 +210,7 @@ def test_the_table_tells_quantity_difference_and_place_in_80_columns() -> None:
 
 
 def verify(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "megalite.commands.main", "verify", *arguments]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100, check=False)
+    return run(["-m", "megalite.commands.main", "verify", *arguments], 100, cwd=ROOT)
 
 
 def test_the_command_compares_the_layout() -> None:

@@ -7,7 +7,7 @@ import pytest
 from megalite.base.errors import InputError
 from megalite.config.attention_kernels import ORDER, Kernel, Machine, Need, broken, choose
 from megalite.config.load import load
-from megalite.config.validate import check
+from megalite.config.rules.validate import check
 
 H100, A100, B200, L40S = (Machine(capability) for capability in ((9, 0), (8, 0), (10, 0), (8, 9)))
 PACKAGES: frozenset[Kernel] = frozenset(["flash3", "flash4"])

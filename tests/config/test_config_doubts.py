@@ -6,8 +6,8 @@ import pytest
 
 from megalite.config.load import load
 from megalite.config.rules.doubts import doubts
+from megalite.config.rules.validate import validate
 from megalite.config.schema import Config
-from megalite.config.validate import validate
 
 ROOT = Path(__file__).parents[2]
 

@@ -5,8 +5,8 @@ import pytest
 
 from megalite.config.convert import keys, sections
 from megalite.config.load import load
+from megalite.config.rules.validate import validate
 from megalite.config.schema import Config
-from megalite.config.validate import validate
 
 ROOT = Path(__file__).parents[2]
 OTHERS = {"cluster", "experiment"}  # which are no configurations; tests/planner and tests/experiment read them

@@ -13,8 +13,8 @@ from megalite.base.errors import InputError
 from megalite.base.files import UnreachableError, exists, is_file, is_folder, read_object, write_whole
 from megalite.config.load import load
 from megalite.config.rules.files import validate_files
+from megalite.config.rules.validate import check_files, validate
 from megalite.config.schema import Config
-from megalite.config.validate import check_files, validate
 from megalite.data.store import StoreWriter, TokenStore, sweep
 from megalite.data.tokenizer import load_tokenizer, tokenizer_hash
 

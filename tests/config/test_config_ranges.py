@@ -4,7 +4,7 @@ import pytest
 
 from megalite.config.convert import keys, options
 from megalite.config.load import load
-from megalite.config.validate import validate
+from megalite.config.rules.validate import validate
 
 
 def told(*overrides: str) -> list[str]:

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
+from megalite.config.rules.validate import validate
 from megalite.config.schema import Config, Train
-from megalite.config.validate import validate
 
 GOOD = [
     Train(),

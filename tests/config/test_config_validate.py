@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from megalite.base.errors import InputError
 from megalite.config.load import load
+from megalite.config.rules.validate import check, validate
 from megalite.config.schema import Config
-from megalite.config.validate import check, validate
 from megalite.plan.pipeline import check_schedule
 from megalite.plan.resolved import resolve
 from megalite.schedule.file import write

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megalite.config.load import load
-from megalite.config.validate import check
+from megalite.config.rules.validate import check
 from megalite.cost.cluster import load_cluster
 from megalite.cost.predict import Prediction, predict
 from megalite.cost.whole_run import RESTART_SECONDS, goodput, run_of, stall

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from megalite.base.errors import InputError
 from megalite.config.load import load
+from megalite.config.rules.validate import check
 from megalite.config.schema import Config
-from megalite.config.validate import check
 from megalite.cost.cluster import Cluster, Gpu, Level, Link, known_clusters, load_cluster
 from megalite.cost.flows import by_axis
 from megalite.cost.link_clocks import groups, times, total

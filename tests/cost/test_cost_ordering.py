@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from megalite.base.errors import InputError
 from megalite.config.load import load
+from megalite.config.rules.validate import check
 from megalite.config.schema import Config
-from megalite.config.validate import check
 from megalite.cost.cluster import load_cluster
 from megalite.cost.order_costs import costing_of
 from megalite.cost.predict import predict

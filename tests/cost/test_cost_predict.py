@@ -11,8 +11,8 @@ import megalite.cost.predict as predicting
 from megalite.base.errors import InputError
 from megalite.config.layers import layer_kinds
 from megalite.config.load import load
+from megalite.config.rules.validate import check
 from megalite.config.schema import Config
-from megalite.config.validate import check
 from megalite.cost.cluster import Cluster, Link, load_cluster
 from megalite.cost.flows import flows
 from megalite.cost.network import Group

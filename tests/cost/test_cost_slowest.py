@@ -7,7 +7,7 @@ from statistics import NormalDist
 import pytest
 
 from megalite.config.load import load
-from megalite.config.validate import check
+from megalite.config.rules.validate import check
 from megalite.cost.cluster import Cluster, load_cluster
 from megalite.cost.predict import predict
 from megalite.cost.slowest_gpu import PUBLISHED_SPREAD, slowest, waiting

@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 
 from megalite.config.load import load
-from megalite.config.validate import check
+from megalite.config.rules.validate import check
 from megalite.cost.cluster import load_cluster
 from megalite.cost.constants import FITTED_CONSTANTS
 from megalite.cost.flows import Flow, flows

@@ -223,17 +223,36 @@ def offloaded(config: Config) -> list[tuple[int, int, int]]:
     return found
 
 
-def staged(config: Config, folder: Path) -> tuple[set[str], int, list[int], list[str]]:
-    """Where a save stages tensors, bytes of their pages, those registered, and what CUDA and streams were told then."""
+def staged(config: Config, folder: Path) -> dict[str, Any]:
+    """Where a save stages tensors, bytes of their pages, and what CUDA and streams are told, by and by."""
+    told: dict[str, Any] = {}
+    streams: dict[Any, str] = {}
+
+    def noted(name: str) -> None:
+        told[name] = [(kind, *(streams[each] for each in rest if each in streams)) for kind, *rest in NOTES]
+        told["registered"] = told.get("registered", 0) + sum(note[2] for note in NOTES if note[0] == "register")
+        NOTES.clear()
+
     with _job(config) as (job, _):
+        streams[torch.cuda.current_stream()] = "compute"
         alone: Any = SimpleNamespace(leads=True, rank=0, ranks=1)
         state = State(job.stages, job.optimizer)
+        _step(job)
+        NOTES.clear()
         with Saver(state, config, (), folder, alone) as saver:
-            NOTES.clear()
+            assert saver._reserved is not None
+            saver._reserved.result()
+            noted("begin")
             found = saver._stage(state.tensors())
-            registered = [note[2] for note in NOTES if note[0] == "register"]
+            streams[saver._staging._memory.stream] = "copies"
+            noted("save")
+            saver._staging.wait()
+            noted("written")
+            job.optimizer.step()
+            noted("update")
+        noted("end")
     pages = sum(-(-part.nbytes // PAGESIZE) * PAGESIZE for part in found.values())
-    return {str(part.device) for part in found.values()}, pages, registered, [name for name, *_ in NOTES]
+    return told | {"devices": {str(part.device) for part in found.values()}, "pages": pages}
 
 
 def trained(config: Config) -> tuple[list[str], list[bool]]:

@@ -214,10 +214,17 @@ def test_offloaded_activations_have_blocks_of_their_own_and_come_back(call: Call
     assert second == (0, copied, recorded), "the blocks of the first step are used again"
 
 
-def test_a_save_stages_in_registered_memory_and_waits_for_it(call: Call, tmp_path: Path) -> None:
-    devices, pages, registered, told = call(cases.staged, PLAIN, tmp_path)
-    assert (devices, sum(registered)) == ({"cpu"}, pages)
-    assert told == ["register"] * len(registered) + ["synchronize"] + ["unregister"] * len(registered)
+def test_saves_are_copied_beside_the_next_step_to_memory_that_is_registered_at_the_start(
+    call: Call, tmp_path: Path
+) -> None:
+    told = call(cases.staged, PLAIN, tmp_path)
+    assert (told["devices"], told["registered"]) == ({"cpu"}, told["pages"])
+    first, *registered = told["begin"]
+    assert (first, set(registered)) == (("set_device",), {("register",)}), "in the writer's thread"
+    assert told["save"] == [("wait", "copies", "compute")]
+    assert told["written"] == [("synchronize", "copies")]
+    assert told["update"] == [("wait", "compute")]
+    assert told["end"] == [("unregister",)] * len(registered)
 
 
 def test_steps_stay_under_way_until_one_is_saved(call: Call) -> None:

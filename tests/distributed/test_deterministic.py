@@ -14,7 +14,7 @@ from toy_runs import run
 from megalite.base.errors import InputError
 from megalite.config.layout import Layout
 from megalite.config.load import load
-from megalite.config.validate import validate
+from megalite.config.rules.validate import validate
 from megalite.distributed.deterministic import ALGORITHMS, CUBLAS, SWITCHES, be_deterministic
 from megalite.distributed.start.ranks import RankInfo
 from megalite.train import worker

@@ -4,13 +4,13 @@ import os
 import re
 import socket
 import subprocess
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from warm_start import Popen
 
 from megalite.distributed.health.watchdog import between_looks
 from megalite.distributed.start.local import log_file
@@ -92,9 +92,7 @@ class Job:
 def begin(folder: Path, command: list[str], **variables: str) -> subprocess.Popen[str]:
     environment: Mapping[str, str] = {**os.environ, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1", **variables}
     pipe = subprocess.PIPE
-    return subprocess.Popen(
-        [sys.executable, *command], cwd=folder, env=environment, stdout=pipe, stderr=pipe, text=True
-    )
+    return Popen(command, cwd=folder, env=environment, stdout=pipe, stderr=pipe)
 
 
 def under_launcher(folder: Path, body: str, timeout: float) -> Job:

@@ -18,10 +18,10 @@ from megalite.dry_run.run import dry_run, fake_world
 from megalite.dry_run.transfers import CountedTransfers, axes_of
 from megalite.parallel.product import Plain
 from megalite.plan.parts import pieces
+from megalite.plan.parts.transfers import Transfer, axis_sizes
 from megalite.plan.pipeline import micro_batches
 from megalite.plan.resolved import resolve
 from megalite.plan.traffic.step import step_traffic
-from megalite.plan.traffic.transfers import Transfer, axis_sizes
 from megalite.train.build import Job, build, build_mesh
 from megalite.train.step import train_step
 from megalite_kernels.collectives import all_gather_single, reduce_scatter_single

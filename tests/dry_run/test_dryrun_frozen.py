@@ -13,7 +13,7 @@ from megalite.dry_run.configuration import as_counted, busiest_rank
 from megalite.dry_run.run import dry_run
 from megalite.plan.memory.peak import rank_memory
 from megalite.plan.memory.walk import HOST_MEMORY
-from megalite.plan.model.roles import Role
+from megalite.plan.parts.roles import Role
 from megalite.plan.resolved import resolve
 from megalite.plan.traffic.step import step_traffic
 

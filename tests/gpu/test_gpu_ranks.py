@@ -1,13 +1,12 @@
 """Two ranks on two GPUs, over NCCL, as users start them; `make gpu` runs it. On CPUs one case runs everywhere."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from warm_start import Popen, cold, run
 
 from megalite.data.store import StoreWriter
 
@@ -37,8 +36,8 @@ needs_two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two 
 def train(work: Path, name: str, device: str, steps: int, *overrides: str) -> dict[int, float]:
     """Losses by step of all of a run so far."""
     arguments = [f"run.name={name}", f"run.device={device}", f"train.steps={steps}", *overrides]
-    command = [sys.executable, "-m", "megalite.commands.main", "train", "two.yaml", *arguments]
-    ended = subprocess.run(command, cwd=work, capture_output=True, text=True, timeout=200, check=False)
+    start = Popen if device == "cpu" else cold
+    ended = run(["-m", "megalite.commands.main", "train", "two.yaml", *arguments], 200, start, cwd=work)
     assert ended.returncode == 0, ended.stderr
     records = map(json.loads, (work / "runs" / name / "metrics.jsonl").read_text().splitlines())
     return {record["step"]: record["loss"] for record in records if "loss" in record}

@@ -22,7 +22,7 @@ from megalite.model import init
 from megalite.model.decoder import Decoder
 from megalite.model.init import fill_normal, initialize, standard_deviation
 from megalite.parallel.parameter import parameter
-from megalite.plan.model import roles
+from megalite.plan.parts import roles
 from megalite.plan.parts.part import Weight
 from megalite.plan.resolved import resolve
 from megalite.train.build import build_stage

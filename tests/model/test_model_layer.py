@@ -52,7 +52,9 @@ def test_norms_are_where_the_kind_says(places: frozenset[str], alone: Mesh) -> N
         first, last = getattr(module, f"{name}_norm"), getattr(module, f"{name}_output_norm", None)
         y = branch(first(expected) if before else expected)
         expected = expected + ((last if before else first)(y) if after else y)
-    torch.testing.assert_close(module(x, *how), expected, rtol=1e-13, atol=1e-13)
+    torch.testing.assert_close(sum(module(x, *how)), expected, rtol=1e-13, atol=1e-13)
+    apart = torch.randn(x.shape, dtype=torch.float64, generator=generator)
+    torch.testing.assert_close(sum(module(x - apart, *how, apart)), expected, rtol=1e-12, atol=1e-12)
 
 
 def test_every_layer_turns_by_its_own_rope(alone: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,7 +70,7 @@ def test_every_layer_turns_by_its_own_rope(alone: Mesh, monkeypatch: pytest.Monk
     x = stage.embed(tokens)
     for number, (kind, layer) in enumerate(zip(kinds, stage.layers.values(), strict=True)):
         angles = () if kind.rotation is None else positions.angles(kind.rotation)
-        x = layer(x, angles, positions.attend(number, kind.attention.heads.scores))
+        x = sum(layer(x, angles, positions.attend(number, kind.attention.heads.scores)))
     assert torch.equal(stage.activations(tokens), x)
     first, second = (positions.angles(kind.rotation)[0] for kind in kinds[:2])
     assert not torch.equal(first, second)

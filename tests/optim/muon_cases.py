@@ -24,9 +24,9 @@ from megalite.optim.exchange import Arriving, Views
 from megalite.optim.muon import Muon, held_by
 from megalite.optim.states import STORES
 from megalite.parallel.parameter import parameter, parameters
-from megalite.plan.model.roles import UP_PROJECTION, RoleKind
 from megalite.plan.muon import Box
 from megalite.plan.parts import part
+from megalite.plan.parts.roles import UP_PROJECTION, RoleKind
 from megalite.plan.resolved import resolve
 from megalite.train.build import build
 from megalite.train.step import train_step

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megalite.config.rules.validate import validate
 from megalite.config.schema import Config, LearningRate, Train
-from megalite.config.validate import validate
 from megalite.optim.rate import learning_rate
 
 NAMES = ("constant", "linear", "cosine", "wsd", "inverse_sqrt")

@@ -16,7 +16,7 @@ from megalite.distributed.mesh import Mesh
 from megalite.dry_run.live_bytes import LiveBytes
 from megalite.parallel.context import attention
 from megalite.parallel.sequence import Documents, Method, rows, split, unsplit
-from megalite.plan.traffic.context import bytes_sent
+from megalite.plan.parts.context import bytes_sent
 from megalite_tools.bench.context import attend, configuration, counted_bytes
 
 CPU = torch.device("cpu")

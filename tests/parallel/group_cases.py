@@ -14,8 +14,8 @@ from megalite.optim.build import build_optimizer
 from megalite.parallel.fsdp import shard
 from megalite.parallel.gradients import Gradients
 from megalite.parallel.parameter import parameter, part
-from megalite.plan.model.roles import DOWN_PROJECTION, GATE, Role
 from megalite.plan.parts.part import Weight
+from megalite.plan.parts.roles import DOWN_PROJECTION, GATE, Role
 from megalite.train.vital_signs import take_signs
 
 EXPERTS, REPLICAS, WIDTH = 2, 4, 8  # every expert is sharded over ranks of its own

@@ -26,8 +26,8 @@ from megalite.distributed.mesh import Mesh
 from megalite.parallel.parameter import whole
 from megalite.parallel.pipeline import Activation, Pipeline, StepInputs, TensorsInFlight
 from megalite.parallel.tensor import ColumnLinear, RowLinear, columns, parameter, split_backward
-from megalite.plan.model.roles import DOWN_PROJECTION, NORM, UP_PROJECTION
 from megalite.plan.parts.part import Weight
+from megalite.plan.parts.roles import DOWN_PROJECTION, NORM, UP_PROJECTION
 from megalite.schedule.actions import Action, Kind, Table
 from megalite.schedule.generate import build, build_forward
 from megalite.schedule.simulate import simulate

@@ -26,7 +26,7 @@ from megalite.parallel.host_memory import HostMemory
 from megalite.parallel.offload import AsIs, Keeping
 from megalite.parallel.recompute import Counted, recompute
 from megalite.parallel.sequence import Method
-from megalite.plan.memory.activations import Activations
+from megalite.plan.activations import Activations
 from megalite.plan.pipeline import tables_of
 from megalite.plan.recompute_modes import MODES, Costs, Mode, ModeCost, held_by_rank, kept_by_rank
 from megalite.plan.split import split_of

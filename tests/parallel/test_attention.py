@@ -20,7 +20,7 @@ from megalite.parallel.blocks import Block
 from megalite.parallel.context import Ring
 from megalite.parallel.context import attention as attention_over
 from megalite.parallel.sequence import Sequences, own_blocks
-from megalite.plan.traffic.window import attended_pairs
+from megalite.plan.parts.window import attended_pairs
 
 CPU = torch.device("cpu")
 LENGTH, HEADS, KV_HEADS, WIDTH = 12, 6, 2, 8

@@ -24,7 +24,7 @@ from megalite.config.layout import Layout
 from megalite.config.schema import Config
 from megalite.model.decoder import Decoder
 from megalite.parallel.parameter import cut, extra_state, placed
-from megalite.plan.model.roles import Role, RoleKind, Side
+from megalite.plan.parts.roles import Role, RoleKind, Side
 from megalite.train.build import Job, build
 
 USES = Role(RoleKind.STATE, Side.FEED_FORWARD)

@@ -16,7 +16,7 @@ from megalite.parallel import packed
 from megalite.parallel.context import Ring
 from megalite.parallel.packed import Packed
 from megalite.parallel.sequence import Documents, Sequences, own_blocks
-from megalite.plan.memory.attention import AttentionMemory
+from megalite.plan.parts.attention_memory import AttentionMemory
 from megalite.plan.parts.sizes import Sizes
 
 CPU, META = torch.device("cpu"), torch.device("meta")

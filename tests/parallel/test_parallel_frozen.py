@@ -17,9 +17,9 @@ from megalite.checkpoint.store.state import State
 from megalite.commands.verify import Trace, compare, random_batch, trace
 from megalite.config.layout import Layout
 from megalite.config.schema import Config, DataParallel, Optim
-from megalite.plan.model.roles import Role
 from megalite.plan.model.size import flops_per_token
 from megalite.plan.model.weights import weights
+from megalite.plan.parts.roles import Role
 from megalite.train.step import gradients
 
 

@@ -14,8 +14,8 @@ from megalite.parallel.gradients import sum_together
 from megalite.parallel.norm import scaled, split_rms_norm
 from megalite.parallel.parameter import parameter, whole
 from megalite.parallel.tensor import ColumnLinear, RowLinear, VocabularyEmbedding, columns
-from megalite.plan.model.roles import DOWN_PROJECTION, EMBEDDING, NORM, UP_PROJECTION
 from megalite.plan.parts.part import Weight
+from megalite.plan.parts.roles import DOWN_PROJECTION, EMBEDDING, NORM, UP_PROJECTION
 from megalite_kernels import rms_norm
 
 SEQUENCE, BATCH, WIDTH, FFN, VOCABULARY = 8, 3, 12, 20, 24

@@ -14,10 +14,11 @@ from megalite.base.errors import InputError
 from megalite.config.layout import Layout
 from megalite.config.rules.train import train_rules
 from megalite.distributed.mesh import Mesh
+from megalite.parallel.linear import linears
 from megalite.parallel.product import PLAIN_PRODUCT, Plain, Prepared
 from megalite.parallel.tensor import ColumnLinear, Linear, columns, split_backward, use_product
-from megalite.plan.model.roles import UP_PROJECTION
 from megalite.plan.parts.part import Weight
+from megalite.plan.parts.roles import UP_PROJECTION
 from megalite.train.build import Job, build_product
 
 
@@ -70,6 +71,15 @@ def test_each_of_the_three_products_is_replaced(mesh: Mesh) -> None:
     torch.testing.assert_close(outputs_apart, [2 * y for y in outputs])
     torch.testing.assert_close(of_x_apart, 2 * 3 * of_x)  # gradients of outputs are twice as large, too
     torch.testing.assert_close(of_weights_apart, [2 * 5 * grad for grad in of_weights])
+
+
+@pytest.mark.parametrize("factor", [1.0, 2.0])
+def test_outputs_are_no_views(factor: float, mesh: Mesh) -> None:
+    """FSDP2 warns of those that a module returns."""
+    (layer, _) = layers(mesh)
+    (y,) = linears(torch.ones(3, 2, 4, dtype=torch.float64), [layer.weight], factor=factor)
+    assert y.requires_grad
+    assert not y._is_view()
 
 
 @pytest.mark.parametrize("puts_off", [False, True])

@@ -24,7 +24,7 @@ from megalite.parallel.sequence import (
     split,
     unsplit,
 )
-from megalite.plan.traffic.window import attended_pairs, halo
+from megalite.plan.parts.window import attended_pairs, halo
 
 CPU = torch.device("cpu")
 CP = st.sampled_from([1, 2, 3, 4, 8])

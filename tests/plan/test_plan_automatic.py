@@ -7,11 +7,11 @@ import pytest
 from megalite.base.errors import InputError
 from megalite.config.layers import layer_kinds
 from megalite.config.load import load
+from megalite.config.rules.validate import check
 from megalite.config.schema import Config
-from megalite.config.validate import check
 from megalite.config.yaml import parse
+from megalite.plan.activations import Activations
 from megalite.plan.automatic import GRAIN, as_tight, costs_of, found, limit_of, wanted
-from megalite.plan.memory.activations import Activations
 from megalite.plan.memory.fit import fitted
 from megalite.plan.memory.peak import memory_of_ranks
 from megalite.plan.model.size import head_forward_flops, layer_forward_flops

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megalite.base.errors import InputError
+from megalite.config.rules.validate import check, validate
 from megalite.config.schema import Batch, Config, DataMode, DataParallel, Model, Parallel, Pipeline, Rampup
-from megalite.config.validate import check, validate
 from megalite.plan.memory import peak as memory
 from megalite.plan.memory.fit import GIB, check_memory, choices, fitted, peak_bytes
 from megalite.plan.memory.peak import rank_memory

@@ -13,16 +13,17 @@ from memory_cases import CASES, PIPELINE, POST, SHARDED, Overrides, configured
 from megalite.base.errors import InputError
 from megalite.config.layers import layer_kinds
 from megalite.config.schema import Batch, Config, Rampup
+from megalite.plan import repeated_layers
+from megalite.plan.activations import CLASSES, ROWS, Activations, chunk_tokens
 from megalite.plan.batches import batch_sizes
-from megalite.plan.memory import repeated_layers, walk
-from megalite.plan.memory.activations import CLASSES, ROWS, Activations, chunk_tokens
+from megalite.plan.memory import walk
 from megalite.plan.memory.peak import KINDS, enough_micro_batches, rank_memory
-from megalite.plan.memory.units import Unit
 from megalite.plan.memory.walk import HOST_MEMORY
 from megalite.plan.model.size import model_parameters, stage_parameters
 from megalite.plan.pipeline import table_of
 from megalite.plan.resolved import resolve
 from megalite.plan.split import split_of
+from megalite.plan.units import Unit
 from megalite.schedule.simulate import simulate
 
 WITH_COPY = 4 + 2  # bytes of a parameter, and of the copy with which a single data-parallel rank computes in bf16

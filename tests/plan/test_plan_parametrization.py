@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from megalite.config.layers import layer_kinds
 from megalite.config.parametrization import Multipliers, multipliers
 from megalite.config.schema import Base, Model, Muon, Optim
-from megalite.plan.model import roles
 from megalite.plan.model.parametrization import Scales, scales, standard_deviation
 from megalite.plan.model.weights import weights
+from megalite.plan.parts import roles
 
 OPTIM = Optim(lr=0.1, eps=1e-8, weight_decay=0.5)
 STANDARD = Model(layers=8, width=512, heads=8, kv_heads=4, ffn=1024, init_std=0.04, qkv_bias=True, qk_norm=True)

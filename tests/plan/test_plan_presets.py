@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from megalite.config.load import load
-from megalite.config.validate import check
+from megalite.config.rules.validate import check
 from megalite.plan.memory.fit import GIB, TENSOR_SHARE, peak_bytes
 
 PRESETS = sorted((Path(__file__).parents[2] / "configs" / "run").glob("*gpu.yaml"))

@@ -7,8 +7,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from megalite.config.load import load
+from megalite.config.rules.validate import check
 from megalite.config.schema import Config
-from megalite.config.validate import check
 from megalite.plan.automatic import least_of
 from megalite.plan.memory.fit import peak_bytes
 from megalite.plan.memory.peak import rank_memory

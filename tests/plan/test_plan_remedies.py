@@ -3,8 +3,8 @@
 import re
 
 from megalite.config.load import load
+from megalite.config.rules.validate import check
 from megalite.config.schema import Config
-from megalite.config.validate import check
 from megalite.plan.memory.fit import TENSOR_SHARE, peak_bytes
 from megalite.plan.memory.remedies import RELIEF, out_of_memory_text
 

@@ -19,7 +19,7 @@ from megalite.plan.model.size import (
     model_parameters,
     stage_parameters,
 )
-from megalite.plan.traffic.window import attended_pairs
+from megalite.plan.parts.window import attended_pairs
 
 PRESETS = Path(__file__).parents[2] / "configs/model"
 COUNTS = {

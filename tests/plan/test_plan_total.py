@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megalite.config.load import load
-from megalite.config.validate import check
+from megalite.config.rules.validate import check
 from megalite.plan.memory.peak import memory_of_ranks
 from megalite.plan.memory.total import Total, fullest
 from megalite.plan.memory.walk import Walk, on_device

@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 from traffic_cases import CASES, FULL, MUON, SELECTIVE, TP, Overrides, configured, context, data, pipeline
 
 from megalite.plan.muon import working_bytes
+from megalite.plan.parts.transfers import Traffic, axis_sizes, stage_axis
+from megalite.plan.parts.window import halo, halo_messages
 from megalite.plan.pipeline import micro_batches
 from megalite.plan.resolved import resolve
 from megalite.plan.traffic.step import step_traffic
-from megalite.plan.traffic.transfers import Traffic, axis_sizes, stage_axis
 from megalite.plan.traffic.weights import Gathering, WeightTraffic
-from megalite.plan.traffic.window import halo, halo_messages
 
 
 def traffic(overrides: Overrides, rank: int = 0, m: int | None = None) -> list[Traffic]:

@@ -11,7 +11,7 @@ from synthetic_experiments import SMALL, counts, ladder, model, sweep
 from megalite.base.errors import InputError
 from megalite.commands.fit import fit
 from megalite.config.load import load
-from megalite.config.validate import check
+from megalite.config.rules.validate import check
 from megalite.scaling.budget import _distance
 from megalite.scaling.shapes import Rule, size_of
 from megalite_tools.experiment.predict import main

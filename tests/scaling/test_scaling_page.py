@@ -11,7 +11,7 @@ from synthetic_experiments import ladder, sweep
 
 from megalite.commands.fit import fit
 from megalite.config.load import load
-from megalite.config.validate import check
+from megalite.config.rules.validate import check
 from megalite_tools.experiment import fit_law, predict
 from megalite_tools.experiment import sweep as sweep_command
 

@@ -19,7 +19,7 @@ from sample_count import check_epochs, trained_on
 from violation import Violation
 
 from megalite.config.load import load
-from megalite.config.validate import check
+from megalite.config.rules.validate import check
 from megalite.train.folder.records import read_records
 
 CONFIG_FILE = "soak.yaml"

@@ -47,7 +47,7 @@ def test_attention_inside_of_documents_stays_outside_of_graphs() -> None:
 
 def graphs(data: Data, recompute: Recompute = "none", kernels: Literal["auto", "triton"] = "auto") -> list[int]:
     """How many graphs there are after one step and after three, whose losses must be those of eager mode."""
-    config = config_of(Layout(), replace(MODEL, layers=1, qk_norm=kernels == "triton"))
+    config = config_of(Layout(), replace(MODEL, layers=2, qk_norm=kernels == "triton"))
     config = replace(config, data=data, train=replace(config.train, precision="fp32", recompute=recompute))
     with one_rank():
         eager = advance(make(config), 0, 3)

@@ -11,13 +11,13 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from warm_start import Popen, run
 
 from megalite.commands import train as train_command
 from megalite.commands.main import main
@@ -28,6 +28,7 @@ from megalite.schedule.file import read
 from megalite.train.folder.lock import Lock
 
 VOCABULARY = 16
+TRAIN = ["-m", "megalite.commands.main", "train", "toy.yaml"]
 CONFIG = """
 run: {dir: runs, device: cpu}
 model: {layers: 2, width: 16, heads: 2, kv_heads: 2, ffn: 24, vocab_size: 16, sequence_length: 16}
@@ -47,20 +48,8 @@ BASE = [
 ]
 
 
-def command(arguments: Sequence[str]) -> list[str]:
-    return [sys.executable, "-m", "megalite.commands.main", "train", "toy.yaml", *arguments]
-
-
 def train(work: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        command(arguments),
-        cwd=work,
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-        stdin=subprocess.DEVNULL,
-    )
+    return run([*TRAIN, *arguments], 200, cwd=work)
 
 
 def write_store(prefix: Path, count: int, high: int = VOCABULARY) -> None:
@@ -208,7 +197,7 @@ def test_training_outlives_everything_that_reports(work: Path) -> None:
     (folder / "logs").mkdir(parents=True)
     for name in ("logs/rank_0000.log", "logs/rank_0001.log", "metrics.jsonl"):
         (folder / name).write_text(json.dumps({"step": 0, "event": "long", "text": "x" * full}) + "\n")
-    call = shlex.join(command(["run.name=unheard", "parallel.pp=2"]))
+    call = shlex.join([sys.executable, *TRAIN, "run.name=unheard", "parallel.pp=2"])
     done = subprocess.run(
         ["sh", "-c", f"exec {call} >&- 2>/dev/full"],
         cwd=work,
@@ -303,8 +292,8 @@ def test_missing_data_makes_no_run_folder(work: Path) -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="finds the ranks in /proc")
 def test_a_killed_rank_ends_the_job_and_is_named(work: Path) -> None:
     arguments = ["run.name=killed", "parallel.pp=2", "train.steps=1000000"]
-    pipe = subprocess.PIPE
-    with subprocess.Popen(command(arguments), cwd=work, stdout=subprocess.DEVNULL, stderr=pipe, text=True) as job:
+    nothing, pipe = subprocess.DEVNULL, subprocess.PIPE
+    with Popen([*TRAIN, *arguments], cwd=work, stdout=nothing, stderr=pipe) as job:
         try:
             wait_for_line(work / "runs/killed/metrics.jsonl", job)
             ranks = children(job.pid)

@@ -2,12 +2,11 @@
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+from warm_start import run
 
 from megalite.data.store import StoreWriter
 
@@ -33,15 +32,7 @@ sys.exit(launch("megalite.commands.main", sys.argv[2:], int(sys.argv[1]), Path()
 def train(folder: Path, name: str, ranks: int, steps: int) -> None:
     command = ["-c", LAUNCH, str(ranks), "train", "toy.yaml", f"run.name={name}", f"train.steps={steps}"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, *command],
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    done = run(command, 120, cwd=folder, env=environment)
     assert done.returncode == 0, done.stderr
 
 
@@ -69,13 +60,7 @@ def test_a_check_tells_how_many_ranks_can_share_the_global_batch(ranks: int, cod
     with StoreWriter(tmp_path / "data/train", "<u2") as writer:
         writer.add(np.arange(2000) % 32)
     (tmp_path / "toy.yaml").write_text(CONFIG)
-    done = subprocess.run(
-        [sys.executable, "-m", "megalite", "train", "toy.yaml", "--check", "--world-size", str(ranks)],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    check = ["-m", "megalite", "train", "toy.yaml", "--check", "--world-size", str(ranks)]
+    done = run(check, 60, cwd=tmp_path)
     assert done.returncode == code, done.stderr
     assert ("batch.global" in done.stderr) == (code == 2)

@@ -14,8 +14,8 @@ from megalite.base.errors import Unhealthy
 from megalite.checkpoint.store.manifest import complete, step_of
 from megalite.checkpoint.store.progress import Progress
 from megalite.config.layout import Layout
+from megalite.config.rules.validate import validate
 from megalite.config.schema import Batch, Checkpoint, Config, Curriculum, Eval, LearningRate, Log, Rampup
-from megalite.config.validate import validate
 from megalite.plan.batches import GlobalBatch
 from megalite.plan.model.size import flops_per_token
 from megalite.train.guard import Judged

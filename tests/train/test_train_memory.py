@@ -9,7 +9,7 @@ import torch
 
 from megalite.commands import main, train
 from megalite.config.load import load
-from megalite.config.validate import check
+from megalite.config.rules.validate import check
 from megalite.distributed.start.start import explain
 from megalite.train.worker import explained
 

@@ -4,13 +4,13 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from toy_folder import launching, make_toy
+from warm_start import Popen, cold
 
 from megalite_launch.base.outcome import Failure, read_failures, read_outcome
 from megalite_launch.base.run_folder import ATTEMPT, node_name
@@ -33,6 +33,7 @@ Decoder.forward = faulty
 sys.exit(main(["train", "toy.yaml", *sys.argv[1:]]))
 """
 NAME = "4711.0.0"
+TRAIN = ("-m", "megalite", "train", "toy.yaml")
 
 
 @pytest.fixture(scope="module")
@@ -44,28 +45,26 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return work
 
 
-def begin(work: Path, run: str, *command: str, **variables: str) -> tuple[subprocess.Popen[str], Path]:
+Job = tuple[subprocess.Popen[str], Path]
+
+
+def begin(
+    work: Path, run: str, *command: str, start: Callable[..., subprocess.Popen[str]] = Popen, **variables: str
+) -> Job:
     """Start a command as an attempt of a run. Its process, and the folder of the attempt."""
     attempt = work / "runs" / run / "attempts" / NAME
     attempt.mkdir(parents=True)
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(work), ATTEMPT: str(attempt), **variables}
-    job = subprocess.Popen(
-        [sys.executable, *command, f"run.name={run}"],
-        cwd=work,
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    nothing, pipe = subprocess.DEVNULL, subprocess.PIPE
+    job = start([*command, f"run.name={run}"], cwd=work, env=environment, stdin=nothing, stdout=pipe, stderr=pipe)
     return job, attempt
 
 
-def train(work: Path, run: str, *overrides: str) -> tuple[subprocess.Popen[str], Path]:
-    return begin(work, run, "-m", "megalite", "train", "toy.yaml", *overrides)
+def train(work: Path, run: str, *overrides: str) -> Job:
+    return begin(work, run, *TRAIN, *overrides)
 
 
-def faulty(work: Path, run: str, fault: str) -> tuple[subprocess.Popen[str], Path]:
+def faulty(work: Path, run: str, fault: str) -> Job:
     return begin(work, run, "-c", LAUNCH, FAULT=fault)
 
 
@@ -109,7 +108,7 @@ def test_a_run_that_is_asked_to_stop_tells_the_step_that_is_saved(work: Path) ->
 
 
 def test_a_stop_while_the_launcher_imports_is_an_outcome_too(work: Path) -> None:
-    job, attempt = train(work, "early")
+    job, attempt = begin(work, "early", *TRAIN, start=cold)
     wait_until(lambda: "libtorch" in Path(f"/proc/{job.pid}/maps").read_text(), job)
     job.send_signal(signal.SIGUSR1)
     assert end(job)[0] == 3
@@ -164,13 +163,7 @@ def test_bad_input_of_a_rank_is_reported_before_it_lets_others_speak(work: Path)
     attempt = work / "runs/rank/attempts" / NAME
     attempt.mkdir(parents=True)
     variables = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", ATTEMPT: str(attempt)}
-    job = subprocess.Popen(
-        [sys.executable, "-m", "megalite", "train", "toy.yaml", "optim.lr=-1"],
-        cwd=work,
-        env={**os.environ, **variables},
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    job = Popen([*TRAIN, "optim.lr=-1"], cwd=work, env={**os.environ, **variables}, stderr=subprocess.PIPE)
     try:
         wait_until((attempt / "fail-00001.json").exists, job)  # the job is still there
         job.send_signal(signal.SIGTERM)  # as a launcher does that has heard from rank 0

@@ -18,8 +18,8 @@ from megalite.checkpoint.store.progress import Progress
 from megalite.commands.main import main
 from megalite.config.layout import Layout
 from megalite.config.load import load
+from megalite.config.rules.validate import check
 from megalite.config.schema import Checkpoint, Config, Eval, Train
-from megalite.config.validate import check
 from megalite.cost.cluster import known_clusters, load_cluster
 from megalite.cost.gpu_names import DEVICE_PATTERNS, cluster_of
 from megalite.cost.predict import Prediction, predict

@@ -1,10 +1,9 @@
 """A whole run on two ranks is profiled, told and drawn."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 from toy_folder import make_toy
+from warm_start import run
 
 from megalite.profiling.actions import actions, measured_step
 from megalite.profiling.breakdown import breakdown
@@ -17,8 +16,7 @@ PROFILE = {"start": 2, "steps": 2, "ranks": "all"}
 
 
 def megalite(folder: Path, *arguments: str) -> str:
-    command = [sys.executable, "-m", "megalite", *arguments]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=240)
+    done = run(["-m", "megalite", *arguments], 240, cwd=folder)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -17,8 +17,8 @@ from megalite.base.exit_codes import ExitCode
 from megalite.checkpoint.store.progress import Progress
 from megalite.config.layout import Layout
 from megalite.config.load import load
+from megalite.config.rules.validate import validate
 from megalite.config.schema import Checkpoint, Config, Eval, Profile
-from megalite.config.validate import validate
 from megalite.distributed.health.activity import Activity
 from megalite.profiling.breakdown import breakdown
 from megalite.profiling.trace import Trace, read_trace

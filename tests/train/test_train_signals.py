@@ -8,13 +8,13 @@ import signal
 import subprocess
 import sys
 import time
-import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
 from toy_folder import launching, make_toy
+from warm_start import Popen, cold
 
 from megalite.base.stop_signals import STOP_SIGNALS
 
@@ -46,43 +46,29 @@ Begin = Callable[..., subprocess.Popen[str]]
 
 
 @pytest.fixture
-def mark() -> str:
-    """A variable in the environment of all processes of a test."""
-    return f"MEGALITE_TEST={uuid.uuid4().hex}"
-
-
-@pytest.fixture
-def begin(tmp_path: Path, mark: str) -> Iterator[Begin]:
+def begin(tmp_path: Path) -> Iterator[Begin]:
     """Starts a command in a folder with a configuration, data and a program whose rank 1 is hindered."""
     make_toy(tmp_path, parallel={"pp": 2}, train={"timeout": 100})
     (tmp_path / "hindered.py").write_text(HINDERED)
-    name, value = mark.split("=")
 
-    def begin(command: Sequence[str], **variables: str) -> subprocess.Popen[str]:
-        environment = {**os.environ, name: value, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(tmp_path), **variables}
-        return subprocess.Popen(
-            [sys.executable, *command],
-            cwd=tmp_path,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+    def begin(command: Sequence[str], start: Begin = Popen, **variables: str) -> subprocess.Popen[str]:
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(tmp_path), **variables}
+        nothing, pipe = subprocess.DEVNULL, subprocess.PIPE
+        return start(command, cwd=tmp_path, env=environment, stdin=nothing, stdout=pipe, stderr=pipe)
 
     yield begin
-    for pid in processes(mark):
+    for pid in processes(tmp_path):
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
 
 
-def processes(mark: str) -> list[int]:
-    """Processes that were started with this variable and are still there."""
+def processes(folder: Path) -> list[int]:
+    """Processes that were started in this folder and are still there."""
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             with suppress(OSError):
-                if mark.encode() in (entry / "environ").read_bytes().split(b"\0"):  # a zombie's is empty
+                if (entry / "cwd").readlink() == folder:  # a zombie has none
                     found.append(int(entry.name))
     return found
 
@@ -95,40 +81,40 @@ def wait_until(done: Callable[[], object], job: subprocess.Popen[str] | None = N
         time.sleep(0.02)
 
 
-def ranks(mark: str, launcher: subprocess.Popen[str]) -> list[int]:
-    return [pid for pid in processes(mark) if pid != launcher.pid]
+def ranks(folder: Path, launcher: subprocess.Popen[str]) -> list[int]:
+    return [pid for pid in processes(folder) if pid != launcher.pid]
 
 
 @linux
 @pytest.mark.parametrize("number", STOP_SIGNALS)
 def test_a_signal_before_the_first_step_ends_the_job_with_3(
-    number: signal.Signals, begin: Begin, mark: str, tmp_path: Path
+    number: signal.Signals, begin: Begin, tmp_path: Path
 ) -> None:
     job = begin(TRAIN)
-    wait_until(lambda: len(ranks(mark, job)) == 2, job)
+    wait_until(lambda: len(ranks(tmp_path, job)) == 2, job)
     job.send_signal(number)
     _, told = job.communicate(timeout=120)
     assert job.returncode == 3
     assert re.fullmatch(rf"megalite: rank \d: stopped by {number.name} before the first step\n", told)
-    assert not processes(mark)
+    assert not processes(tmp_path)
     assert not list(tmp_path.glob("runs/run/checkpoints/step-*"))
 
 
 @linux
-def test_a_signal_while_ranks_meet_and_build_ends_the_job_with_3(begin: Begin, mark: str, tmp_path: Path) -> None:
+def test_a_signal_while_ranks_meet_and_build_ends_the_job_with_3(begin: Begin, tmp_path: Path) -> None:
     job = begin(TRAIN)
     wait_until((tmp_path / "runs/run/logs/rank_0000.log").exists, job)
     job.send_signal(signal.SIGUSR1)
     _, told = job.communicate(timeout=120)
     assert job.returncode == 3, told
-    assert not processes(mark)
+    assert not processes(tmp_path)
 
 
 @linux
-def test_a_signal_while_the_launcher_imports_ends_the_job_with_3(begin: Begin, mark: str) -> None:
-    job = begin(TRAIN)
+def test_a_signal_while_the_launcher_imports_ends_the_job_with_3(begin: Begin, tmp_path: Path) -> None:
+    job = begin(TRAIN, cold)
     wait_until(lambda: "libtorch" in Path(f"/proc/{job.pid}/maps").read_text(), job)
-    assert not ranks(mark, job)
+    assert not ranks(tmp_path, job)
     job.send_signal(signal.SIGTERM)
     _, told = job.communicate(timeout=120)
     assert job.returncode == 3
@@ -136,17 +122,19 @@ def test_a_signal_while_the_launcher_imports_ends_the_job_with_3(begin: Begin, m
 
 
 @linux
-@pytest.mark.parametrize("command", [TRAIN, ["-c", SPAWN]], ids=["forked", "spawned"])
-def test_no_process_outlives_a_launcher_that_is_killed_early(command: list[str], begin: Begin, mark: str) -> None:
+@pytest.mark.parametrize(("command", "start"), [(TRAIN, Popen), (["-c", SPAWN], cold)], ids=["forked", "spawned"])
+def test_no_process_outlives_a_launcher_that_is_killed_early(
+    command: list[str], start: Begin, begin: Begin, tmp_path: Path
+) -> None:
     """Killed as soon as the first rank is there, and at a random moment of the start of ranks, forked or not."""
     for delay in (0.0, random.uniform(0, 2.5)):
-        job = begin(command, HINDERED="read")
-        wait_until(lambda: ranks(mark, job), job)  # noqa: B023 - called at once
+        job = begin(command, start, HINDERED="read")
+        wait_until(lambda: ranks(tmp_path, job), job)  # noqa: B023 - called at once
         time.sleep(delay)
         job.kill()
         job.communicate()
-        wait_until(lambda: not processes(mark))
-        assert not processes(mark)
+        wait_until(lambda: not processes(tmp_path))
+        assert not processes(tmp_path)
 
 
 @linux
@@ -160,9 +148,7 @@ def test_no_process_outlives_a_launcher_that_is_killed_early(command: list[str],
         ("read", r"step 3, reading a batch, for \d+ s, at megalite/data/loader.py:\d+ batches, in threading"),
     ],
 )
-def test_a_hang_is_told_beside_what_the_other_ranks_wait_for(
-    work: str, row: str, begin: Begin, mark: str, tmp_path: Path
-) -> None:
+def test_a_hang_is_told_beside_what_the_other_ranks_wait_for(work: str, row: str, begin: Begin, tmp_path: Path) -> None:
     job = begin(["-c", LAUNCH, "train.timeout=8"], HINDERED=work)
     _, told = job.communicate(timeout=200)
     assert job.returncode == 5, told
@@ -183,4 +169,4 @@ def test_a_hang_is_told_beside_what_the_other_ranks_wait_for(
         r"waiting for RECV_B\(stage 0, micro-batch \d\) from pipeline rank 1 \(rank 1\), which sends it at entry \d+"
     )
     assert re.search(waiting + " of 14, for", by_rank["0"])
-    assert not processes(mark)
+    assert not processes(tmp_path)

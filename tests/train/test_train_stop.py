@@ -3,14 +3,16 @@
 import json
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 from toy_folder import make_toy
+from warm_start import Popen, run
 
 from megalite.base.stop_signals import STOP_SIGNALS
+
+TRAIN = ["-m", "megalite.commands.main", "train", "toy.yaml"]
 
 
 @pytest.fixture(scope="module")
@@ -22,9 +24,8 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def start(work: Path, name: str, *arguments: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "megalite.commands.main", "train", "toy.yaml", f"run.name={name}", *arguments]
-    pipe = subprocess.PIPE
-    return subprocess.Popen(command, cwd=work, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, text=True)
+    nothing, pipe = subprocess.DEVNULL, subprocess.PIPE
+    return Popen([*TRAIN, f"run.name={name}", *arguments], cwd=work, stdin=nothing, stdout=pipe, stderr=pipe)
 
 
 def started(work: Path, name: str, *arguments: str) -> subprocess.Popen[str]:
@@ -66,7 +67,7 @@ def test_every_signal_saves_and_the_same_command_continues(work: Path) -> None:
 
 
 def test_a_second_interrupt_saves_nothing(work: Path) -> None:
-    job = started(work, "twice", "batch.global=2048")  # steps that take seconds
+    job = started(work, "twice", "batch.global=1024")  # steps that take a second or more
     for _ in range(2):
         job.send_signal(signal.SIGINT)
         time.sleep(0.3)
@@ -77,14 +78,7 @@ def test_a_second_interrupt_saves_nothing(work: Path) -> None:
 
 def test_numbers_that_are_not_finite_end_the_run_with_one_message(work: Path) -> None:
     arguments = ["run.name=bad", "parallel.dp_shard=2", "train.steps=5", "optim.lr=10", "optim.weight_decay=1e38"]
-    done = subprocess.run(
-        [sys.executable, "-m", "megalite.commands.main", "train", "toy.yaml", *arguments],
-        cwd=work,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    done = run([*TRAIN, *arguments], 120, cwd=work)
     assert done.returncode == 4, done.stderr
     (told,) = done.stderr.splitlines()
     assert "step 2, samples 8 to 15: loss nan, gradient norm nan; not finite: the gradients of" in told

@@ -2,8 +2,6 @@
 
 import json
 import os
-import subprocess
-import sys
 import time
 import warnings
 from pathlib import Path
@@ -15,6 +13,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from toy_folder import launching, make_toy
+from warm_start import run
 
 from megalite.distributed.health.clock import SectionClock
 from megalite.train.stragglers import SECTIONS, WINDOW_STEPS, WINDOWS, Rule, Straggler, slow
@@ -157,20 +156,13 @@ def test_a_slow_rank_of_a_run_is_named_by_its_node_and_section(tmp_path: Path) -
     parallel, log = {"dp_shard": 2, "tp": 2}, {"interval": 10}
     make_toy(tmp_path, parallel=parallel, train={"steps": 13}, log=log, checkpoint={"interval": 0})
     (tmp_path / "slowed.py").write_text(SLOWED)
-    done = subprocess.run(
-        [sys.executable, "-c", LAUNCH],
-        cwd=tmp_path,
-        env={  # a call that PyTorch has given another name would be a FutureWarning
-            **os.environ,
-            "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": str(tmp_path),
-            "PYTHONWARNINGS": "error::FutureWarning",
-        },
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
+    environment = {  # a call that PyTorch has given another name would be a FutureWarning
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(tmp_path),
+        "PYTHONWARNINGS": "error::FutureWarning",
+    }
+    done = run(["-c", LAUNCH], 200, cwd=tmp_path, env=environment)
     assert done.returncode == 0, done.stderr
     lines = [json.loads(line) for line in (tmp_path / "runs/run/metrics.jsonl").read_text().splitlines()]
     found = [line for line in lines if line.get("event") == "straggler" and line["rank"] == 2]

@@ -14,8 +14,8 @@ import pytest
 from megalite.base.errors import InputError, Unhealthy
 from megalite.config.load import load
 from megalite.config.rules.files import validate_files
+from megalite.config.rules.validate import validate
 from megalite.config.schema import Config, Log, Run, Train
-from megalite.config.validate import validate
 from megalite.train.folder.records import read_records
 from megalite.train.report import Report
 from megalite.train.wandb_run import run_id

@@ -51,7 +51,7 @@ COMMAND = "megalite-bench-checkpoint"
 FOLDER_VARIABLE = "MEGALITE_BENCH_FOLDER"  # environment of ranks: new folders on both disks
 LOCAL_FOLDER_VARIABLE = "MEGALITE_BENCH_LOCAL"
 KEPT_STAGER = not torch.__version__.startswith("2.11.")  # whether a stager of DCP can take DTensors more than once
-PRODUCT_COUNT = 40  # matrix products that stand for training during an asynchronous save
+PRODUCT_COUNT = 40  # products of squares, as wide as the model, that stand for training during an asynchronous save
 Timing = dict[str, list[float]]
 
 
@@ -154,6 +154,13 @@ class Bench:
         dist.barrier()
         if self.group.leads:
             shutil.rmtree(path)
+
+    def work(self) -> None:
+        """Take the time of some training."""
+        x = torch.ones(self.config.model.width, self.config.model.width)
+        for _ in range(PRODUCT_COUNT):
+            x = x @ x
+            x /= x.max()
 
     def saver(self, path: Path, in_background: bool) -> Saver:
         config = replace(self.config, checkpoint=Checkpoint(async_=in_background, keep=1))
@@ -263,8 +270,8 @@ def stalls(bench: Bench, rounds: int) -> dict[str, dict[str, list[float]]]:
         for step in range(1, rounds + 2):
             for way, save in ways.items():
                 with bench.fresh_folder() as path:
-                    alone = together(_work)
-                    stall, total = _while_training(partial(save, path, step))
+                    alone = together(bench.work)
+                    stall, total = _while_training(partial(save, path, step), bench.work)
                 if step > 1:
                     found[way]["stall"].append(stall)
                     found[way]["lost"].append(total - alone)
@@ -273,25 +280,18 @@ def stalls(bench: Bench, rounds: int) -> dict[str, dict[str, list[float]]]:
     return found
 
 
-def _while_training(save: Callable[[], Callable[[], object]]) -> tuple[float, float]:
+def _while_training(save: Callable[[], Callable[[], object]], work: Callable[[], object]) -> tuple[float, float]:
     """The longest seconds that `save` stopped any rank, and the seconds of `save` and the work after it together."""
     dist.barrier()
     began = time.perf_counter()
     finish = save()
     stall = torch.tensor(time.perf_counter() - began)
-    _work()
+    work()
     dist.barrier()
     total = time.perf_counter() - began
     finish()
     dist.all_reduce(stall, dist.ReduceOp.MAX)
     return stall.item(), total
-
-
-def _work() -> None:
-    x = torch.ones(1024, 1024)
-    for _ in range(PRODUCT_COUNT):
-        x = x @ x
-        x /= x.max()
 
 
 def _measure(rank_info: RankInfo, options: argparse.Namespace, header: dict[str, Any]) -> None:

@@ -30,7 +30,7 @@ from megalite.dry_run.live_bytes import LiveBytes
 from megalite.parallel.context import FULL_SCORES, attention
 from megalite.parallel.fsdp import compute_dtype
 from megalite.parallel.sequence import Method
-from megalite.plan.traffic.context import bytes_sent
+from megalite.plan.parts.context import bytes_sent
 from megalite_tools.bench.ranks import CPU, run_on_ranks
 from megalite_tools.report_file import add_out
 from megalite_tools.terminal import Terminal

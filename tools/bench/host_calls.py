@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megalite.config.layout import Layout
 from megalite.config.load import load
-from megalite.config.validate import check
+from megalite.config.rules.validate import check
 from megalite.data.loader import Micros
 from megalite.distributed.mesh import Mesh
 from megalite.plan.resolved import resolve

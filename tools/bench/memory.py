@@ -25,8 +25,8 @@ from megalite.base.exit_codes import ExitCode
 from megalite.base.files import write_object
 from megalite.commands.verify import random_batch
 from megalite.config.load import files_and_overrides, load
+from megalite.config.rules.validate import check
 from megalite.config.schema import Config
-from megalite.config.validate import check
 from megalite.dry_run.run import count_step
 from megalite.plan.memory.peak import KINDS, rank_memory
 from megalite.plan.memory.walk import HOST_MEMORY

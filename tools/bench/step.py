@@ -29,8 +29,8 @@ from megalite.base.files import write_object
 from megalite.config.layout import Layout
 from megalite.config.load import files_and_overrides, load
 from megalite.config.parametrization import Multipliers, multipliers
+from megalite.config.rules.validate import check
 from megalite.config.schema import Attention, Config
-from megalite.config.validate import check
 from megalite.cost.order_costs import costing_of
 from megalite.data.loader import Micros
 from megalite.distributed.mesh import Mesh

@@ -20,8 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megalite.base.entry import exit_code
 from megalite.base.errors import InputError
 from megalite.config.load import files_and_overrides, load
+from megalite.config.rules.validate import check
 from megalite.config.schema import Config
-from megalite.config.validate import check
 from megalite.cost.order_costs import costing_of
 from megalite.data.loader import Micros
 from megalite.dry_run.run import dry_job

@@ -7,8 +7,8 @@ from statistics import median
 from megalite.base.errors import InputError
 from megalite.base.files import is_file, is_folder
 from megalite.config.load import load
+from megalite.config.rules.validate import check
 from megalite.config.schema import Config
-from megalite.config.validate import check
 from megalite.train.folder.records import WARM_UP_STEPS, read_lines
 
 MIN_RECORDS = 3  # records that a median is taken of

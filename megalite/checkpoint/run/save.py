@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 from megalite.base.errors import InputError, Unhealthy
 from megalite.checkpoint.local.tier import Tier, WrittenFolders
 from megalite.checkpoint.publish import Publisher
+from megalite.checkpoint.run.staging import Staging
 from megalite.checkpoint.store.disk import File
 from megalite.checkpoint.store.files import METADATA, Writer
 from megalite.checkpoint.store.finite import PoisonedError, refuse_poisoned
@@ -38,7 +39,6 @@ from megalite.checkpoint.weights.export import is_due
 from megalite.config.convert import to_plain
 from megalite.config.schema import Config
 from megalite.optim.interface import rate_of
-from megalite.parallel.host_memory import HostMemory
 from megalite.parallel.parameter import box
 
 VERSIONS = ("megalite", "torch")
@@ -123,8 +123,8 @@ class Saver:
         self._group, self._advanced, self._tier = group, advanced, tier
         self._publisher = tier.publisher if tier else Publisher(folder, config, advanced, check_owner)
         self._plan: WriterPlan | None = None
-        self._memory = HostMemory()
-        self._staged: dict[str, Tensor] = {}
+        assert state.optimizer is not None
+        self._staging = Staging(state.optimizer)
         self._writer = ThreadPoolExecutor(1, "checkpoint", use_device, (state.device,))
         self._beside = ThreadPoolExecutor(1, "flush")
         self.wrote: float | None = None  # seconds that the latest complete checkpoint took to write
@@ -134,6 +134,10 @@ class Saver:
         self._rehearse()
         if tier is not None:
             self._begin(tier)
+        reserves = state.device.type == "cuda" and config.checkpoint.async_
+        self._reserved = (
+            self._writer.submit(self._staging.reserve, local_parts(state.tensors())) if reserves else None
+        )  # beside the first steps
 
     def __enter__(self) -> "Saver":
         return self
@@ -147,7 +151,7 @@ class Saver:
         self._beside.shutdown(wait=False)
         if self._tier is not None:
             self._tier.close()
-        self._memory.close()
+        self._staging.close()
 
     def _begin(self, tier: Tier) -> None:
         """Begin with local checkpoints, once the state is loaded from which the run goes on."""
@@ -283,13 +287,10 @@ class Saver:
         parts = local_parts(tensors)
         if not self.config.checkpoint.async_:
             return parts  # they stay as they are until all is written
-        for name, part in parts.items():
-            if name not in self._staged:
-                self._staged[name] = self._memory.empty_like(part)
-            self._staged[name].copy_(part, non_blocking=True)
-        if self.state.device.type == "cuda":
-            torch.cuda.current_stream(self.state.device).synchronize()
-        return self._staged
+        if self._reserved is not None:
+            self._reserved.result()
+            self._reserved = None
+        return self._staging.copy(parts)
 
     def _write(
         self, plan: WriterPlan, progress: Progress, extra: dict[str, Tensor], unseen: Set[str], shared: bool
@@ -298,6 +299,7 @@ class Saver:
 
         shared: whether it is to be in the shared folder too, if it is written to the nodes first.
         """
+        self._staging.wait()
         began, tier = monotonic(), self._tier
         if tier is None or not tier.on:
             return EndedWrites([self._write_shared(plan, progress, extra, unseen, began)])

@@ -12,8 +12,8 @@ from megalite.base.terminal import memory_unit, table
 from megalite.commands.plan.request import Asked
 from megalite.commands.plan.tables import fits_text, layout_text
 from megalite.config.rules.numbers import every_divisor
+from megalite.config.rules.validate import check
 from megalite.config.schema import Config
-from megalite.config.validate import check
 from megalite.cost.layout_choice import Choice, choice_of
 from megalite.cost.predict import Prediction
 from megalite.cost.texts import PARTS, number, seconds_text, step_text, time_unit

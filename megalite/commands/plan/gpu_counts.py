@@ -5,8 +5,8 @@ from fractions import Fraction
 
 from megalite.base.errors import InputError
 from megalite.commands.plan.request import Asked
+from megalite.config.rules.validate import check
 from megalite.config.schema import Config
-from megalite.config.validate import check
 from megalite.cost.layout_choice import Choice, choice_of
 from megalite.cost.predict import Prediction, predict
 from megalite.layout_search.search import fullest_rank, search

@@ -11,7 +11,7 @@ from rich.console import Console
 from megalite.base.errors import InputError, counted, listing
 from megalite.commands.plan.request import Asked
 from megalite.commands.plan.tables import layout_text
-from megalite.config.validate import check
+from megalite.config.rules.validate import check
 from megalite.cost.layout_choice import Choice
 from megalite.layout_search.search import Found, fullest_rank
 from megalite.layout_search.space import Space

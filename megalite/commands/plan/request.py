@@ -12,8 +12,8 @@ from megalite.base.errors import InputError
 from megalite.commands.plan.amounts import DEFAULT_CLUSTER
 from megalite.commands.plan.global_batch import usual_batch
 from megalite.config.load import is_set, load
+from megalite.config.rules.validate import check, check_without_layout
 from megalite.config.schema import Config
-from megalite.config.validate import check, check_without_layout
 from megalite.cost.cluster import Cluster, load_cluster
 from megalite.cost.layout_choice import SEARCH_KEYS, Choice
 from megalite.cost.predict import Prediction, predict

@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 from megalite.base.errors import InputError
 from megalite.commands.plan.request import Asked
+from megalite.config.rules.validate import check
 from megalite.config.schema import Config
-from megalite.config.validate import check
 from megalite.cost.activation_room import MAX_TRIES, memory_under, room_beside, tightened
 from megalite.cost.order_costs import problem_of, seconds_under
 from megalite.cost.predict import Trial

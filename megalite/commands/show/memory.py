@@ -21,7 +21,7 @@ from megalite.config.schema import Config
 from megalite.cost.cluster import Cluster
 from megalite.cost.order_costs import costing_of
 from megalite.distributed.start.local import LAUNCHER
-from megalite.plan.memory.activations import Activations
+from megalite.plan.activations import Activations
 from megalite.plan.memory.fit import GIB, TENSOR_SHARE
 from megalite.plan.memory.peak import KINDS, Memory
 from megalite.plan.memory.rebalance import flatter_split

@@ -11,8 +11,8 @@ from megalite.config.parametrization import Multipliers, depth_ratio, multiplier
 from megalite.config.schema import Config, Model
 from megalite.plan.model.optimizer_states import uses_muon
 from megalite.plan.model.parametrization import scales, standard_deviation
-from megalite.plan.model.roles import Role, RoleKind
 from megalite.plan.model.weights import weights
+from megalite.plan.parts.roles import Role, RoleKind
 
 
 def parametrization(config: Config) -> Iterator[tuple[str, RenderableType]]:

@@ -24,8 +24,8 @@ from megalite.config.attention_kernels import attention_heads, choose, kernel_li
 from megalite.config.layers import layer_kinds
 from megalite.config.layout import AXES, Layout
 from megalite.config.load import dump, dump_model, load
+from megalite.config.rules.validate import check
 from megalite.config.schema import Config, Model
-from megalite.config.validate import check
 from megalite.cost.cluster import Cluster, load_cluster
 from megalite.cost.order_costs import costing_of
 from megalite.cost.program import machine_of

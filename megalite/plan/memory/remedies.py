@@ -5,8 +5,8 @@ from contextlib import suppress
 from dataclasses import replace
 
 from megalite.base.errors import InputError
+from megalite.config.rules.validate import check
 from megalite.config.schema import Config
-from megalite.config.validate import check
 from megalite.plan.memory.fit import AUTO_MODES, TENSOR_SHARE, choices, peak_bytes, with_mode
 from megalite.plan.memory.peak import KINDS, memory_of_ranks
 from megalite.plan.recompute_modes import Mode

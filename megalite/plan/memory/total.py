@@ -3,11 +3,11 @@
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-from megalite.plan.memory.units import Unit
 from megalite.plan.memory.walk import HOST_MEMORY, PutOff, Walk
 from megalite.plan.parts.part import Moment
 from megalite.plan.pipeline import as_full, fullest_steps
 from megalite.plan.resolved import Plan
+from megalite.plan.units import Unit
 from megalite.schedule.actions import Action
 
 

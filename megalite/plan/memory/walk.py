@@ -7,12 +7,12 @@ from functools import cached_property
 
 from megalite.config.schema import Config, Place
 from megalite.plan.memory.moment_text import Instant
-from megalite.plan.memory.repeated_layers import parts_of
-from megalite.plan.memory.units import Item, Unit
 from megalite.plan.muon import step_temporaries
 from megalite.plan.parts.part import Moment
 from megalite.plan.parts.sizes import PRECISION_BYTES
+from megalite.plan.repeated_layers import parts_of
 from megalite.plan.resolved import Plan
+from megalite.plan.units import Item, Unit
 from megalite.schedule.actions import SEND_KINDS, Action, Exchange, Kind
 from megalite.schedule.reductions import reductions
 

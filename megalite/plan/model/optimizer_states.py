@@ -1,8 +1,8 @@
 """The states that an optimizer keeps of every parameter."""
 
 from megalite.config.schema import Optim
-from megalite.plan.model.roles import Role, RoleKind
 from megalite.plan.parts.part import Weight
+from megalite.plan.parts.roles import Role, RoleKind
 
 ADAMW_STATES = ("exp_avg", "exp_avg_sq")
 MUON_STATES = ("momentum_buffer",)

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from megalite.config.parametrization import depth_ratio, width_ratio
 from megalite.config.schema import Model, Optim
 from megalite.plan.model.optimizer_states import uses_muon
-from megalite.plan.model.roles import Role, RoleKind
+from megalite.plan.parts.roles import Role, RoleKind
 
 
 @dataclass(frozen=True)

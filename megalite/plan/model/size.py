@@ -13,10 +13,10 @@ from typing import Literal, TypeVar
 
 from megalite.config.layers import LayerKind, layer_kinds
 from megalite.config.schema import Model
-from megalite.plan.model.roles import RoleKind
 from megalite.plan.model.weights import embedding, final_norm, head, layer_weights, weights
 from megalite.plan.parts.layer import Layer
 from megalite.plan.parts.part import Weight
+from megalite.plan.parts.roles import RoleKind
 
 Attention = Literal["causal", "full"]
 T = TypeVar("T")

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from megalite.config.layers import LayerKind, layer_kinds
 from megalite.config.schema import Model
-from megalite.plan.model import roles
+from megalite.plan.parts import roles
 from megalite.plan.parts.layer import Layer
 from megalite.plan.parts.part import Weight
 

@@ -5,20 +5,20 @@
     w           bytes of an activation                                          z  bytes of a statistic
 
 Kept are queries, keys, values and output, (q + k + v + o)·wT/t, and the log-sum-exp, heads·zT/t, in the form that the
-method of attention needs (`plan.attention`); norms of queries and keys keep their inputs and 1/rms, too.
+method of attention needs (`attention_memory`); norms of queries and keys keep their inputs and 1/rms, too.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megalite.config.layers import GroupedQuery, Heads
-from megalite.plan.memory.attention import AttentionMemory
-from megalite.plan.model import roles
+from megalite.plan.parts import roles
+from megalite.plan.parts.attention_memory import AttentionMemory
+from megalite.plan.parts.context import ContextTraffic
 from megalite.plan.parts.gathered import Gathered
 from megalite.plan.parts.part import Kept, Moment, Passed, Product, Weight
 from megalite.plan.parts.sizes import Sizes
-from megalite.plan.traffic.context import ContextTraffic
-from megalite.plan.traffic.transfers import Transfers, over
+from megalite.plan.parts.transfers import Transfers, over
 
 
 @dataclass(frozen=True)

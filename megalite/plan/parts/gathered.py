@@ -4,10 +4,10 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterator
 
-from megalite.plan.model.roles import RoleKind
 from megalite.plan.parts.part import Weight
+from megalite.plan.parts.roles import RoleKind
 from megalite.plan.parts.sizes import Sizes
-from megalite.plan.traffic.transfers import Transfers
+from megalite.plan.parts.transfers import Transfers
 
 
 class Gathered(ABC):

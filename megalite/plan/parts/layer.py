@@ -6,12 +6,12 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from megalite.config.layers import LayerKind
-from megalite.plan.model import roles
+from megalite.plan.parts import roles
 from megalite.plan.parts.attention import GroupedQueryPart
 from megalite.plan.parts.part import Kept, Moment, Part, Product, Weight
 from megalite.plan.parts.sizes import Sizes
 from megalite.plan.parts.swiglu import SwiGLUPart
-from megalite.plan.traffic.transfers import Transfers
+from megalite.plan.parts.transfers import Transfers
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,9 @@ from math import prod
 from typing import NamedTuple, Protocol
 
 from megalite.config.layers import Heads
-from megalite.plan.model.roles import Role
+from megalite.plan.parts.roles import Role
 from megalite.plan.parts.sizes import Sizes
-from megalite.plan.traffic.transfers import Transfers
+from megalite.plan.parts.transfers import Transfers
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,9 @@ from functools import cached_property
 from typing import Any
 
 from megalite.config.schema import Config
-from megalite.plan.model.roles import RoleKind
 from megalite.plan.parts.pieces import pieces
-from megalite.plan.traffic.transfers import Transfers, over
+from megalite.plan.parts.roles import RoleKind
+from megalite.plan.parts.transfers import Transfers, over
 
 PRECISION_BYTES = {"bf16": 2, "fp32": 4, "fp64": 8}  # by train.dtype
 OPERAND_MULTIPLE = 16  # all sizes of operands in 8 bits are multiples of it

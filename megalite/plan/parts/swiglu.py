@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megalite.config.layers import SwiGLU
-from megalite.plan.model import roles
+from megalite.plan.parts import roles
 from megalite.plan.parts.gathered import Gathered
 from megalite.plan.parts.part import Kept, Moment, Passed, Product, Weight
 from megalite.plan.parts.sizes import Sizes

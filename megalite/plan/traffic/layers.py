@@ -21,11 +21,11 @@ from functools import cached_property
 
 from megalite.config.layers import LayerKind
 from megalite.config.schema import Config
-from megalite.plan.memory.activations import Activations, chunk_tokens
+from megalite.plan.activations import Activations, chunk_tokens
 from megalite.plan.model.weights import embedding
 from megalite.plan.parts.layer import Layer
+from megalite.plan.parts.transfers import Transfers, over
 from megalite.plan.recompute_modes import Mode
-from megalite.plan.traffic.transfers import Transfers, over
 
 
 @dataclass(frozen=True)

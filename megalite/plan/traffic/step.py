@@ -10,10 +10,10 @@ from megalite.base.stop_signals import STOP_SIGNALS
 from megalite.config.layers import LayerKind
 from megalite.plan.model.weights import embedding
 from megalite.plan.muon import MuonPlan, Piece, moves, stage_matrices, working_bytes
+from megalite.plan.parts.transfers import TYPE_NAMES, Traffic, Transfer, Transfers, axis_sizes, over, stage_axis
 from megalite.plan.recompute_modes import Mode
 from megalite.plan.resolved import Plan
 from megalite.plan.traffic.layers import LayerTraffic
-from megalite.plan.traffic.transfers import TYPE_NAMES, Traffic, Transfer, Transfers, axis_sizes, over, stage_axis
 from megalite.plan.traffic.weights import Gathering, WeightTraffic, share
 from megalite.schedule.actions import Action, Exchange, Kind
 from megalite.schedule.reductions import reductions

@@ -20,11 +20,11 @@ from operator import attrgetter
 
 from megalite.config.layers import LayerKind
 from megalite.plan.memory.walk import States
-from megalite.plan.model.roles import RoleKind
 from megalite.plan.model.weights import embedding, final_norm, head, layer_weights
 from megalite.plan.parts.part import Weight
+from megalite.plan.parts.roles import RoleKind
+from megalite.plan.parts.transfers import TYPE_NAMES, Transfer, Transfers, axis_sizes
 from megalite.plan.resolved import Plan
-from megalite.plan.traffic.transfers import TYPE_NAMES, Transfer, Transfers, axis_sizes
 
 
 @dataclass(frozen=True)

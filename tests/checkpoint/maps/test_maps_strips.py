@@ -12,7 +12,7 @@ from megalite.checkpoint.store.index import Chunk, Index
 from megalite.checkpoint.weights.convert import blocks
 from megalite.checkpoint.weights.maps.strips import PREFIX, Strip, Theirs, part, under_our_names
 from megalite.checkpoint.weights.read import Reader
-from megalite.plan.model import roles
+from megalite.plan.parts import roles
 from megalite.plan.parts.part import Weight
 
 sizes = st.integers(1, 6)

@@ -13,7 +13,7 @@ from megalite.commands.plan.amounts import amount
 from megalite.commands.plan.request import Asked
 from megalite.commands.plan.tables import layout_text
 from megalite.config.load import load
-from megalite.config.validate import check
+from megalite.config.rules.validate import check
 from megalite.cost.layout_choice import Choice
 from megalite.plan.memory.fit import peak_bytes
 from megalite.schedule.file import write

@@ -12,8 +12,8 @@ from megalite.commands.main import main
 from megalite.commands.plan.request import Asked, as_is, ask
 from megalite.commands.plan.search_order import Order, best_order
 from megalite.config.load import load
+from megalite.config.rules.validate import check as checked
 from megalite.config.schema import Config
-from megalite.config.validate import check as checked
 from megalite.layout_search.time_bounds import VIRTUAL_STAGES
 from megalite.plan.pipeline import table_of
 from megalite.schedule import search as searching

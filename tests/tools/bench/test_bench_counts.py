@@ -49,7 +49,8 @@ def test_bytes_of_a_layer_are_those_that_its_kernels_say() -> None:
     assert (found["swiglu"], found["swiglu_backward"]) == (3 * hidden * element, 5 * hidden * element)
     tables = 2 * 64 * 4  # for each of queries and keys, there and back
     assert found["rope"] == 4 * heads * 128 * element + 4 * tables
-    assert found["rms_norm"] == 2 * 4096 * element + 4  # a statistic
+    assert found["add_rms_norm"] == found["add_rms_norm_backward"] == 2 * (4 * 4096 * element + 4)  # 4: a statistic
+    assert not found["add"]
 
 
 def test_a_count_above_its_limit_fails(

@@ -2,11 +2,11 @@
 
 import json
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
+import warm_start
 from ranks import Ranks
 
 from megalite.schedule.generate import NAMES
@@ -27,7 +27,7 @@ sys.exit(pipeline.main(sys.argv[1:]))
 
 def run(*command: str) -> None:
     """Run a benchmark as a program: its ranks are forks of it, and of this process they cannot be."""
-    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=280)
+    done = warm_start.run(command, 280)
     assert done.returncode == 0, done.stderr
 
 
@@ -148,7 +148,7 @@ def test_how_long_training_stands_still_for_both_tiers(tmp_path: Path) -> None:
         "shared": 4, "shared, rarely": 2, "local": 4,
     }  # fmt: skip
     assert all(0 < each["durable"] <= 4 and each["lost"] > 0 for each in found.values())
-    with subprocess.Popen([sys.executable, *endless], stderr=subprocess.PIPE, text=True) as process:
+    with warm_start.Popen(endless, stderr=subprocess.PIPE) as process:
         deadline = time.monotonic() + 60
         while not any(local.glob("*/*")) and time.monotonic() < deadline:  # a rank has saved
             time.sleep(0.05)

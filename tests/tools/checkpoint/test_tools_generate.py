@@ -4,7 +4,6 @@ import io
 import json
 import os
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -16,6 +15,7 @@ import pytest
 from commands import in_process
 from tampering import tamper
 from toy_jobs import make, one_rank, save
+from warm_start import run as start
 
 from megalite.base.output import Lost
 from megalite.checkpoint.store.files import METADATA
@@ -432,10 +432,10 @@ def test_a_document_may_be_gone_beyond(
 def test_local_ranks_write_what_one_writes(run: Path, prompts: Path, generate: Generate) -> None:
     options = [run, "--prompts", prompts, "--tokens", 5, "--batch", 3]
     expected = generate(*options)[1]
-    command = [sys.executable, "-m", "megalite_tools.checkpoint.generate", *map(str, options), "--device", "cpu"]
-    found = subprocess.run([*command, "--pp", "2"], capture_output=True, text=True, timeout=100)
+    command = ["-m", "megalite_tools.checkpoint.generate", *map(str, options), "--device", "cpu"]
+    found = start([*command, "--pp", "2"], 100)
     assert (found.returncode, found.stdout) == (0, expected), found.stderr
-    refused = subprocess.run([*command, "--tp", "2"], capture_output=True, text=True, timeout=100)
+    refused = start([*command, "--tp", "2"], 100)
     assert refused.returncode == 2
     assert "--tp 2: must divide model.kv_heads = 1" in refused.stderr
 

@@ -2,8 +2,6 @@
 
 import json
 import math
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,9 +10,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from ranks import Ranks
+from warm_start import run
 
 from megalite.base.exit_codes import ExitCode
 from megalite.config.layout import Layout
+from megalite.config.rules.validate import check
 from megalite.config.schema import (
     Base,
     Batch,
@@ -29,7 +29,6 @@ from megalite.config.schema import (
     Pipeline,
     Train,
 )  # fmt: skip
-from megalite.config.validate import check
 from megalite.distributed.mesh import Mesh
 from megalite.train.build import build_mesh
 from megalite_tools.experiment import coordinate_check
@@ -168,8 +167,7 @@ def test_the_command(tmp_path: Path) -> None:
     small = ["model.heads=2", "model.kv_heads=2", "model.ffn=32", "model.vocab_size=32", "model.sequence_length=8"]
     sizes = ["model.width=16", "model.layers=1", "batch.global=2", "train.precision=fp32", "model.init_std=0.3"]
     options = ["--widths", "16,32", "--steps", "1", "--seeds", "1", "parallel.tp=2", "run.device=cpu"]
-    command = [sys.executable, "-m", coordinate_check.MODULE, *small, *options, *sizes]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False)
+    done = run(["-m", coordinate_check.MODULE, *small, *options, *sizes], 100, cwd=tmp_path)
     assert done.returncode == ExitCode.FAILED, done.stderr
     assert "standard: slopes of outputs on the width, 16 and 32" in done.stdout
     assert "too steep" in done.stdout

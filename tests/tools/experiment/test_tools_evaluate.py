@@ -3,7 +3,6 @@
 import json
 import math
 import os
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +12,7 @@ import numpy as np
 import pytest
 from commands import in_process
 from toy_jobs import make, one_rank, save
+from warm_start import run as start
 
 from megalite.config.schema import Batch, Config, Data, Model, Parallel, Train
 from megalite.data.store import StoreWriter
@@ -108,8 +108,7 @@ metric_list: [{{metric: acc}}]
     options = [run, "--data", run / "store", "--tasks", "toy", "--task-folder", tmp_path, "--device", "cpu"]
     ranks = ["--tp", "2", "--dp", "2", "--json", tmp_path / "shared.json"]
     offline = {**os.environ, "HF_DATASETS_OFFLINE": "1", "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, "-m", MODULE, *map(str, [*options, *ranks])]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=150, env=offline)
+    done = start(["-m", MODULE, *map(str, [*options, *ranks])], 150, env=offline)
     assert done.returncode == 0, done.stderr
     shared = json.loads((tmp_path / "shared.json").read_text())
     assert 0 <= shared["tasks"]["toy"]["acc,none"] <= 1

@@ -9,7 +9,7 @@ import yaml
 from commands import in_process
 
 from megalite.config.load import dump, load
-from megalite.config.validate import check
+from megalite.config.rules.validate import check
 from megalite.cost.cluster import Cluster, load_cluster, read_cluster
 from megalite.cost.predict import predict
 from megalite.train.folder.records import WARM_UP_STEPS, line_of

@@ -32,8 +32,8 @@ from megalite.base.errors import InputError, counted, listing
 from megalite.base.json_shape import TEXT, Each, OrNull, ValueKind, misfits
 from megalite.config.identity import digest_of
 from megalite.config.load import dump, files_and_overrides, load
+from megalite.config.rules.validate import check
 from megalite.config.schema import Config
-from megalite.config.validate import check
 from megalite.config.yaml import read_mapping
 from megalite.plan.pipeline import micro_batches
 

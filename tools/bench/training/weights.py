@@ -9,8 +9,8 @@ from megalite.checkpoint.weights.maps.strips import Table, Theirs
 from megalite.config.schema import Model
 from megalite.model.init import fill_normal
 from megalite.plan.model.parametrization import standard_deviation
-from megalite.plan.model.roles import RoleKind
 from megalite.plan.model.weights import weights
+from megalite.plan.parts.roles import RoleKind
 
 Weights = Mapping[str, Tensor]  # by name
 

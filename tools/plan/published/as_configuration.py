@@ -2,8 +2,8 @@
 
 from dataclasses import replace
 
+from megalite.config.rules.validate import validate
 from megalite.config.schema import Batch, Config, DataParallel, Model, Parallel, Pipeline, Run, Train
-from megalite.config.validate import validate
 from megalite.cost.cluster import Cluster
 from megalite_tools.plan.published.layer_counts import stage_layers
 from megalite_tools.plan.published.profiles import Profile

@@ -83,7 +83,7 @@ class Work:
             self.micro,
             self.recompute,
             self.precision,
-            self.method,
+            method=self.method,
         )
 
     @property

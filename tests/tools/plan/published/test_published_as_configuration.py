@@ -6,7 +6,7 @@ import pytest
 from published_cases import LLAMA3_8B
 
 from megalite.config.layers import layer_kinds
-from megalite.config.validate import validate
+from megalite.config.rules.validate import validate
 from megalite.cost.cluster import load_cluster
 from megalite.cost.predict import predict
 from megalite.cost.program import MEGALITE

@@ -17,7 +17,7 @@ from megalite.config.layers import Heads
 from megalite.config.schema import Config
 from megalite.plan.parts.part import Kept
 from megalite.plan.parts.sizes import Sizes
-from megalite.plan.traffic.window import busiest, halo
+from megalite.plan.parts.window import busiest, halo
 
 # Limits of `parallel.explicit`:
 ROWS = 128  # queries at a time, at most: each gets scores for all keys that any of them attends to

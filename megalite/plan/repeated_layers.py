@@ -1,4 +1,4 @@
-"""The parts of a pipeline stage for `plan.walk`: where many layers repeat, those in the middle count as one part."""
+"""The parts of a pipeline stage for `memory.walk`: where many layers repeat, those in the middle count as one part."""
 
 from collections.abc import Mapping, Sequence
 from functools import cache
@@ -6,9 +6,9 @@ from itertools import groupby
 from typing import TypeVar
 
 from megalite.config.layers import LayerKind
-from megalite.plan.memory.activations import Activations
-from megalite.plan.memory.units import Unit
+from megalite.plan.activations import Activations
 from megalite.plan.recompute_modes import Mode
+from megalite.plan.units import Unit
 
 T = TypeVar("T")
 Recomputed = tuple[LayerKind, Mode]  # a layer, and how it recomputes

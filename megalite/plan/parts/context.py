@@ -15,8 +15,8 @@ from math import lcm
 from megalite.config.layers import Heads, layer_kinds
 from megalite.config.schema import Config
 from megalite.plan.parts.sizes import Sizes
-from megalite.plan.traffic.transfers import Transfers, over
-from megalite.plan.traffic.window import halo_messages
+from megalite.plan.parts.transfers import Transfers, over
+from megalite.plan.parts.window import halo_messages
 
 
 @dataclass(frozen=True)

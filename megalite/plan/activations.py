@@ -12,16 +12,16 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from megalite.config.layers import LayerKind, layer_kinds, rotations
-from megalite.plan.memory.attention import AttentionMemory
-from megalite.plan.memory.units import Unit, Weights
 from megalite.plan.model.optimizer_states import host_copies, state_names
-from megalite.plan.model.roles import RoleKind
 from megalite.plan.model.size import Parameters
 from megalite.plan.model.weights import embedding, final_norm, head
+from megalite.plan.parts.attention_memory import AttentionMemory
 from megalite.plan.parts.layer import Layer
 from megalite.plan.parts.part import Kept, Moment, Part, Weight
+from megalite.plan.parts.roles import RoleKind
 from megalite.plan.parts.sizes import Sizes
 from megalite.plan.recompute_modes import Mode
+from megalite.plan.units import Unit, Weights
 
 ID_BYTES = 8  # bytes of a token's id
 ROWS = 128  # rows that cross_entropy handles at a time

@@ -42,11 +42,11 @@ class Share:
     micro: int = 1
     recompute: Mode = "none"
     precision: Literal["bf16", "fp8", "fp32", "fp64"] = "bf16"
-    rowwise: bool = False
     method: Literal["ring", "ulysses", "all_gather"] = "ring"
     documents: bool = False
     deterministic: bool = False
     attention: AttentionKernel = "auto"
+    rowwise: bool = False
 
     @property
     def tokens(self) -> int:

@@ -2,9 +2,9 @@
 
 Layers of a model run forward and backward on tensors without data, with Triton's kernels and bf16 copies of parameters,
 as on one data-parallel rank. A dispatch mode sees every operation, and counts each of its tensors once: as if caches
-held nothing from one operation to the next, and everything within one. Of a matrix product, only what it adds to is
-counted. Differences of models and of sequences are those of a layer and of its tokens: what is read and written of
-weights cancels out.
+held nothing from one operation to the next, and everything within one. A matrix product counts with what it adds to.
+Differences of models and of sequences are those of a layer and of its tokens: what is read and written of weights
+cancels out.
 """
 
 from collections import Counter

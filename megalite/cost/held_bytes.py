@@ -1,7 +1,7 @@
 """Bytes that a pipeline rank holds at the ends of its actions. Imports no torch.
 
-`plan.memory.walk` goes through the layers of every action. Here an action is a step or two, and what it needs for a moment is
-left out. So this takes a hundredth of the time, and never counts more than the walk.
+`plan.memory.walk` goes through the layers of every action. Here an action is a step or two, and what it needs for a
+moment is left out. So this takes a hundredth of the time, and never counts more than the walk.
 """
 
 from collections.abc import Mapping, Sequence

@@ -36,7 +36,7 @@ Groups = Sequence[dist.ProcessGroup]
 
 
 class Spread(NamedTuple):
-    """How a matrix is spread: the groups whose ranks have other rows of it, and those whose have other columns."""
+    """Spread of a matrix: the groups whose ranks have other rows of it, and those whose have other columns."""
 
     rows: Groups = ()
     columns: Groups = ()

@@ -14,7 +14,7 @@ from megalite.plan.parts.roles import Role
 
 # Attributes of a parameter with which layers do not compute themselves, see `copies`.
 COPY = "copy_for_compute"
-JOINT = "joint_copy"  # of the first of several whose copies lie one after another: their `Joint`
+JOINT = "joint_copy"  # on the first of several whose copies lie one after another: their `Joint`
 
 
 def parameter(weight: Weight, mesh: DeviceMesh, placement: Placement) -> nn.Parameter:
@@ -65,7 +65,7 @@ class Joint(NamedTuple):
     """Copies of weights that share an input, as one weight: the rows of one after those of another."""
 
     weight: Tensor
-    rows: list[int]  # of each
+    rows: list[int]  # in each weight
 
 
 def joint_copy(params: Sequence[DTensor]) -> Joint | None:

@@ -20,7 +20,7 @@ class Staging:
     def __init__(self, optimizer: Optimizer) -> None:
         self._memory = HostMemory()
         self._copies: dict[str, Tensor] = {}
-        self._ready: torch.cuda.Event | None = None  # of the latest copies
+        self._ready: torch.cuda.Event | None = None  # recorded behind the latest copies
         self._closed = False
         optimizer.register_step_pre_hook(self._hold)
 

@@ -70,8 +70,6 @@ class AllHeadsNorm(nn.Module):
 class Attention(nn.Module):
     """Causal grouped-query attention, heads split over tp. eps: of norms. factor: of its output."""
 
-    share_input = ("q", "k", "v")
-
     def __init__(
         self, part: GroupedQueryPart, eps: float, rotary: bool, tp: DeviceMesh, kernels: Kernels, factor: float = 1.0
     ) -> None:
@@ -89,6 +87,8 @@ class Attention(nn.Module):
         elif part.kind.norms == "all":
             self.q_norm = AllHeadsNorm(weights["q_norm.weight"], heads.width, eps, tp, kernels)
             self.k_norm = AllHeadsNorm(weights["k_norm.weight"], heads.width, eps, tp, kernels)
+        # A norm keeps what it takes, and attention without RoPE too: a part of one tensor would keep all of that.
+        self.share_input = ("q", "k", "v") if rotary and part.kind.norms is None else ()
         # Without q/k norms, nothing else keeps the input of RoPE, so recomputing RoPE would save no memory.
         self.rope = partial(rope, backend=kernels.rope)
         self.rope_of_parts = partial(rope_of_parts, backend=kernels.rope)

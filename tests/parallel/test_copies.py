@@ -21,8 +21,8 @@ from megalite.optim.build import build_optimizer
 from megalite.parallel.copies import Copies
 from megalite.parallel.parameter import copy_of, cut
 from megalite.parallel.tensor import ColumnLinear, columns
-from megalite.plan.model.roles import UP_PROJECTION
 from megalite.plan.parts.part import Weight
+from megalite.plan.parts.roles import UP_PROJECTION
 from megalite.train.step import gradients
 
 MODEL = Model(2, 16, 4, 2, None, 24, 40, 16, qk_norm=True, qkv_bias=True)

@@ -23,7 +23,7 @@ SLUGS = [f"lr{rate:g}" for rate in RATES]
 
 def test_every_state_and_what_is_started_again(tmp_path: Path) -> None:
     script = {slug: [end] for slug, end in zip(SLUGS, ENDS, strict=True)}
-    launch = {"parallel": 3, "attempts": 2, "minutes": 0.08}
+    launch = {"parallel": 3, "attempts": 2, "minutes": 0.2}  # of which the slowest takes all
     faked = Faked(tmp_path, script, grid={"optim.lr": RATES}, launch=launch)
     told = faked.sweep("launch", code=1)
     assert faked.states() == dict(zip(SLUGS, STATES, strict=True))

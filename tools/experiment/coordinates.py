@@ -83,13 +83,19 @@ def _hooks(stage: Decoder, mesh: Mesh, add: Add) -> Iterator[Any]:
         yield layer.attention.register_forward_pre_hook(partial(_scores, add, mesh, scale))
         yield layer.attention.register_forward_hook(partial(_output, add, "attention", branch))
         yield layer.mlp.register_forward_hook(partial(_output, add, "mlp", branch))
-        yield layer.register_forward_hook(partial(_output, add, "residual", 1.0))
+        yield layer.register_forward_hook(partial(_stream, add))
     if stage.head is not None:
         yield stage.head.register_forward_pre_hook(partial(_logits, add))
 
 
 def _output(add: Add, name: str, factor: float, module: Any, inputs: Any, output: Tensor) -> None:
     add(name, output, factor)
+
+
+def _stream(add: Add, layer: Layer, inputs: Any, output: tuple[Tensor, Tensor | None]) -> None:
+    """Add the sizes of the residual stream, which a layer hands on as two tensors, or as one."""
+    x, added = output
+    add("residual", x if added is None else x.detach() + added.detach())
 
 
 @torch.no_grad()

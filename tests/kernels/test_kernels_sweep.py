@@ -3,7 +3,7 @@
 import json
 from collections.abc import Callable
 from dataclasses import replace
-from importlib import import_module
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -82,19 +82,17 @@ def test_threads_load_16_bytes_and_hold_few_elements(itemsize: int) -> None:
 
 
 def _plant(monkeypatch: pytest.MonkeyPatch, change: Callable[..., Any], of_block: int) -> None:
-    """Let kernels of swiglu with blocks of that size run on what `change` makes of their grid."""
-    module = import_module("megalite_kernels.swiglu")
-    correct = module._grid
+    """Let programs of swiglu with blocks of that size be launched by `change`."""
 
-    def planted(block: int, *tensors: torch.Tensor) -> Any:
-        grid = correct(block, *tensors)
-        return change(*grid) if block == of_block else grid
+    def planted(correct: Callable[..., Any], *given: Any) -> Any:
+        return change(correct, *given) if given[-1].elements == of_block else correct(*given)
 
-    monkeypatch.setattr(module, "_grid", planted)
+    for name in ("launch_swiglu", "launch_swiglu_backward"):
+        monkeypatch.setattr(sweep, name, partial(planted, getattr(sweep, name)))
 
 
-def _gate_for_up(rows: list[torch.Tensor], programs: int, width: int) -> tuple[list[torch.Tensor], int, int]:
-    return [rows[0], rows[0], *rows[2:]], programs, width
+def _gate_for_up(launch: Callable[..., Any], gate: torch.Tensor, up: torch.Tensor, *rest: Any) -> Any:
+    return launch(gate, gate, *rest)
 
 
 def _fail(*_: object) -> None:

@@ -117,14 +117,14 @@ class _Linears(torch.autograd.Function):
         make = partial(accumulate, trained, lambda: _gather(x, group)(), product, factor)
         put_off = not trained or (ctx.gradients is not None and ctx.gradients.later(make))
         inputs = None if put_off else _gather(x, group)
+        params = ctx.params
         if ctx.rows is not None:
-            joined = _joined(grads)
-            if joined is None:
+            if (joined := _joined(grads)) is None:
                 weights = weights[0].split(ctx.rows)
             else:
-                prepared = [product.prepare_gradient(joined)]
+                prepared, params = [product.prepare_gradient(joined)], params[:1]
         of_x = None
-        for grad, param, weight in zip(prepared, ctx.params, weights, strict=False) if ctx.needs_input_grad[0] else ():
+        for grad, param, weight in zip(prepared, params, weights, strict=True) if ctx.needs_input_grad[0] else ():
             of_x = product.input_gradient(grad, product.prepare_weight(param, weight), of_x, factor)
         scattered = None if group is None or of_x is None else start_reduce_scatter(of_x, group)
         if inputs is not None:

@@ -8,7 +8,6 @@ import torch
 from attention_parts import oracle
 from flash_stand_ins import STAND_INS
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from megalite.config.layers import Scores, layer_kinds
 from megalite.config.schema import Batch, Config, Model, Run
@@ -18,6 +17,7 @@ from megalite.parallel.packed import Packed
 from megalite.parallel.sequence import Documents, Sequences, own_blocks
 from megalite.plan.parts.attention_memory import AttentionMemory
 from megalite.plan.parts.sizes import Sizes
+from megalite_tools.bench.moved_bytes import MovedBytes
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 LENGTH, HEADS, KV_HEADS, WIDTH = 12, 6, 2, 8
@@ -89,33 +89,15 @@ def test_a_compiled_layer_is_one_graph_whatever_the_documents() -> None:
     assert compiled.graphs == 1
 
 
-class Moved(TorchDispatchMode):
-    """Bytes that operations read and write, those of kernels of attention and views left out."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bytes = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = func(*args, **(kwargs or {}))
-        name = func._schema.name
-        if "flash_attention" not in name and not name.startswith("aten::empty") and not func.is_view:
-            outputs = found if isinstance(found, (tuple, list)) else (found,)
-            every = [*args, *(kwargs or {}).values(), *outputs]
-            parts = [x for each in every for x in (each if isinstance(each, (tuple, list)) else (each,))]
-            self.bytes += sum(x.nbytes for x in parts if isinstance(x, Tensor) and x.is_meta)
-        return found
-
-
 def plumbing(attend: Any, length: int, samples: int) -> float:
     """Bytes per token, forward and backward, around the kernels of one layer of Llama 3 8B in bf16."""
     q, k, v = (
         torch.empty(length, samples, count, 128, dtype=torch.bfloat16, device=META, requires_grad=True)
         for count in (32, 8, 8)
     )
-    with Moved() as moved:
+    with MovedBytes(lambda name, tensor: "flash_attention" not in name and tensor.is_meta) as moved:
         attend(q, k, v)
-    return moved.bytes / (length * samples)
+    return moved.bytes.total() / (length * samples)
 
 
 def in_one_call(documents: Sequence[Documents] | None, window: int | None) -> Any:

@@ -13,8 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from megalite.config.layers import layer_kinds
 from megalite.config.layout import Layout
@@ -24,12 +22,11 @@ from megalite.distributed.mesh import Mesh
 from megalite.model.decoder import Decoder
 from megalite.model.positions import TokenPositions
 from megalite.parallel.copies import Copies
+from megalite_tools.bench.moved_bytes import MovedBytes
 
 META = torch.device("meta")
 DEEP, SHALLOW = 3, 2  # layers
 LONG, SHORT = 512, 256  # tokens
-PRODUCTS = ("mm", "addmm_")
-NOTHING = ("empty", "new_empty", "empty_like", "new_empty_strided", "_unsafe_view")  # neither read nor write
 
 
 def bytes_per_layer(preset: str) -> Counter[str]:
@@ -53,7 +50,7 @@ def _moved(preset: str, layers: int, tokens: int) -> Counter[str]:
     kinds = {kind.attention.heads.scores for kind in layer_kinds(model)}
     positions = replace(positions, attention=dict.fromkeys(kinds, _Attend.apply))
     x = torch.empty(tokens, 1, model.width, dtype=torch.bfloat16, device=META, requires_grad=True)
-    with _Moved() as moved:
+    with MovedBytes(lambda name, tensor: True) as moved:
         stage(x, positions).backward(torch.empty_like(x))
     return moved.bytes
 
@@ -69,24 +66,3 @@ class _Attend(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
         return tuple(x.new_empty(x.shape) for x in ctx.saved_tensors)
-
-
-class _Moved(TorchDispatchMode):
-    """Counts the bytes that operations read and write."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bytes = Counter[str]()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **kwargs or {})
-        name = func.overloadpacket.__name__
-        if name in PRODUCTS:
-            self.bytes[name] += _sizes(args[0]) if name == "addmm_" else 0
-        elif name not in NOTHING and not func.is_view:
-            self.bytes[name] += _sizes((args, kwargs, result))
-        return result
-
-
-def _sizes(values: Any) -> int:
-    return sum(leaf.nbytes for leaf in tree_leaves(values) if isinstance(leaf, Tensor))

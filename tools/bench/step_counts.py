@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from megalite.config.load import load
 from megalite.config.rules.validate import check
@@ -24,6 +23,7 @@ from megalite.plan.parts import pieces
 from megalite.plan.resolved import resolve
 from megalite.train.build import build, build_mesh, build_stage
 from megalite.train.step import gradients, train_step
+from megalite_tools.bench.moved_bytes import PRODUCTS, MovedBytes
 
 CPU = torch.device("cpu")
 LENGTH = 64  # positions
@@ -33,26 +33,9 @@ SETTINGS = (
     f"model.sequence_length={LENGTH}", "batch.micro=1", "batch.global=2", "schedule.name=constant",
 )  # fmt: skip
 TENSOR_PARALLEL = ("parallel.tp=2", "train.precision=fp32")
-PRODUCTS = ("mm", "addmm", "addmm_", "bmm")
 VIEWS_AND_ROWS = (
     "embedding_dense_backward", "embedding", "empty_like", "empty", "detach", "view", "t", "slice", "split_with_sizes",
 )  # fmt: skip
-
-
-class _Staged(TorchDispatchMode):
-    """Counts the bytes that operations other than products read and write of tensors as large as a matrix."""
-
-    def __init__(self, sizes: set[int]) -> None:
-        super().__init__()
-        self.sizes, self.bytes = sizes, Counter[str]()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **kwargs or {})
-        name = func.overloadpacket.__name__
-        if name not in PRODUCTS + VIEWS_AND_ROWS:
-            leaves = (leaf for leaf in tree_leaves((args, kwargs, result)) if isinstance(leaf, Tensor))
-            self.bytes[name] += sum(leaf.nbytes for leaf in leaves if leaf.numel() in self.sizes)
-        return result
 
 
 def staged_bytes(*settings: str) -> tuple[float, Counter[str]]:
@@ -71,7 +54,8 @@ def staged_bytes(*settings: str) -> tuple[float, Counter[str]]:
         train_step(job, batch, 0).read()  # makes what later steps find
         embedding = config.model.vocab_size
         matrices = [param for _, param in job.named_parameters() if param.ndim == 2 and embedding not in param.shape]
-        with _Staged({param.numel() for param in matrices}) as staged:
+        sizes = {param.numel() for param in matrices}
+        with MovedBytes(lambda name, tensor: name != "addmm_" and tensor.numel() in sizes) as staged:
             gradients(job, batch)
     return staged.bytes.total() / (len(batch.tokens) * sum(param.numel() for param in matrices)), +staged.bytes
 
@@ -87,7 +71,7 @@ class _Order(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if func.overloadpacket.__name__ in PRODUCTS:
+        if func.overloadpacket.__name__ in (*PRODUCTS, "addmm_"):
             self.events.append(("product", 0))
         elif func.namespace == "c10d":
             into, given = args[:2]

@@ -35,7 +35,6 @@ from megalite.schedule.actions import Action, Kind
 from megalite.schedule.generate import NAMES
 
 RESULT_COUNT = 10
-LOOKAHEAD = 1.2  # times a bound of several layouts, up to which ways to share states are looked at together
 MAX_WALKED_RANKS = 16  # ranks of a pipeline: in longer ones, all ranks are walked through for the first result only
 
 
@@ -107,16 +106,12 @@ class Level(IntEnum):
 
 
 class Node(NamedTuple):
-    """A layout, or several. choice: theirs, or of a first one. trial: of one whose time is known about.
-
-    above: of several, those are left whose way to share states has a bound above this.
-    """
+    """A layout, or several. choice: theirs, or of a first one. trial: of one whose time is known about."""
 
     level: Level
     shape: Shape
     choice: Choice
     trial: Trial | None = None
-    above: float = 0.0
 
 
 def search(
@@ -179,15 +174,15 @@ def _look(
             if result := _walked(space, node.choice, node.trial.plan, limit, found):
                 found.add(result)
             continue
-        for bound, child in _closer(space, node, seconds, room, found):
+        for bound, child in _closer(space, node, room, found):
             heappush(heap, (max(bound, seconds) if child.level < Level.TIMED else bound, next(number), child))
     if not found.results and (tightest := space.tightest(room)):
         found.too_large(*tightest)
 
 
-def _closer(space: Space, node: Node, seconds: float, room: float, found: Found) -> Iterator[tuple[float, Node]]:
-    """Yield the nodes that a node with a bound of `seconds` leads to, with bounds."""
-    shape, choice, ahead = node.shape, node.choice, LOOKAHEAD * seconds
+def _closer(space: Space, node: Node, room: float, found: Found) -> Iterator[tuple[float, Node]]:
+    """Yield the nodes that a node leads to, with bounds."""
+    shape, choice = node.shape, node.choice
     if node.trial is not None:
         yield node.trial.seconds, node._replace(level=Level.TIMED)
         return
@@ -195,7 +190,7 @@ def _closer(space: Space, node: Node, seconds: float, room: float, found: Found)
         case Level.SHAPE:
             if not space.may_fit(choice, room):
                 return
-            shared = space.next_sharing(shape, 0.0)
+            shared = min((bound for bound, _ in space.sharings(shape)), default=0.0)
             for pipeline in space.pipelines(choice):
                 needed = space.estimate.memory(pipeline)
                 if found.fits(needed, pipeline, room):
@@ -203,14 +198,14 @@ def _closer(space: Space, node: Node, seconds: float, room: float, found: Found)
                 if (bound := space.moves.of_pipeline(shape, pipeline, needed)) is not None:
                     yield max(shared, bound), Node(Level.MOVED, shape, pipeline)
         case Level.PIPELINE:
-            layouts = list(space.layouts(shape, choice, node.above, ahead))
+            layouts = list(space.layouts(shape, choice))
             found.layouts += len(layouts)
             needs = space.estimate.memories([layout for _, layout in layouts])
             for (bound, layout), needed in zip(layouts, needs, strict=True):
                 if found.fits(needed, layout, room):
                     yield bound, Node(Level.SHARED, shape, layout)
         case Level.MOVED:
-            for bound, layout in space.moves.wanted(shape, choice, space.layouts(shape, choice, node.above, ahead)):
+            for bound, layout in space.moves.wanted(shape, choice, space.layouts(shape, choice)):
                 yield bound, Node(Level.UNSPLIT, shape, layout)
         case Level.UNSPLIT:
             for bound, split in space.moves.splits(shape, choice):
@@ -231,8 +226,6 @@ def _closer(space: Space, node: Node, seconds: float, room: float, found: Found)
                 trial = Trial(plan, space.timer)
                 with suppress(InputError):  # an order that is searched may have no memory to be in
                     yield trial.least, node._replace(level=Level.ABOUT, trial=trial)
-    if node.level in (Level.PIPELINE, Level.MOVED) and (later := space.next_sharing(shape, ahead)) < inf:
-        yield later, node._replace(above=ahead)
 
 
 def _walked(space: Space, choice: Choice, planned: Plan, limit: float, found: Found) -> Result | None:

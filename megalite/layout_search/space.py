@@ -125,23 +125,13 @@ class Space:
                     found.append((self.least.of_sharing(shape, choice), choice))
         return self._sharings[shape]
 
-    def next_sharing(self, shape: Shape, above: float) -> float:
-        """The least bound of `sharings` above one of seconds."""
-        return min((bound for bound, _ in self.sharings(shape) if bound > above), default=inf)
-
-    def layouts(
-        self, shape: Shape, pipeline: Choice, above: float = 0.0, most: float = inf
-    ) -> Iterator[tuple[float, Choice]]:
-        """The layouts of a shape with the schedule of `pipeline`, each with a lower bound of its seconds.
-
-        above, most: between which the bounds of their sharings are.
-        """
+    def layouts(self, shape: Shape, pipeline: Choice) -> Iterator[tuple[float, Choice]]:
+        """The layouts of a shape with the schedule of `pipeline`, each with a lower bound of its seconds."""
         head, split, offloading = pipeline[:SHARING_INDEX], pipeline.split, list(self._offloading(pipeline.schedule))
         for bound, shared in self.sharings(shape):
-            if above < bound <= most:
-                sharing = shared[SHARING_INDEX:OFFLOADING_INDEX]
-                for offloads in offloading:
-                    yield bound, Choice._make((*head, *sharing, *offloads, split))
+            sharing = shared[SHARING_INDEX:OFFLOADING_INDEX]
+            for offloads in offloading:
+                yield bound, Choice._make((*head, *sharing, *offloads, split))
 
     def _pinned(self, key: str, otherwise: Any) -> Any:
         return [self.pins[key]] if key in self.pins else otherwise()

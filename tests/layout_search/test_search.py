@@ -41,9 +41,9 @@ def test_the_search_finds_what_an_exhaustive_one_does(case: tuple, monkeypatch: 
     late: list[tuple[float, Choice]] = []  # by how much bounds are above simulated times
     simulated, closer = 0, searching._closer
 
-    def compared(space: Space, node: searching.Node, least: float, room: float, found: Found):  # type: ignore[no-untyped-def]
+    def compared(space: Space, node: searching.Node, room: float, found: Found):  # type: ignore[no-untyped-def]
         nonlocal simulated
-        for seconds, child in closer(space, node, least, room, found):
+        for seconds, child in closer(space, node, room, found):
             if child.level is searching.Level.ABOUT:
                 simulated += 1
                 bound = max(seconds, space.least.of_layout(node.shape, node.choice))

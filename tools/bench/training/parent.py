@@ -117,8 +117,9 @@ class CaseRunner:
             else:
                 self.say(f"{case.id}: not run again, its earlier row stays: {reason}")
             return True
-        if case.limit + ENDING_SECONDS > self.left():
-            self.say(f"{case.id}: not started, as its {case.limit:.0f} s do not fit into the {self.left():.0f} s left")
+        if case.limit + ENDING_SECONDS > (left := self.left()):
+            wanted = f"its {case.limit:.0f} s and {ENDING_SECONDS:.0f} s to end it"
+            self.say(f"{case.id}: not started, as {wanted} do not fit into the {left:.0f} s left")
             return False
         self.begin(case)
         try:

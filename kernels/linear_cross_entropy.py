@@ -162,31 +162,37 @@ def _early(tokens: int, chunk: int) -> int:
 
 def _backward(
     scale: Tensor, x: Tensor, weight: Tensor, targets: Tensor, dx: Tensor, dw: Tensor, last: Tensor, lses: Tensor,
-    triton: bool, wants_dx: bool, wants_dw: bool, labels: Labels,
+    triton: bool, wants_dx: bool, wants_dw: bool, wide: bool, labels: Labels,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Gradients of x and of the weight, from the saved tensors; empty if unwanted, or if `dx` holds that of x."""
+    """Gradients of x and of the weight, from the saved tensors.
+
+    Empty if unwanted, if `dx` holds that of x, or if `dw` holds that of the weight, as it does where that is `wide`.
+    """
     early = len(x) - len(last)
     # With one chunk, the scaled gradient is rounded once; with several, their sum is scaled as a whole.
     of_last = torch.ones_like(scale) if early else scale
     gradient = launch_gradient if triton else torch_gradient
     gradient(last, targets[early:], lses, of_last.expand(len(last)), labels)
-    new_dx, all_dw = _gradients_like(x, weight, early, wants_dx, wants_dw)
+    new_dx, all_dw = _gradients_like(x, weight, early, wants_dx, wants_dw, wide)
     if wants_dx:
         torch.mm(last, weight, out=(dx if early else new_dx)[early:])
         if early:
             dx *= scale
     if wants_dw and early:
         add_product(dw, last.T, x[early:])
-        torch.mul(dw, scale, out=all_dw)
+        torch.mul(dw, scale, out=dw if wide else all_dw)
     elif wants_dw:
-        torch.mm(last.T, x, out=all_dw)
+        add_product(all_dw, last.T, x, beta=0)
     return new_dx, all_dw
 
 
-def _gradients_like(x: Tensor, weight: Tensor, early: int, wants_dx: bool, wants_dw: bool) -> tuple[Tensor, Tensor]:
+def _gradients_like(
+    x: Tensor, weight: Tensor, early: int, wants_dx: bool, wants_dw: bool, wide: bool
+) -> tuple[Tensor, Tensor]:
+    of_weight = wide_dtype(x.dtype) if wide else weight.dtype
     return (
         torch.empty_like(x) if wants_dx and not early else x.new_empty(0),
-        torch.empty_like(weight) if wants_dw else weight.new_empty(0),
+        torch.empty_like(weight, dtype=of_weight) if wants_dw and not (wide and early) else weight.new_empty(0),
     )
 
 
@@ -194,11 +200,11 @@ class _TorchLinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, group: dist.ProcessGroup | None, chunk: int,
-        wants_dx: bool, wants_dw: bool, labels: Labels,
+        wants_dx: bool, wants_dw: bool, wide: bool, labels: Labels,
     ) -> Tensor:  # fmt: skip
         loss, *ctx.kept = _forward(x, weight, targets, group, chunk, False, wants_dx, wants_dw, labels)
         ctx.save_for_backward(x, weight, targets)
-        ctx.options = False, wants_dx, wants_dw, labels
+        ctx.options = False, wants_dx, wants_dw, wide, labels
         return loss
 
     @staticmethod
@@ -210,18 +216,21 @@ class _TorchLinearCrossEntropy(torch.autograd.Function):
             )
         kept, ctx.kept = ctx.kept, None
         gradients = _backward(scale, *ctx.saved_tensors, *kept, *ctx.options)
-        return *_both(kept[0], *gradients, *ctx.options[1:3]), *(None,) * 6
+        return *_both(*kept[:2], *gradients, *ctx.options[1:4]), *(None,) * 7
 
 
-def _both(dx: Tensor, new_dx: Tensor, dw: Tensor, wants_dx: bool, wants_dw: bool) -> tuple[Tensor | None, ...]:
-    """The gradients for autograd. With several chunks, that of x is in `dx`, which forward has made."""
-    return (dx.detach() if len(dx) else new_dx) if wants_dx else None, dw if wants_dw else None
+def _both(
+    dx: Tensor, dw: Tensor, new_dx: Tensor, new_dw: Tensor, wants_dx: bool, wants_dw: bool, wide: bool
+) -> tuple[Tensor | None, ...]:
+    """The gradients for autograd. With several chunks, that of x is in `dx`, and a wide one of the weight in `dw`."""
+    of_x, of_weight = dx.detach() if len(dx) else new_dx, dw.detach() if wide and len(dw) else new_dw
+    return of_x if wants_dx else None, of_weight if wants_dw else None
 
 
 @torch.library.custom_op("megalite::linear_cross_entropy", mutates_args=())
 def _op(
     x: Tensor, weight: Tensor, targets: Tensor, group: str, chunk: int, triton: bool, wants_dx: bool, wants_dw: bool,
-    first: int, columns: int, vocabulary: int, ignore_index: int | None, smoothing: float, z_loss: float,
+    wide: bool, first: int, columns: int, vocabulary: int, ignore_index: int | None, smoothing: float, z_loss: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     labels = Labels(first, columns, vocabulary, ignore_index, smoothing, z_loss)
     return _forward(x, weight, targets, group_named(group), chunk, triton, wants_dx, wants_dw, labels)
@@ -238,19 +247,19 @@ def _(
 @torch.library.custom_op("megalite::linear_cross_entropy_backward", mutates_args=("dx", "dw", "last"))
 def _backward_op(
     scale: Tensor, x: Tensor, weight: Tensor, targets: Tensor, dx: Tensor, dw: Tensor, last: Tensor, lses: Tensor,
-    triton: bool, wants_dx: bool, wants_dw: bool,
+    triton: bool, wants_dx: bool, wants_dw: bool, wide: bool,
     first: int, columns: int, vocabulary: int, ignore_index: int | None, smoothing: float, z_loss: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     labels = Labels(first, columns, vocabulary, ignore_index, smoothing, z_loss)
-    return _backward(scale, x, weight, targets, dx, dw, last, lses, triton, wants_dx, wants_dw, labels)
+    return _backward(scale, x, weight, targets, dx, dw, last, lses, triton, wants_dx, wants_dw, wide, labels)
 
 
 @_backward_op.register_fake
 def _(
     scale: Tensor, x: Tensor, weight: Tensor, targets: Tensor, dx: Tensor, dw: Tensor, last: Tensor, lses: Tensor,
-    triton: bool, wants_dx: bool, wants_dw: bool, *_: Any,
+    triton: bool, wants_dx: bool, wants_dw: bool, wide: bool, *_: Any,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    return _gradients_like(x, weight, len(x) - len(last), wants_dx, wants_dw)
+    return _gradients_like(x, weight, len(x) - len(last), wants_dx, wants_dw, wide)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -263,9 +272,9 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
 
 @once_differentiable
 def _gradients(ctx: Any, scale: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-    x, weight, targets, dx, *kept = ctx.saved_tensors
-    found = _backward_op(scale, x, weight, targets, dx, *kept, *ctx.options)
-    return *_both(dx, *found, *ctx.options[1:3]), *(None,) * 12
+    x, weight, targets, dx, dw, *kept = ctx.saved_tensors
+    found = _backward_op(scale, x, weight, targets, dx, dw, *kept, *ctx.options)
+    return *_both(dx, dw, *found, *ctx.options[1:4]), *(None,) * 13
 
 
 _op.register_autograd(_gradients, setup_context=_save)
@@ -283,12 +292,14 @@ def linear_cross_entropy(
     vocabulary: int | None = None,
     columns: range | None = None,
     memory: int | None = None,
+    wide_gradient: bool = False,
     backend: Backend = "auto",
 ) -> Tensor:
     """`cross_entropy(x @ weight.T, targets, …)`, whose logits exist in chunks of tokens.
 
     x `[n, d]`, the same on every rank of `group`; weight `[w, d]`: this rank's classes, of the same data type. memory:
-    bytes that logits may take; for the default, see `chunk_tokens`. The other arguments are those of `cross_entropy`.
+    bytes that logits may take; for the default, see `chunk_tokens`. wide_gradient: that of the weight is the float32
+    sum, not rounded, for a weight whose `grad_dtype` allows it. The other arguments are those of `cross_entropy`.
     With several chunks, forward does most of backward's work, if gradients are wanted. Backward may run only once.
     The gradient of x is this rank's part, which the caller must add up over the group.
     """
@@ -300,8 +311,10 @@ def linear_cross_entropy(
     triton = use_triton(backend, x.device)
     given = x.contiguous(), weight.contiguous(), targets.contiguous()
     if not triton and not torch.compiler.is_compiling():
-        return _TorchLinearCrossEntropy.apply(*given, group if ranks > 1 else None, chunk, *wants, labels)
-    return _op(*given, name_of(group), chunk, triton, *wants, *labels)[0]
+        return _TorchLinearCrossEntropy.apply(
+            *given, group if ranks > 1 else None, chunk, *wants, wide_gradient, labels
+        )
+    return _op(*given, name_of(group), chunk, triton, *wants, wide_gradient, *labels)[0]
 
 
 def bytes_moved(tokens: int, width: int, columns: int, chunk: int, dtype: torch.dtype) -> tuple[int, int]:

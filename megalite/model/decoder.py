@@ -24,12 +24,13 @@ from megalite.model.norm import Norm
 from megalite.model.positions import TokenPositions
 from megalite.parallel.context import Attention as Attend
 from megalite.parallel.linear import linears
-from megalite.parallel.parameter import part
+from megalite.parallel.parameter import copy_of, part
 from megalite.parallel.tensor import ColumnLinear, VocabularyEmbedding
 from megalite.plan.model.weights import embedding, final_norm, head, layer_weights
 from megalite.plan.parts.attention import GroupedQueryPart
 from megalite.plan.parts.swiglu import SwiGLUPart
 from megalite_kernels import linear_cross_entropy
+from megalite_kernels.linear_cross_entropy import sums_in_products
 
 AUTO_KERNELS = Kernels()
 
@@ -109,7 +110,8 @@ class Head(nn.Module):
             (logits,) = linears(x, [weight], self.group)
             return logits
         x = all_gather(x, self.group)  # s b d
-        return self.cross_entropy(x.flatten(0, 1), part(weight), targets.flatten(), self.group)
+        wide = copy_of(weight) is not None and sums_in_products(x.device)  # a CPU rounds, as its products do
+        return self.cross_entropy(x.flatten(0, 1), part(weight), targets.flatten(), self.group, wide_gradient=wide)
 
 
 class Decoder(nn.Module):

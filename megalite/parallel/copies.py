@@ -74,6 +74,7 @@ class _Kept:
         self.seen = param._version, self.local._version, self.copy._version
         setattr(param, COPY, self.copy)
         if param.requires_grad:
+            self.copy.grad_dtype = None  # the head's is a float32 sum
             self.copy.register_post_accumulate_grad_hook(_handing_on(param))
 
 

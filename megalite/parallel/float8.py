@@ -25,10 +25,11 @@ from torch import Tensor, nn
 
 from megalite.base.errors import InputError, Problem
 from megalite.distributed.mesh import Mesh
-from megalite.parallel.product import Prepared
+from megalite.parallel.product import Prepared, add_rounded
 from megalite.parallel.tensor import ColumnLinear, Linear
 from megalite_kernels.backend import wide_dtype
 from megalite_kernels.float8 import ACTIVATION, GRADIENT, amax, cast, scale_for, transpose
+from megalite_kernels.linear_cross_entropy import sums_in_products
 
 CAPABILITY = (8, 9)  # the least compute capability with products in 8 bits
 
@@ -86,6 +87,7 @@ class Float8:
     """
 
     gradient = GRADIENT
+    makes_float32 = True  # PyTorch's product with one scale does
 
     def __init__(
         self,
@@ -143,6 +145,20 @@ class Float8:
         _, _, of_output, inverse = grad
         return self._product(of_output, x[0], inverse, x[1], factor)
 
+    def add_weight_gradient(
+        self, total: Tensor, has_values: bool, grad: Prepared, x: Prepared, factor: float = 1.0
+    ) -> None:
+        """Add gradᵀ x to `total`, or put it there if `total` has no values yet; rounded first if a product must."""
+        if not (self.makes_float32 and self.dtype == torch.bfloat16 and sums_in_products(total.device)):
+            add_rounded(total, has_values, self.weight_gradient(grad, x, factor))
+            return
+        _, _, of_output, inverse = grad
+        made = torch.empty_like(total) if has_values else total
+        scale = inverse if factor == 1 else inverse * factor
+        torch._scaled_mm(of_output, x[0].t(), scale, x[1], out_dtype=total.dtype, out=made)
+        if has_values:
+            total.add_(made)
+
     def _cast(
         self, x: Tensor, dtype: torch.dtype, spread: Spread, by_rows: bool = False, by_columns: bool = False
     ) -> tuple[Tensor, ...]:
@@ -185,6 +201,7 @@ class RowwiseFloat8(Float8):
     """
 
     gradient = ACTIVATION  # a row needs fewer exponents than a tensor
+    makes_float32 = False
 
     def prepare_kept(self, x: Prepared) -> Prepared:
         rows, inverse = (each.flatten(0, -2) for each in x)

@@ -149,10 +149,19 @@ def add_gradient(param: DTensor, grad: Tensor) -> None:
     """Add `grad`, a local gradient, to that of a sharded parameter, as autograd would."""
     if param.grad is None:
         # From PyTorch 2.15 on, FSDP2 may demand the data type of its reduction.
-        param.grad = dtensor(grad.to(param.grad_dtype or grad.dtype), param._spec)
+        if grad.dtype != (dtype := param.grad_dtype or grad.dtype):
+            wide = torch.empty_like(grad, dtype=dtype)
+            put(wide, grad)
+            grad = wide
+        param.grad = dtensor(grad, param._spec)
     else:
         assert isinstance(param.grad, DTensor)
         param.grad._local_tensor.add_(grad)
+
+
+def put(total: Tensor, grad: Tensor) -> None:
+    """Write `grad` to `total`, of perhaps another data type: on a GPU twice as fast as `copy_`."""
+    torch._foreach_copy_([total], [grad])
 
 
 def sum_of_gradients(param: DTensor) -> tuple[Tensor, bool]:

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megalite.parallel.parameter import put
 from megalite_kernels.linear_cross_entropy import add_product, sums_in_products
 
 Prepared = tuple[Tensor, ...]
@@ -107,7 +108,7 @@ def add_rounded(total: Tensor, has_values: bool, grad: Tensor) -> None:
     if has_values:
         total.add_(grad)
     else:
-        total.copy_(grad)
+        put(total, grad)
 
 
 def _product(x: Tensor, y: Tensor, factor: float) -> Tensor:

@@ -121,6 +121,24 @@ def test_weight_gradients_are_summed_in_float32() -> None:
     assert weight.grad[:, 0].tolist() == [-count / 2, count / 2]
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("chunk", [4, 11])
+def test_a_wide_gradient_of_the_weight_is_rounded_to_float32_alone(chunk: int, backend: Any) -> None:
+    x, weight, targets = problem(11, 24, 70, torch.bfloat16)
+    found = []
+    for wide in (False, True):
+        leaf = weight.clone().requires_grad_()
+        leaf.grad_dtype = None
+        memory = memory_of(chunk, 70, torch.bfloat16)
+        loss = linear_cross_entropy(x, leaf, targets, memory=memory, wide_gradient=wide, backend=backend)
+        (loss * SCALE).backward()
+        found.append(leaf.grad)
+    rounded, wide_gradient = found
+    assert (rounded.dtype, wide_gradient.dtype) == (torch.bfloat16, torch.float32)
+    torch.testing.assert_close(wide_gradient.bfloat16(), rounded, rtol=2**-7, atol=1e-5)  # one chunk: other sums
+    assert wide_gradient.bfloat16().float().ne(wide_gradient).any()
+
+
 @pytest.mark.parametrize("chunk", [4, 11])
 @pytest.mark.parametrize("wanted", [(True, False), (False, True), (False, False)])
 def test_only_wanted_gradients(wanted: tuple[bool, bool], chunk: int) -> None:
@@ -200,7 +218,7 @@ def test_no_tensor_is_as_large_as_all_logits() -> None:
     """Inside the operations too."""
     x, weight, targets = problem(64, 4, 50, torch.float32)
     operations = sys.modules["megalite_kernels.linear_cross_entropy"]
-    options = (False, True, True, 0, 50, 50, None, 0.0, 0.0)
+    options = (False, True, True, False, 0, 50, 50, None, 0.0, 0.0)
     with Largest() as largest:
         _, *kept = operations._op._init_fn(x, weight, targets, "", 16, *options)
         operations._backward_op._init_fn(torch.ones((), device=DEVICE), x, weight, targets, *kept, *options)
@@ -220,10 +238,11 @@ def test_backward_runs_once(backend: Any, told: str, chunk: int) -> None:
         loss.backward()
 
 
+@pytest.mark.parametrize("wide", [False, True])
 @pytest.mark.parametrize("chunk", [4, 11])
-def test_custom_ops(chunk: int) -> None:
-    x, weight, targets = problem(11, 24, 70, torch.float32)
-    options = (True, True, True, 0, 70, 70, IGNORED, 0.1, 0.01)
+def test_custom_ops(chunk: int, wide: bool) -> None:
+    x, weight, targets = problem(11, 24, 70, torch.bfloat16 if wide else torch.float32)
+    options = (True, True, True, wide, 0, 70, 70, IGNORED, 0.1, 0.01)
     operations = torch.ops.megalite
     forward, backward = operations.linear_cross_entropy.default, operations.linear_cross_entropy_backward.default
     kept = forward(x, weight, targets, "", chunk, *options)[1:]

@@ -26,6 +26,7 @@ from megalite.plan.parts.roles import UP_PROJECTION
 from megalite.train.step import gradients
 
 MODEL = Model(2, 16, 4, 2, None, 24, 40, 16, qk_norm=True, qkv_bias=True)
+EIGHTS = replace(MODEL, heads=2, kv_heads=2, ffn=32)  # its sizes fit products in 8 bits
 
 ONE = Layout()
 
@@ -230,20 +231,24 @@ def test_compiled_layers_hand_their_gradients_to_the_parameters() -> None:
             assert (ours - theirs).norm() <= 0.1 * theirs.norm() + 1e-6, name
 
 
-def test_gradients_of_micro_batches_are_summed_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("weight", "precision"), [(".mlp.up", "bf16"), (".mlp.up", "fp8"), ("head.output", "bf16")])
+def test_gradients_of_micro_batches_are_summed_in_float32(
+    weight: str, precision: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Products that add to the sums round nothing: they come nearer to the gradients of float32 products."""
     with one_rank():
-        job = make(configured("zero1"))
+        job = make(configured("zero1", model=EIGHTS, precision=precision))
         batch = random_batch(job, 0)
 
         def summed() -> Tensor:
             gradients(job, batch)
-            grads = [param.grad.to_local().double() for name, param in job.named_parameters() if ".mlp.up" in name]
+            grads = [param.grad.to_local().double() for name, param in job.named_parameters() if weight in name]
             job.optimizer.zero_grad()
             return torch.cat([grad.flatten() for grad in grads])
 
         rounded = summed()
-        monkeypatch.setattr("megalite.parallel.product.sums_in_products", lambda device: True)
+        for module in ("parallel.product", "parallel.float8", "model.decoder"):
+            monkeypatch.setattr(f"megalite.{module}.sums_in_products", lambda device: True)
         wide = summed()
         # Sums of float32 products, each rounded to bf16 or not.
         assert 0 < (rounded - wide).norm() < 2**-8 * wide.norm()

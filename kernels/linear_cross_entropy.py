@@ -216,7 +216,7 @@ class _TorchLinearCrossEntropy(torch.autograd.Function):
             )
         kept, ctx.kept = ctx.kept, None
         gradients = _backward(scale, *ctx.saved_tensors, *kept, *ctx.options)
-        return *_both(*kept[:2], *gradients, *ctx.options[1:4]), *(None,) * 7
+        return *_both(kept[0], kept[1], *gradients, *ctx.options[1:4]), *(None,) * 7
 
 
 def _both(

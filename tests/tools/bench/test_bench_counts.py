@@ -33,8 +33,9 @@ def test_a_count_keeps_its_limit_and_is_that_of_the_page(row: Count) -> None:
     assert row.limit is None or count <= row.limit
     found = re.search(rf"^\| {re.escape(row.name)} \| ([\d,.]+) \|", PAGE, re.MULTILINE)
     assert found is not None
-    written = float(found[1].replace(",", ""))  # perhaps with another Python or PyTorch
-    assert count == pytest.approx(written, rel=0.1), "make the page again"
+    written = float(found[1].replace(",", ""))
+    if f"torch {torch.__version__[:4]}" in PAGE:  # with another, the host makes fewer or more calls
+        assert count == pytest.approx(written, rel=0.1), "make the page again"
 
 
 @pytest.mark.usefixtures("world")

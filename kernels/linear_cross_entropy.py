@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
 
 from megalite_kernels.backend import Backend, use_triton, wide_dtype
@@ -70,16 +71,19 @@ def _chunks(count: int, chunk: int) -> list[slice]:
     return [slice(start, min(start + chunk, count)) for start in range(0, count, chunk)]
 
 
-def sums_in_products(device: torch.device) -> bool:
-    """Return whether `add_product` makes no wide copies of its operands on `device`."""
-    return device.type == "cuda"
+def sums_in_products(total: Tensor) -> bool:
+    """Return whether `add_product` adds to `total` without wide copies of its operands.
+
+    A GPU does; where memory is counted with tensors that have no data, it is a GPU's.
+    """
+    return total.is_cuda or isinstance(total, FakeTensor)
 
 
 def add_product(total: Tensor, a: Tensor, b: Tensor, beta: int = 1, alpha: float = 1.0) -> None:
     """total = beta·total + alpha·a·b, rounded only to the data type of `total`, which may be wider than a's and b's."""
     if total.dtype == a.dtype:
         torch.addmm(total, a, b, beta=beta, alpha=alpha, out=total)
-    elif sums_in_products(total.device):
+    elif sums_in_products(total):
         torch.addmm(total, a, b, out_dtype=total.dtype, beta=beta, alpha=alpha, out=total)
     else:  # a CPU has no such product; wide copies of all logits would take more memory
         wide = b.to(total.dtype)

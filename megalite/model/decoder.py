@@ -110,7 +110,7 @@ class Head(nn.Module):
             (logits,) = linears(x, [weight], self.group)
             return logits
         x = all_gather(x, self.group)  # s b d
-        wide = copy_of(weight) is not None and sums_in_products(x.device)  # a CPU rounds, as its products do
+        wide = copy_of(weight) is not None and sums_in_products(x)  # a CPU rounds, as its products do
         return self.cross_entropy(x.flatten(0, 1), part(weight), targets.flatten(), self.group, wide_gradient=wide)
 
 

@@ -149,7 +149,7 @@ class Float8:
         self, total: Tensor, has_values: bool, grad: Prepared, x: Prepared, factor: float = 1.0
     ) -> None:
         """Add gradᵀ x to `total`, or put it there if `total` has no values yet; rounded first if a product must."""
-        if not (self.makes_float32 and self.dtype == torch.bfloat16 and sums_in_products(total.device)):
+        if not (self.makes_float32 and self.dtype == torch.bfloat16 and sums_in_products(total)):
             add_rounded(total, has_values, self.weight_gradient(grad, x, factor))
             return
         _, _, of_output, inverse = grad

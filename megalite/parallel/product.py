@@ -87,7 +87,7 @@ class Plain:
         self, total: Tensor, has_values: bool, grad: Prepared, x: Prepared, factor: float = 1.0
     ) -> None:
         """Add gradᵀ x to `total`, or put it there if `total` has no values yet."""
-        if sums_in_products(total.device) and type(self).weight_gradient is Plain.weight_gradient:
+        if sums_in_products(total) and type(self).weight_gradient is Plain.weight_gradient:
             add_product(total, grad[0].flatten(0, -2).t(), x[0].flatten(0, -2), int(has_values), factor)
         else:  # wide copies of the operands would take more memory than the gradient
             add_rounded(total, has_values, self.weight_gradient(grad, x, factor))

@@ -26,7 +26,6 @@ from megalite.plan.units import Unit, Weights
 ID_BYTES = 8  # bytes of a token's id
 ROWS = 128  # rows that cross_entropy handles at a time
 MIN_CHUNK_TOKENS, TILE = 4096, 128  # the lowest limit for a chunk of the head; chunks are multiples of TILE tokens
-CLASSES = 1024  # classes whose logits the head widens at a time, to sum the gradient of its weight
 OFFLOAD_SHARE = 32  # a tensor below 1/32 of a layer's input, such as a statistic of its rows, is not worth a copy
 
 
@@ -134,7 +133,6 @@ class Activations(Sizes):
         chunk, several = self._chunk, self.chunks_head
         logits, inputs = chunk * columns * self.w, self.gathered or self.stream
         block = 2 * min(ROWS, chunk) * columns * self.z if narrow else 0  # a block lives until the next one is made
-        copies = chunk * (min(CLASSES, columns) + model.width) * self.z if narrow and several and made else 0
         kept = [
             Kept("norms", self.stream + self.statistic, "norm"),
             Kept("head", inputs + logits + self.z * chunk, "output"),
@@ -143,10 +141,10 @@ class Activations(Sizes):
             kept.append(Kept("head", inputs + self.z * made, "output"))
         backward = (
             Moment("loss", block),
-            Moment("output", copies if several else inputs, self.w * made),
+            Moment("output", 0 if several else inputs, self.w * made, summed=0 if several else self.z * made),
             Moment("norm", self.norm),
         )
-        forward = max(block, copies) + (logits if several and self.t > 1 else 0)
+        forward = block + (logits if several and self.t > 1 else 0)
         own = [final_norm(model), *([] if tied else [output])]
         return Unit("head", self._weights(own), _newest(own, self.t), tuple(kept), forward, backward)
 

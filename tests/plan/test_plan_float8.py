@@ -86,6 +86,6 @@ def test_the_planner_takes_the_rates_of_8_bits_and_utilization_is_that_of_bf16()
     assert 1.05 < slow.seconds / fast.seconds < 1.5
     assert fast.mfu / slow.mfu == pytest.approx(slow.seconds / fast.seconds)
     rowwise = predict(replace(fp8, train=replace(fp8.train, float8_recipe="rowwise")), cluster)
-    assert 1.05 < rowwise.seconds / fast.seconds < 1.25
+    assert 1.03 < rowwise.seconds / fast.seconds < 1.08  # one H200 took 1.04 times as long
     wide = [predict(replace(fp8, train=Train(float8_recipe=each)), cluster) for each in ("tensorwise", "rowwise")]
     assert wide[0].seconds == wide[1].seconds == slow.seconds

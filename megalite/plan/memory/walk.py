@@ -178,7 +178,8 @@ class Walk:
         reduction = self.reductions[action]
         parts = self.parts[action.stage]
         # An embedding that the head of its stage uses too: the head's gradient waits, and is added to the look-up's.
-        waiting = self.states.w * parts[0].weights.gradients if parts[0].with_stage and not parts[0].copy else 0
+        gradient = states.r if states.copies else states.w
+        waiting = gradient * parts[0].weights.gradients if parts[0].with_stage and not parts[0].copy else 0
         for index, part in self._through(action.stage, backwards=True):
             key = action.stage, index
             puts_off = split and part.puts_off
@@ -192,17 +193,22 @@ class Walk:
             # Until the last layer has added to it, the gradient of its output is the received one, held anyway.
             given = self.sizes.stream if index == len(parts) - 1 and action.stage < self.table.stages - 1 else 0
             for moment in part.backward:
-                made = 0 if puts_off else moment.weights + (0 if self._adds_at_once(key) else made)
-                sums += 0 if puts_off else self._new_sums(key, moment)
+                begun = 0 if puts_off else self._new_sums(key, moment)
+                if is_sum := states.copies > 0 and moment.summed is not None:
+                    made = moment.summed or 0
+                else:
+                    made = 0 if puts_off else self._made(moment) + (0 if self._adds_at_once(key) else made)
+                    sums += begun
                 again = part.again[moment.name]
                 summed = waiting if index == 0 else 0
                 taken = moment.temporaries - given
-                # Where two gradients are summed first, they are gone when their float32 sum begins.
-                new = max(made + summed, sums) if states.copies and summed else made + sums + summed
+                # The two gradients of a tied copy make one, which is its float32 sum.
+                new = made + (summed or sums if states.copies else sums + summed)
                 self._see(taken + new + again + beside, self._gathered(part), moment.name)
                 if moment.name == "gate and up":
                     given = 0
                 self._release(part, moment, puts_off)
+                sums += begun if is_sum else 0
                 if puts_off and moment.weights:
                     put_off = PutOff(key, moment, part.put_off[moment.name])
                     self.put_off.setdefault((action.stage, action.micro), []).append(put_off)
@@ -232,7 +238,7 @@ class Walk:
         for put_off in self.put_off.pop((action.stage, action.micro), []):
             self.at = put_off.key
             self.passing = self.parts[action.stage][put_off.key[1]].times > 1
-            new = put_off.moment.weights
+            new = self._made(put_off.moment)
             sums = self._new_sums(put_off.key, put_off.moment)
             self._see(made.total() + new + sums + put_off.moment.again, what=put_off.moment.name)
             made[put_off.key] += sums if self._adds_at_once(put_off.key) else new
@@ -297,8 +303,14 @@ class Walk:
             return True
         return key in self.whole and (not self.states.managed or self.states.r == self.states.w)
 
+    def _made(self, moment: Moment) -> int:
+        """Bytes of new gradients of weights beside their sums: products add to the sums of weights with copies."""
+        train = self.config.train
+        rounded = moment.name == "lookup" or (train.precision == "fp8" and train.float8_recipe == "rowwise")
+        return moment.weights if rounded or not self.states.copies else 0
+
     def _new_sums(self, key: PartKey, moment: Moment) -> int:
-        """Bytes of sums that the first gradients of weights with copies begin, beside these gradients."""
+        """Bytes of sums that the first gradients of weights with copies begin."""
         return moment.weights * self.states.r // self.states.w if self.states.copies and key not in self.whole else 0
 
     def _add_up(self, key: PartKey, part: Unit, beside: int) -> None:

@@ -6,10 +6,13 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from megalite.config.layout import Layout
+
+# From PyTorch 2.14 on it is public, and the private one warns.
+set_timeout = getattr(dist, "set_timeout", None) or distributed_c10d._set_pg_timeout
 
 
 @dataclass(frozen=True)
@@ -60,7 +63,7 @@ class Mesh:
         mesh = Mesh(layout, device, root, world, rank, cp, stage) if rank < layout.world_size else None
         if mesh is not None and timeout is not None:
             for group in mesh.groups:
-                _set_pg_timeout(timeout, group)
+                set_timeout(timeout, group)
         if device.type == "cuda":
             connect(dict.fromkeys([dist.group.WORLD, *(mesh.groups if mesh is not None else ())]), device)
         return mesh

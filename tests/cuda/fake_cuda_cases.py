@@ -303,7 +303,7 @@ def timeouts(config: Config) -> set[timedelta]:
     told = []
     with (
         world(config.parallel.layout.world_size),
-        patch("megalite.distributed.mesh._set_pg_timeout", lambda *given: told.append(given)),
+        patch("megalite.distributed.mesh.set_timeout", lambda *given: told.append(given)),
     ):
         mesh = Mesh.build(config.parallel.layout, DEVICE, timeout=timedelta(seconds=77))
         assert mesh is not None

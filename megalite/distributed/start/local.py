@@ -152,8 +152,10 @@ def _fork(module: str, arguments: Sequence[str], environment: dict[str, str], lo
                 os.dup2(output.fileno(), 1)
                 os.dup2(output.fileno(), 2)
         os.environ.update(environment)
-        if THREADS in environment and "torch" in sys.modules:  # OpenMP has read its environment already
-            sys.modules["torch"].set_num_threads(int(environment[THREADS]))
+        if torch := sys.modules.get("torch"):
+            # OpenMP has read its environment already. A pool of threads that the fork has lost is made anew here, as
+            # PyTorch 2.14 aborts where two threads of autograd do that at once.
+            torch.set_num_threads(int(environment.get(THREADS, torch.get_num_threads())))
         sys.modules.pop(module, None)  # the launcher may run it too
         sys.argv[1:] = arguments
         runpy.run_module(module, run_name="__main__", alter_sys=True)

@@ -153,9 +153,9 @@ class Float8:
             add_rounded(total, has_values, self.weight_gradient(grad, x, factor))
             return
         _, _, of_output, inverse = grad
-        made = torch.empty_like(total) if has_values else total
-        scale = inverse if factor == 1 else inverse * factor
-        torch._scaled_mm(of_output, x[0].t(), scale, x[1], out_dtype=total.dtype, out=made)
+        made = self._product(
+            of_output, x[0], inverse, x[1], factor, out=torch.empty_like(total) if has_values else total
+        )
         if has_values:
             total.add_(made)
 
@@ -184,11 +184,22 @@ class Float8:
             return self._cast(weight[0], ACTIVATION, self._weights, by_rows=not by_columns, by_columns=by_columns)
         return weight[2:] if by_columns else weight[:2]
 
-    def _product(self, a: Tensor, b: Tensor, of_a: Tensor, of_b: Tensor, factor: float, fast: bool = False) -> Tensor:
-        """factor · a bᵀ for matrices by rows. of_a, of_b: inverses of their scales."""
+    def _product(
+        self,
+        a: Tensor,
+        b: Tensor,
+        of_a: Tensor,
+        of_b: Tensor,
+        factor: float,
+        fast: bool = False,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """factor · a bᵀ for matrices by rows. of_a, of_b: inverses of their scales. out: takes the result of products of
+        bfloat16, in its own data type.
+        """
         if self.dtype == torch.bfloat16:
-            scale = of_a if factor == 1 else of_a * factor
-            return torch._scaled_mm(a, b.t(), scale, of_b.t(), out_dtype=self.dtype, use_fast_accum=fast)
+            scale, dtype = of_a if factor == 1 else of_a * factor, self.dtype if out is None else out.dtype
+            return torch._scaled_mm(a, b.t(), scale, of_b.t(), out_dtype=dtype, use_fast_accum=fast, out=out)
         wide = wide_dtype(self.dtype)
         return (a.to(wide) @ b.to(wide).t() * ((of_a.to(wide) * of_b.to(wide).t()) * factor)).to(self.dtype)
 

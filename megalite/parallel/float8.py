@@ -194,8 +194,9 @@ class Float8:
         fast: bool = False,
         out: Tensor | None = None,
     ) -> Tensor:
-        """factor · a bᵀ for matrices by rows. of_a, of_b: inverses of their scales. out: takes the result of products of
-        bfloat16, in its own data type.
+        """factor · a bᵀ for matrices by rows.
+
+        of_a, of_b: inverses of their scales. out: takes the result of products of bfloat16, in its own data type.
         """
         if self.dtype == torch.bfloat16:
             scale, dtype = of_a if factor == 1 else of_a * factor, self.dtype if out is None else out.dtype

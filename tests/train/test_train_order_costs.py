@@ -36,7 +36,10 @@ def test_ranks_search_for_the_times_of_rank_0_and_train_as_under_any_order(ranks
     assert "where stages take the time of their FLOPs" in by_flops[0][0]
     assert named[0][0] == "schedule 1f1b"
     assert found[0][1] != named[0][1]
-    assert [losses for _, _, losses in found] == [losses for _, _, losses in named]
+    # Other orders lay tensors elsewhere, and some CPUs round products by that.
+    torch.testing.assert_close(
+        *(torch.tensor([each[2] for each in run], dtype=torch.float64) for run in (found, named)), rtol=1e-14, atol=0
+    )
 
 
 def test_the_cluster_is_the_one_that_is_named_or_that_has_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

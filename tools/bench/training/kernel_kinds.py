@@ -7,7 +7,7 @@ from typing import Any
 
 KINDS = (  # the first pattern that is found decides
     ("communication", r"nccl|c10d::|gloo"),
-    ("copy", r"memcpy|memset|aten::copy_|aten::_to_copy"),
+    ("copy", r"memcpy|memset|aten::copy_|aten::_to_copy|CopyFunctor"),
     ("attention", r"flash|fmha|sdpa|attention|_fwd_kernel_|mha_"),
     ("optimizer", r"adam|multi_tensor_apply|lpnorm|_squares_kernel|_fused_adamw_"),
     ("loss", r"cross_entropy|nll_loss|softmax|_stats_kernel|_merge_kernel|_gradient_kernel"),

@@ -210,10 +210,7 @@ def test_the_first_row_of_ours_is_what_a_group_is_compared_with() -> None:
         ("_stats_kernel", "loss"),
         ("liger_cross_entropy_kernel", "loss"),
         ("void at::native::(anonymous namespace)::multi_tensor_apply_kernel<FusedAdamMathFunctor>", "optimizer"),
-        (
-            "void at::native::(anonymous namespace)::multi_tensor_apply_kernel<TensorListMetadata<2>, CopyFunctor<float>>",
-            "copy",
-        ),
+        ("void at::native::(anonymous namespace)::multi_tensor_apply_kernel<CopyFunctor<float>>", "copy"),
         ("_adamw_kernel", "optimizer"),
         ("_squares_kernel", "optimizer"),
         ("triton_red_fused_add_mean_mul_0", "compiled"),

@@ -83,7 +83,9 @@ def add_product(total: Tensor, a: Tensor, b: Tensor, beta: int = 1, alpha: float
     """total = beta·total + alpha·a·b, rounded only to the data type of `total`, which may be wider than a's and b's."""
     if total.dtype == a.dtype:
         torch.addmm(total, a, b, beta=beta, alpha=alpha, out=total)
-    elif sums_in_products(total):
+    elif isinstance(total, FakeTensor):
+        return  # there is nothing to add, and a GPU takes no memory for it
+    elif total.is_cuda:
         torch.addmm(total, a, b, out_dtype=total.dtype, beta=beta, alpha=alpha, out=total)
     else:  # a CPU has no such product; wide copies of all logits would take more memory
         wide = b.to(total.dtype)

@@ -201,6 +201,7 @@ class Float8:
         if self.dtype == torch.bfloat16:
             scale, dtype = of_a if factor == 1 else of_a * factor, self.dtype if out is None else out.dtype
             return torch._scaled_mm(a, b.t(), scale, of_b.t(), out_dtype=dtype, use_fast_accum=fast, out=out)
+        assert out is None
         wide = wide_dtype(self.dtype)
         return (a.to(wide) @ b.to(wide).t() * ((of_a.to(wide) * of_b.to(wide).t()) * factor)).to(self.dtype)
 

@@ -197,7 +197,7 @@ class Walk:
                 if is_sum := states.copies > 0 and moment.summed is not None:
                     made = moment.summed or 0
                 else:
-                    made = 0 if puts_off else self._made(moment) + (0 if self._adds_at_once(key) else made)
+                    made = 0 if puts_off else self._made(key, moment) + (0 if self._adds_at_once(key) else made)
                     sums += begun
                 again = part.again[moment.name]
                 summed = waiting if index == 0 else 0
@@ -238,7 +238,7 @@ class Walk:
         for put_off in self.put_off.pop((action.stage, action.micro), []):
             self.at = put_off.key
             self.passing = self.parts[action.stage][put_off.key[1]].times > 1
-            new = self._made(put_off.moment)
+            new = self._made(put_off.key, put_off.moment)
             sums = self._new_sums(put_off.key, put_off.moment)
             self._see(made.total() + new + sums + put_off.moment.again, what=put_off.moment.name)
             made[put_off.key] += sums if self._adds_at_once(put_off.key) else new
@@ -303,11 +303,16 @@ class Walk:
             return True
         return key in self.whole and (not self.states.managed or self.states.r == self.states.w)
 
-    def _made(self, moment: Moment) -> int:
-        """Bytes of new gradients of weights beside their sums: products add to the sums of weights with copies."""
-        train = self.config.train
-        rounded = moment.name == "lookup" or (train.precision == "fp8" and train.float8_recipe == "rowwise")
-        return moment.weights if rounded or not self.states.copies else 0
+    def _made(self, key: PartKey, moment: Moment) -> int:
+        """Bytes of new gradients of weights beside their sums: PyTorch's products add to sums of weights with copies.
+
+        Products in 8 bits with one scale write float32: the first gradients are the sums, others are added to them.
+        """
+        train, states = self.config.train, self.states
+        rounds = moment.name == "lookup" or train.product != "plain" or train.compile
+        if not states.copies or rounds or (train.precision == "fp8" and train.float8_recipe == "rowwise"):
+            return moment.weights
+        return moment.weights * states.r // states.w if train.precision == "fp8" and key in self.whole else 0
 
     def _new_sums(self, key: PartKey, moment: Moment) -> int:
         """Bytes of sums that the first gradients of weights with copies begin."""

@@ -1,9 +1,9 @@
 """Matrix products of layers in 8-bit floating point: `train.precision: fp8`.
 
-Results are in the layers' data type. A scale follows from the largest absolute value of what it is for, a whole tensor,
-or a row or a column of a matrix, over all ranks that hold parts of that: over tp, and for activations and gradients
-over cp as well. So a micro-batch has the same scales in every layout; replicas, whose micro-batches are others, have
-their own.
+Results are in the layers' data type, but weight gradients that are added to float32 sums. A scale follows from the
+largest absolute value of what it is for, a whole tensor, or a row or a column of a matrix, over all ranks that hold
+parts of that: over tp, and for activations and gradients over cp as well. So a micro-batch has the same scales in every
+layout; replicas, whose micro-batches are others, have their own.
 
 Hopper multiplies a row-major matrix with a column-major one alone:
 

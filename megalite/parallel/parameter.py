@@ -160,7 +160,7 @@ def add_gradient(param: DTensor, grad: Tensor) -> None:
 
 
 def put(total: Tensor, grad: Tensor) -> None:
-    """Write `grad` to `total`, perhaps of another data type: `copy_` takes half as long again on a GPU."""
+    """Write `grad` to `total`, of perhaps another data type. On a GPU, `copy_` then takes half as long again."""
     torch._foreach_copy_([total], [grad])
 
 

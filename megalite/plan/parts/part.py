@@ -88,7 +88,8 @@ class Moment:
     weights: int = 0  # bytes of weight gradients made here; they stay until the unit has all of its weight gradients
     put_off: int = 0  # bytes of output gradients that a split backward keeps until W
     again: int = 0  # temporaries of W when it makes the weight gradients that were put off
-    summed: int | None = None  # in place of `weights` where these are made as float32 sums; those kept so are not new
+    # Bytes of new float32 sums in place of `weights`, where weights have copies; 0: forward keeps the sum already.
+    summed: int | None = None
 
 
 class Part(Protocol):

@@ -34,7 +34,9 @@ def test_a_count_keeps_its_limit_and_is_that_of_the_page(row: Count) -> None:
     found = re.search(rf"^\| {re.escape(row.name)} \| ([\d,.]+) \|", PAGE, re.MULTILINE)
     assert found is not None
     written = float(found[1].replace(",", ""))
-    if f"torch {torch.__version__[:4]}" in PAGE:  # with another, the host makes fewer or more calls
+    made_with = re.search(r"torch (\d+\.\d+)\.", PAGE)
+    assert made_with is not None
+    if torch.__version__.startswith(made_with[1]):  # with another, the host makes fewer or more calls
         assert count == pytest.approx(written, rel=0.1), "make the page again"
 
 

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from megalite.base.errors import listing
 from megalite.base.terminal import table
-from megalite.report.pictures import pyplot
+from megalite.report.pictures import pyplot, ticker
 from megalite_tools.experiment.coordinates import MODULES
 
 TOLERANCE = 0.25  # distance of a slope from 0, at most
@@ -133,7 +133,7 @@ def _panel(panel: Any, line: Line, module: str) -> None:
     panel.set_xscale("log", base=2)
     panel.set_yscale("log")
     panel.set_xticks(line.points, [str(point) for point in line.points])
-    panel.xaxis.minorticks_off()
+    panel.xaxis.set_minor_locator(ticker.NullLocator())
     panel.set_title(f"{module}: {line.slopes(module)[-1]:+.2f}", fontsize=9)
     panel.set_xlabel(line.axis)
     panel.grid(alpha=0.3)

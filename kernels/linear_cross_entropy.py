@@ -51,7 +51,8 @@ def chunk_tokens(
 
     Logits take at most `memory` bytes; if ranks split the vocabulary, this includes two chunks at a time. The default
     of `memory` is the size of the weight `[columns, width]`, but a chunk may always have 4096 tokens. By default, all
-    tokens are one chunk if that takes no more memory than chunks and their sum of dW. All ranks must choose the same
+    tokens are one chunk if that takes no more memory than chunks and their sum of dW, which one chunk needs for a wide
+    gradient alone. All ranks must choose the same
     number. So `columns` is the same for all ranks, and free memory is not considered.
     """
     token = columns * dtype.itemsize
@@ -83,10 +84,9 @@ def add_product(total: Tensor, a: Tensor, b: Tensor, beta: int = 1, alpha: float
     """total = beta·total + alpha·a·b, rounded only to the data type of `total`, which may be wider than a's and b's."""
     if total.dtype == a.dtype:
         torch.addmm(total, a, b, beta=beta, alpha=alpha, out=total)
-    elif isinstance(total, FakeTensor):
-        return  # there is nothing to add, and a GPU takes no memory for it
-    elif total.is_cuda:
-        torch.addmm(total, a, b, out_dtype=total.dtype, beta=beta, alpha=alpha, out=total)
+    elif sums_in_products(total):
+        if total.is_cuda:  # without data, there is nothing to add
+            torch.addmm(total, a, b, out_dtype=total.dtype, beta=beta, alpha=alpha, out=total)
     else:  # a CPU has no such product; wide copies of all logits would take more memory
         wide = b.to(total.dtype)
         for rows in _chunks(len(a), CHUNK_CLASSES):

@@ -194,11 +194,9 @@ class Walk:
             given = self.sizes.stream if index == len(parts) - 1 and action.stage < self.table.stages - 1 else 0
             for moment in part.backward:
                 begun = 0 if puts_off else self._new_sums(key, moment)
-                if is_sum := states.copies > 0 and moment.summed is not None:
-                    made = moment.summed or 0
-                else:
-                    made = 0 if puts_off else self._made(key, moment) + (0 if self._adds_at_once(key) else made)
-                    sums += begun
+                is_sum = states.copies > 0 and moment.summed is not None  # which counts as begun from then on
+                made = 0 if puts_off else self._made(key, moment) + (0 if self._adds_at_once(key) else made)
+                sums += 0 if is_sum else begun
                 again = part.again[moment.name]
                 summed = waiting if index == 0 else 0
                 taken = moment.temporaries - given
@@ -309,6 +307,8 @@ class Walk:
         Products in 8 bits with one scale write float32: the first gradients are the sums, others are added to them.
         """
         train, states = self.config.train, self.states
+        if states.copies and moment.summed is not None:
+            return moment.summed
         rounds = moment.name == "lookup" or train.product != "plain" or train.compile
         if not states.copies or rounds or (train.precision == "fp8" and train.float8_recipe == "rowwise"):
             return moment.weights

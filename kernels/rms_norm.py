@@ -190,7 +190,7 @@ def backward_block(
     tile = min(power_of_2(width), elements)
     rows = elements // tile
     tiles = -(-width // tile)
-    parts = -(-tiles // max(8 // itemsize, 1))
+    parts = -(-tiles // (4 if itemsize == 2 else 1))
     ahead = 2 * (rows * (3 * tile * itemsize + max(itemsize, 4)) + tile * weight_itemsize) + SCRATCH_BYTES
     stages = 3 if tiles == 1 and ahead <= shared else 1
     return {

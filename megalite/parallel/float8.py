@@ -32,6 +32,7 @@ from megalite_kernels.float8 import ACTIVATION, GRADIENT, amax, cast, scale_for,
 from megalite_kernels.linear_cross_entropy import sums_in_products
 
 CAPABILITY = (8, 9)  # the least compute capability with products in 8 bits
+CPU_SCALES_ROWS = torch.__version__ >= (2, 12)  # PyTorch's product in 8 bits takes a scale for every row on CPUs, too
 
 Groups = Sequence[dist.ProcessGroup]
 
@@ -198,7 +199,7 @@ class Float8:
 
         of_a, of_b: inverses of their scales. out: takes the result of products of bfloat16, in its own data type.
         """
-        if self.dtype == torch.bfloat16:
+        if self.dtype == torch.bfloat16 and (of_a.numel() == 1 or CPU_SCALES_ROWS or a.device.type != "cpu"):
             scale, dtype = of_a if factor == 1 else of_a * factor, self.dtype if out is None else out.dtype
             return torch._scaled_mm(a, b.t(), scale, of_b.t(), out_dtype=dtype, use_fast_accum=fast, out=out)
         assert out is None

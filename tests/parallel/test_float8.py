@@ -93,6 +93,8 @@ def test_products_of_bfloat16_are_pytorchs_and_round_the_same_numbers(
     recipe: str, factor: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Sums of 14 bits are in forward alone."""
+    if recipe == "rowwise" and not float8.CPU_SCALES_ROWS:
+        pytest.skip("PyTorch before 2.12 has no such product on CPUs")
     x, weight, grad = (each.bfloat16() for each in operands())
     found, fast, scaled_mm = [], list[bool](), torch._scaled_mm
 

@@ -58,12 +58,11 @@ class Result:
 class Found:
     """Result of a search: the layouts that fit, the fastest first, and counts of layouts on the way.
 
-    shapes, layouts: with a bound. timed: simulated. walked: whose memory was walked through.
+    layouts: with a bound. timed: simulated. walked: whose memory was walked through.
     tightest: of layouts that do not fit, the bytes and the choice of the one that needs least.
     """
 
     results: list[Result] = field(default_factory=list)
-    shapes: int = 0
     layouts: int = 0
     timed: int = 0
     walked: int = 0
@@ -94,7 +93,7 @@ class Found:
 class Level(IntEnum):
     """Degree to which a node has been examined."""
 
-    SHAPE = auto()
+    SHAPE = auto()  # leads to the one that recomputes more, too
     PIPELINE = auto()  # a shape with a schedule
     MOVED = auto()  # likewise, of layouts with moved layers
     UNSPLIT = auto()  # one of these layouts, for which a split is looked for
@@ -162,9 +161,9 @@ def _look(
     """Search the space, and fill `found` with results."""
     number, room = count(), float("inf") if exhaustive else limit
     heap: list[tuple[float, int, Node]]
-    heap = [(shape.bound, next(number), Node(Level.SHAPE, shape, shape.choice)) for shape in space.shapes(room)]
+    shapes = space.quickest_shapes(room)
+    heap = [(shape.bound, next(number), Node(Level.SHAPE, shape, shape.choice)) for shape in shapes]
     heapify(heap)
-    found.shapes = len(heap)
     while heap and (exhaustive or len(found.results) < wanted):
         seconds, _, node = heappop(heap)
         if found.has(node):
@@ -188,6 +187,8 @@ def _closer(space: Space, node: Node, room: float, found: Found) -> Iterator[tup
         return
     match node.level:
         case Level.SHAPE:
+            if (more := space.recomputing(shape)) is not None:
+                yield more.bound, Node(Level.SHAPE, more, more.choice)
             if not space.may_fit(choice, room):
                 return
             shared = min((bound for bound, _ in space.sharings(shape)), default=0.0)

@@ -79,17 +79,36 @@ class Space:
 
     def shapes(self, limit: float) -> Iterator[Shape]:
         """All shapes but those whose states alone do not fit into `limit` bytes, which are remembered."""
+        for shape in self.quickest_shapes(limit):
+            more: Shape | None = shape
+            while more is not None:
+                yield more
+                more = self.recomputing(more)
+
+    def quickest_shapes(self, limit: float) -> Iterator[Shape]:
+        """Of `shapes`, those that recompute least."""
+        least, *others = self._recompute()
         for tp in self._tensor():
             for cp in self._pinned("parallel.cp", lambda tp=tp: self._context(tp)):
                 for method in self._methods(tp, cp):
                     for pp in self._pinned("parallel.pp", lambda tp=tp, cp=cp: self._pipeline(tp, cp)):
                         dp, rest = divmod(self.gpus, tp * cp * pp)
                         if dp and not rest and self.config.batch.global_ % dp == 0:
-                            for first in self._with_batches(tp, cp, method, pp, dp):
+                            for first in self._with_batches(tp, cp, method, pp, dp, least):
                                 if self.estimate.of_states(first) <= limit:
-                                    yield self.least.shape(first, self._passes(first), self._schedules(first).split)
+                                    yield self._shape(first)
                                 else:
-                                    self._too_large.append(first)
+                                    more = [first._replace(recompute=mode) for mode in others]
+                                    self._too_large.extend([first, *more])
+
+    def recomputing(self, shape: Shape) -> Shape | None:
+        """The shape that recomputes more, by one step, and so is not faster; None if there is none."""
+        modes = self._recompute()
+        after = modes.index(shape.choice.recompute) + 1
+        return self._shape(shape.choice._replace(recompute=modes[after])) if after < len(modes) else None
+
+    def _shape(self, first: Choice) -> Shape:
+        return self.least.shape(first, self._passes(first), self._schedules(first).split)
 
     def may_fit(self, first: Choice, limit: float) -> bool:
         """Return whether a shape may fit into `limit` bytes with any schedule and split; if not, it is remembered."""
@@ -161,7 +180,9 @@ class Space:
     def _pipeline(self, tp: int, cp: int) -> list[int]:
         return [pp for pp in every_divisor(self.gpus // (tp * cp)) if pp <= self.model.layers]
 
-    def _with_batches(self, tp: int, cp: int, method: Method, pp: int, dp: int) -> Iterator[Choice]:
+    def _with_batches(
+        self, tp: int, cp: int, method: Method, pp: int, dp: int, recompute: Recomputed
+    ) -> Iterator[Choice]:
         each = self.config.batch.global_ // dp
         micros = every_divisor(each, MAX_MICRO_SIZE)
         split = tuple(self.config.parallel.pipeline.split or ()) if "parallel.pipeline.split" in self.pins else None
@@ -172,12 +193,10 @@ class Space:
         for micro in self._pinned("batch.micro", lambda: micros):
             if each % micro:
                 continue
-            for recompute in self._recompute():
-                yield Choice(
-                    tp, cp, method, pp, micro, recompute, "1f1b", None, 1, dp, "zero3", activations, states, split
-                )
+            yield Choice(tp, cp, method, pp, micro, recompute, "1f1b", None, 1, dp, "zero3", activations, states, split)
 
     def _recompute(self) -> list[Recomputed]:
+        """Ways to recompute, the quickest first."""
         found: list[Recomputed] = self._pinned("train.recompute", lambda: ["none", "selective", "full"])
         compiled = self.config.train.compile
         return [mode for mode in found if not (compiled and mode == "selective")]

@@ -42,6 +42,8 @@ class Kind(StrEnum):
     RESHARD = "RESHARD"
     REDUCE = "REDUCE"
 
+    __hash__ = str.__hash__  # an enum's own hashes its name, in Python: schedules look up millions
+
 
 COMPUTE = _F, _B, _I, _W = Kind.F, Kind.B, Kind.I, Kind.W  # looking up a member of an enum takes longer than a name
 MAX_ACTIONS = 1_000_000  # actions of a schedule, all ranks together; to make and check them takes some ten seconds

@@ -262,12 +262,14 @@ class Estimate:
         return self._each_of[key]
 
     def kept(self, choice: Choice) -> list[int]:
-        """Bytes that a layer of each kind keeps of a micro-batch."""
-        key = choice.tp, choice.cp, choice.micro, choice.method, choice.recompute
+        """Bytes that a layer of each kind keeps of a micro-batch: of every sequence as many."""
+        key = choice.tp, choice.cp, choice.method, choice.recompute, choice.micro
         if key not in self._keep:
-            mode: Mode = "full" if mixed(self.config, self.pins, choice) else mode_of(choice)
-            sizes = self.sizes(choice)
-            self._keep[key] = [sizes.layer_bytes(kind, mode) for kind in self.kinds]
+            if choice.micro > 1:
+                self._keep[key] = [choice.micro * each for each in self.kept(choice._replace(micro=1))]
+            else:
+                mode: Mode = "full" if mixed(self.config, self.pins, choice) else mode_of(choice)
+                self._keep[key] = [self.sizes(choice).layer_bytes(kind, mode) for kind in self.kinds]
         return self._keep[key]
 
     def sizes(self, choice: Choice) -> Activations:

@@ -187,10 +187,8 @@ def _closer(space: Space, node: Node, room: float, found: Found) -> Iterator[tup
         return
     match node.level:
         case Level.SHAPE:
-            if (more := space.recomputing(shape)) is not None:
+            if (more := space.recomputing(shape, room)) is not None:
                 yield more.bound, Node(Level.SHAPE, more, more.choice)
-            if not space.may_fit(choice, room):
-                return
             shared = min((bound for bound, _ in space.sharings(shape)), default=0.0)
             for pipeline in space.pipelines(choice):
                 needed = space.estimate.memory(pipeline)

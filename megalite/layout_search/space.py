@@ -5,7 +5,7 @@ recompute. Its pipelines add the schedule, and its layouts data parallelism and 
 their time, so that the search needs to look at few of them closely; layouts also have one of their memory.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from math import inf
 from typing import Any, NamedTuple
@@ -78,44 +78,44 @@ class Space:
         self.moves = Moves(self.estimate, self.least, limit, missed)
 
     def shapes(self, limit: float) -> Iterator[Shape]:
-        """All shapes but those whose states alone do not fit into `limit` bytes, which are remembered."""
+        """All shapes but those that do not fit into `limit` bytes with any schedule and split, which are remembered."""
         for shape in self.quickest_shapes(limit):
             more: Shape | None = shape
             while more is not None:
                 yield more
-                more = self.recomputing(more)
+                more = self.recomputing(more, limit)
 
     def quickest_shapes(self, limit: float) -> Iterator[Shape]:
         """Of `shapes`, those that recompute least."""
-        least, *others = self._recompute()
+        modes = self._recompute()
         for tp in self._tensor():
             for cp in self._pinned("parallel.cp", lambda tp=tp: self._context(tp)):
                 for method in self._methods(tp, cp):
                     for pp in self._pinned("parallel.pp", lambda tp=tp, cp=cp: self._pipeline(tp, cp)):
                         dp, rest = divmod(self.gpus, tp * cp * pp)
                         if dp and not rest and self.config.batch.global_ % dp == 0:
-                            for first in self._with_batches(tp, cp, method, pp, dp, least):
-                                if self.estimate.of_states(first) <= limit:
-                                    yield self._shape(first)
-                                else:
-                                    more = [first._replace(recompute=mode) for mode in others]
-                                    self._too_large.extend([first, *more])
+                            for first in self._with_batches(tp, cp, method, pp, dp, modes[0]):
+                                if (shape := self._fitting(first, modes, limit)) is not None:
+                                    yield shape
 
-    def recomputing(self, shape: Shape) -> Shape | None:
+    def recomputing(self, shape: Shape, limit: float) -> Shape | None:
         """The shape that recomputes more, by one step, and so is not faster; None if there is none."""
         modes = self._recompute()
-        after = modes.index(shape.choice.recompute) + 1
-        return self._shape(shape.choice._replace(recompute=modes[after])) if after < len(modes) else None
+        return self._fitting(shape.choice, modes[modes.index(shape.choice.recompute) + 1 :], limit)
 
-    def _shape(self, first: Choice) -> Shape:
-        return self.least.shape(first, self._passes(first), self._schedules(first).split)
+    def _fitting(self, first: Choice, modes: Sequence[Recomputed], limit: float) -> Shape | None:
+        """The shape with the first of `modes` with which it may fit into `limit` bytes; others are remembered."""
+        for recompute in modes:
+            first = first._replace(recompute=recompute)
+            if self.estimate.of_states(first) <= limit and self._may_fit(first, limit):
+                return self.least.shape(first, self._passes(first), self._schedules(first).split)
+            self._too_large.append(first)
+        return None
 
-    def may_fit(self, first: Choice, limit: float) -> bool:
-        """Return whether a shape may fit into `limit` bytes with any schedule and split; if not, it is remembered."""
+    def _may_fit(self, first: Choice, limit: float) -> bool:
+        """Return whether a shape may fit into `limit` bytes with any schedule and split."""
         schedules = self._schedules(first)
         needed = self.estimate.lightest(first, schedules.parameters, schedules.layers)
-        if needed > self.moves.missed * limit:
-            self._too_large.append(first)
         return needed <= self.moves.missed * limit
 
     def tightest(self, limit: float) -> tuple[float, Choice] | None:

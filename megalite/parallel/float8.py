@@ -32,7 +32,7 @@ from megalite_kernels.float8 import ACTIVATION, GRADIENT, amax, cast, scale_for,
 from megalite_kernels.linear_cross_entropy import sums_in_products
 
 CAPABILITY = (8, 9)  # the least compute capability with products in 8 bits
-CPU_SCALES_ROWS = torch.__version__ >= (2, 12)  # PyTorch's product in 8 bits takes a scale for every row on CPUs, too
+CPU_SCALES_ROWS = torch.__version__ >= "2.12"  # PyTorch's product in 8 bits takes a scale for every row on CPUs, too
 
 Groups = Sequence[dist.ProcessGroup]
 

@@ -86,7 +86,7 @@ class Space:
                 more = self.recomputing(more, limit)
 
     def quickest_shapes(self, limit: float) -> Iterator[Shape]:
-        """Of `shapes`, those that recompute least."""
+        """The shapes that recompute least; others follow from them by `recomputing`."""
         modes = self._recompute()
         for tp in self._tensor():
             for cp in self._pinned("parallel.cp", lambda tp=tp: self._context(tp)):

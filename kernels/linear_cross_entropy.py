@@ -72,19 +72,19 @@ def _chunks(count: int, chunk: int) -> list[slice]:
     return [slice(start, min(start + chunk, count)) for start in range(0, count, chunk)]
 
 
-def sums_in_products(total: Tensor) -> bool:
-    """Return whether `add_product` adds to `total` without wide copies of its operands.
+def has_gpu_products(x: Tensor) -> bool:
+    """Return whether products with `x` are a GPU's, which adds them to wider sums without copies.
 
-    A GPU does; where memory is counted with tensors that have no data, it is a GPU's.
+    Where memory is counted, with tensors that have no data, it is a GPU's.
     """
-    return total.is_cuda or isinstance(total, FakeTensor)
+    return x.is_cuda or isinstance(x, FakeTensor)
 
 
 def add_product(total: Tensor, a: Tensor, b: Tensor, beta: int = 1, alpha: float = 1.0) -> None:
     """total = beta·total + alpha·a·b, rounded only to the data type of `total`, which may be wider than a's and b's."""
     if total.dtype == a.dtype:
         torch.addmm(total, a, b, beta=beta, alpha=alpha, out=total)
-    elif sums_in_products(total):
+    elif has_gpu_products(total):
         if total.is_cuda:  # without data, there is nothing to add
             torch.addmm(total, a, b, out_dtype=total.dtype, beta=beta, alpha=alpha, out=total)
     else:  # a CPU has no such product; wide copies of all logits would take more memory

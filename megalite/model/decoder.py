@@ -30,7 +30,7 @@ from megalite.plan.model.weights import embedding, final_norm, head, layer_weigh
 from megalite.plan.parts.attention import GroupedQueryPart
 from megalite.plan.parts.swiglu import SwiGLUPart
 from megalite_kernels import linear_cross_entropy
-from megalite_kernels.linear_cross_entropy import sums_in_products
+from megalite_kernels.linear_cross_entropy import has_gpu_products
 
 AUTO_KERNELS = Kernels()
 
@@ -110,7 +110,7 @@ class Head(nn.Module):
             (logits,) = linears(x, [weight], self.group)
             return logits
         x = all_gather(x, self.group)  # s b d
-        wide = copy_of(weight) is not None and sums_in_products(x)  # a CPU rounds, as its products do
+        wide = copy_of(weight) is not None and has_gpu_products(x)  # a CPU rounds, as its products do
         return self.cross_entropy(x.flatten(0, 1), part(weight), targets.flatten(), self.group, wide_gradient=wide)
 
 

@@ -29,7 +29,7 @@ from megalite.parallel.product import Prepared, add_rounded
 from megalite.parallel.tensor import ColumnLinear, Linear
 from megalite_kernels.backend import wide_dtype
 from megalite_kernels.float8 import ACTIVATION, GRADIENT, amax, cast, scale_for, transpose
-from megalite_kernels.linear_cross_entropy import sums_in_products
+from megalite_kernels.linear_cross_entropy import has_gpu_products
 
 CAPABILITY = (8, 9)  # the least compute capability with products in 8 bits
 CPU_SCALES_ROWS = torch.__version__ >= "2.12"  # PyTorch's product in 8 bits takes a scale for every row on CPUs, too
@@ -150,7 +150,7 @@ class Float8:
         self, total: Tensor, has_values: bool, grad: Prepared, x: Prepared, factor: float = 1.0
     ) -> None:
         """Add gradᵀ x to `total`, or put it there if `total` has no values yet; rounded first if a product must."""
-        if not (self.makes_float32 and self.dtype == torch.bfloat16 and sums_in_products(total)):
+        if not (self.makes_float32 and self.dtype == torch.bfloat16 and has_gpu_products(total)):
             add_rounded(total, has_values, self.weight_gradient(grad, x, factor))
             return
         _, _, of_output, inverse = grad
@@ -199,7 +199,7 @@ class Float8:
 
         of_a, of_b: inverses of their scales. out: takes the result of products of bfloat16, in its own data type.
         """
-        if self.dtype == torch.bfloat16 and (of_a.numel() == 1 or CPU_SCALES_ROWS or a.device.type != "cpu"):
+        if self.dtype == torch.bfloat16 and (of_a.numel() == 1 or CPU_SCALES_ROWS or has_gpu_products(a)):
             scale, dtype = of_a if factor == 1 else of_a * factor, self.dtype if out is None else out.dtype
             return torch._scaled_mm(a, b.t(), scale, of_b.t(), out_dtype=dtype, use_fast_accum=fast, out=out)
         assert out is None

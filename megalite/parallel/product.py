@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megalite.parallel.parameter import put
-from megalite_kernels.linear_cross_entropy import add_product, sums_in_products
+from megalite_kernels.linear_cross_entropy import add_product, has_gpu_products
 
 Prepared = tuple[Tensor, ...]
 
@@ -87,7 +87,7 @@ class Plain:
         self, total: Tensor, has_values: bool, grad: Prepared, x: Prepared, factor: float = 1.0
     ) -> None:
         """Add gradᵀ x to `total`, or put it there if `total` has no values yet."""
-        if sums_in_products(total) and type(self).weight_gradient is Plain.weight_gradient:
+        if has_gpu_products(total) and type(self).weight_gradient is Plain.weight_gradient:
             add_product(total, grad[0].flatten(0, -2).t(), x[0].flatten(0, -2), int(has_values), factor)
         else:  # wide copies of the operands would take more memory than the gradient
             add_rounded(total, has_values, self.weight_gradient(grad, x, factor))

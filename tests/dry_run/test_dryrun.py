@@ -49,7 +49,7 @@ def test_a_dry_run_counts_what_real_tensors_take(
 ) -> None:
     """Sums of gradients as a CPU makes them, which rounds what it adds to those of copies."""
     for module in ("megalite.parallel.product", "megalite.model.decoder", "megalite_kernels.linear_cross_entropy"):
-        monkeypatch.setattr(sys.modules[module], "sums_in_products", lambda total: False)
+        monkeypatch.setattr(sys.modules[module], "has_gpu_products", lambda total: False)
     sizes = {"batch.global": 2, "model.sequence_length": 128, "model.vocab_size": 512, "parallel.data.mode": mode}
     config = configured({**sizes, **overrides})
     dry = dry_run(config, 0).bytes

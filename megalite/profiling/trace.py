@@ -126,7 +126,8 @@ def read_trace(path: Path) -> Trace:
             text = file.read(MAX_BYTES + 1)
         if len(text) > MAX_BYTES:
             raise InputError(f"{path}: is longer than {MAX_BYTES:,} bytes; profile fewer steps: profile.steps=1")
-        return trace_of(json.loads(text))
+        # PyTorch 2.11 at times writes bytes into names that JSON and UTF-8 do not allow.
+        return trace_of(json.loads(text.decode(errors="replace"), strict=False))
     except OSError as error:  # gzip's errors as well
         raise InputError(f"{path}: cannot be read: {error.strerror or error}") from None
     except (EOFError, zlib.error, *NO_TRACE) as error:

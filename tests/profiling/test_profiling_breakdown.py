@@ -157,6 +157,12 @@ def test_events_of_another_kind_are_refused(change: dict[str, Any], tmp_path: Pa
         read_trace(written(content([kernel("gemm", 7, 0, 1, 0) | change]), tmp_path))
 
 
+def test_a_name_may_have_bytes_that_json_does_not_allow(tmp_path: Path) -> None:
+    path = written(content([kernel("gemm BAD", 7, 0, 1, 0)]), tmp_path)
+    path.write_bytes(gzip.compress(gzip.decompress(path.read_bytes()).replace(b"BAD", b"\x01\xff\n")))
+    assert [event.name for event in read_trace(path).events if event.name.startswith("gemm")] == ["gemm \x01\ufffd\n"]
+
+
 def written(trace: dict[str, Any], folder: Path) -> Path:
     path = folder / "rank-0.json.gz"
     path.write_bytes(gzip.compress(json.dumps(trace).encode()))

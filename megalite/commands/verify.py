@@ -103,7 +103,7 @@ def compare(config: Config, steps: int, tolerance: float) -> list[Difference]:
 
     Collective over all processes, of which there may be more than the layout needs. tolerance: of weights. Gradients,
     which the optimizer has not divided by their size yet, must agree 10 times better; losses and norms 100 times
-    better; initial weights exactly. Raises InputError, on every rank, if the one process learns nothing.
+    better; initial weights exactly. Raises InputError, on every rank, if the one process learns next to nothing.
     """
     alone = Mesh.build(Layout(), CPU)
     single = replace(
@@ -117,7 +117,7 @@ def compare(config: Config, steps: int, tolerance: float) -> list[Difference]:
     told = [None if alone is None else trace(single, alone, steps)]
     dist.broadcast_object_list(told, src=0)
     assert told[0] is not None
-    refuse_dead(told[0], config)
+    refuse_dead(told[0], config, tolerance)
     mesh = build_mesh(config, CPU)
     found = None
     if mesh is not None:
@@ -142,15 +142,28 @@ def trace(config: Config, mesh: Mesh, steps: int) -> Trace:
     return Trace(losses, norms, initial, grads, _state(job))
 
 
-def refuse_dead(reference: Trace, config: Config) -> None:
-    """Raises InputError if a layout that computes nothing would agree with `reference`, which learns nothing."""
+def refuse_dead(reference: Trace, config: Config, tolerance: float) -> None:
+    """Raises InputError if a layout that computes next to nothing, or updates no weight, would agree with `reference`.
+
+    tolerance: of weights.
+    """
     first, largest = reference.losses[0], max(map(_largest_value, reference.gradients))
-    constant = len(reference.losses) > 1 and all(
-        abs(loss - first) <= LOSS_NOISE * abs(first) for loss in reference.losses
-    )
-    if largest != 0 and not constant:
+    dead, weights = without_gradient(reference), len(reference.initial)
+    begun = {name: part.values for name, part in reference.initial}
+    moved = max(_distance(begun[name], part, 0.0) for name, part in reference.weights)
+    if largest == 0:
+        why = "no weight has a gradient"
+    elif len(reference.losses) > 1 and all(abs(loss - first) <= LOSS_NOISE * abs(first) for loss in reference.losses):
+        why = f"the loss is {first:.6g} whatever the tokens"
+    elif 2 * len(dead) > weights:
+        why = f"{len(dead)} of {weights} weights have no gradient"
+    elif moved <= tolerance:
+        rule = f"changes no weight by more than {moved:.1e} of its largest value, within the tolerance {tolerance:.0e}"
+        raise InputError(
+            [Problem("optim.lr", f"{rule}, so no update would be compared", "use a larger one", config.optim.lr)]
+        )
+    else:
         return
-    why = "no weight has a gradient" if largest == 0 else f"the loss is {first:.6g} whatever the tokens"
     rule = f"makes a model that learns nothing: in one process {why}, so any layout would agree"
     fix = "use larger values of it and of the multipliers of the model; with usual ones, please report this"
     raise InputError([Problem("model.init_std", rule, fix, config.model.init_std)])

@@ -323,12 +323,18 @@ def test_a_bias_that_cannot_matter_is_no_false_alarm(ranks: Ranks) -> None:
 def test_a_reference_that_learns_nothing_is_refused() -> None:
     with one_rank(), pytest.raises(InputError, match="no weight has a gradient, so any layout would agree"):
         faults.compare_with(faults.no_gradient_at_all, configuration())
-    weights = [("w", RankPart((slice(None),), torch.ones(2)))]
-    constant = Trace([3.5, 3.5], [1.0, 1.0], weights, [weights, weights], weights)
+    ones, more, none = (RankPart((slice(None),), value * torch.ones(2)) for value in (1.0, 1.1, 0.0))
+    begun, after = [("v", ones), ("w", ones), ("x", ones)], [("v", more), ("w", ones), ("x", ones)]
+    learns = Trace([3.5, 3.6], [1.0, 1.0], begun, [begun, begun], after)
+    refuse_dead(learns, configuration(), 1e-10)
+    refuse_dead(replace(learns, losses=[3.5]), configuration(), 1e-10)
     with pytest.raises(InputError, match=r"model\.init_std = 0\.02: .* the loss is 3\.5 whatever the tokens"):
-        refuse_dead(constant, configuration())
-    refuse_dead(replace(constant, losses=[3.5, 3.6]), configuration())
-    refuse_dead(replace(constant, losses=[3.5]), configuration())
+        refuse_dead(replace(learns, losses=[3.5, 3.5]), configuration(), 1e-10)
+    dead = replace(learns, gradients=[[("v", ones), ("w", none), ("x", none)]])
+    with pytest.raises(InputError, match=r"model\.init_std = 0\.02: .* 2 of 3 weights have no gradient"):
+        refuse_dead(dead, configuration(), 1e-10)
+    with pytest.raises(InputError, match=r"optim\.lr = .*: changes no weight by more than 1\.0e-01 .* be compared"):
+        refuse_dead(learns, configuration(), 0.11)
 
 
 def test_the_scale_of_a_shard_is_found_in_a_copy_of_grouped_queries(ranks: Ranks) -> None:

@@ -8,7 +8,13 @@ from megalite.train.folder.secrets import command_without_secrets, relevant, wit
 def test_names_that_tell_of_secrets_are_left_out() -> None:
     kept = {"CUDA_VISIBLE_DEVICES": "0", "NCCL_DEBUG": "INFO", "MASTER_ADDR": "east", "PYTORCH_CUDA_ALLOC_CONF": "x"}
     left_out = {"HOME": "/", "WANDB_API_KEY": "1", "SLURM_JWT": "2", "TORCH_password": "3", "OMP_SECRET": "4"}
-    left_out |= {"SLURM_DB_PW": "5", "NCCL_PROXY_PWD": "6", "SLURM_PASSWD_1": "7", "TRITON_pw2": "8"}
+    left_out |= {
+        "SLURM_API_TOKENS": "abc",
+        "SLURM_DB_PW": "5",
+        "NCCL_PROXY_PWD": "6",
+        "SLURM_PASSWD_1": "7",
+        "TRITON_pw2": "8",
+    }
     assert relevant(kept | left_out) == kept
     assert relevant({"SLURM_EXPORT_ENV": "ALL,DB_PW=a,B=1"}) == {"SLURM_EXPORT_ENV": "ALL,DB_PW=***,B=1"}
 
@@ -27,11 +33,21 @@ def test_names_that_tell_of_secrets_are_left_out() -> None:
         ("srun --token abc --x 1", "srun --token *** --x 1"),
         ("Authorization: Bearer abc", "Authorization:***"),
         ('{"password": "abc"}', '{"password":***'),
+        ("https://h/?sig=abc&a=b", "https://h/?sig=***&a=b"),
+        ("https://h/x?X-Amz-Signature=ab", "https://h/x?X-Amz-Signature=***"),
+        ("SharedAccessSignature=sv=2020&sig=abc", "SharedAccessSignature=***&sig=***"),
+        ("A=1,SLACK_WEBHOOK=https://h/T0", "A=1,SLACK_WEBHOOK=***"),
+        ("https://hooks.slack.com/services/T0/B0/X", "https://hooks.slack.com/services/***"),
+        *[(f"https://user:p{odd}w@host/", "https://***@host/") for odd in "/#?"],
+        ("user:pa/ss@host", "***@host"),
+        ("curl -u user:pass host", "curl -u *** host"),
+        *[(f"{name}=abc", f"{name}=***") for name in ("DB_PWORD", "PSWD", "PIN", "MY_SALT", "SESSION", "API_TOKENS")],
         *[
             (f"x {token} y", "x *** y")
             for token in (
                 *("hf_abcdefghijkl", "ghp_abcdefgh12", "github_pat_11AAAAAAA", "glpat-abcdefghij", "sk-abcdefghijk"),
                 *("xoxb-123456-abcdef", "AKIAIOSFODNN7EXAMPLE", "eyJhbGciOi.eyJzdWIi.c2ln", "0123456789" * 4),
+                *("nvapi-abcdefghij", "AGE-SECRET-KEY-1ABC", "01234567" * 4),
             )
         ],
     ],
@@ -46,6 +62,7 @@ def test_values_are_searched(value: str, told: str) -> None:
         *("NONE", "2(x2)", "node[01-04]", "^lo,docker0", "gpu:8", "mlx5_0:1,mlx5_1:1", "max_split_size_mb:128,a:True"),
         *("/hub/snapshots/0123456789012345678901234567890123456789/config.json", "data.tokenizer=/a/b", "PWD=/a"),
         *("tcp://10.0.0.1:29400", "--tokens 1e9", "path=/a:/b", "email=a@b.c", "TOKENIZERS_PARALLELISM=false"),
+        *("docker://registry:5000/image@sha256:ab", "registry:5000/image@sha256:ab", "max_tokens=4096,b=1", "-u name"),
     ],
 )
 def test_what_is_no_secret_stays(value: str) -> None:

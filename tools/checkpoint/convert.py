@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from megalite.base.entry import exit_code
-from megalite.base.errors import InputError, listing
+from megalite.base.errors import InputError, listing, printable
 from megalite.base.exit_codes import ExitCode
 from megalite.base.files import as_json, check_output, is_folder, write_object
 from megalite.base.output import warn
@@ -82,7 +82,7 @@ def _run(options: argparse.Namespace) -> int:
     wanted = Wanted(dtype, options.shard_size, options.workers, options.tp, options.pp, options.virtual_stages)
     plan = plan_of(kind, found, target, wanted)
     for doubt in doubts(found, huggingface.model_type(found) if kind == "hf" else None):
-        print(f"{COMMAND}: warning: {doubt}", file=sys.stderr)
+        print(f"{COMMAND}: warning: {printable(doubt)}", file=sys.stderr)
     request = {"to": kind, **vars(wanted), "files": wanted.files if kind == "megalite" else None}
     request["optimizer"] = options.optimizer
     began = time.monotonic()

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from megalite.base.errors import InputError
 from megalite.base.exit_codes import ExitCode
+from megalite.data.growth import MAX_GROWTH, growth
 from megalite.data.odd_texts import ODD_TEXTS
 from megalite.data.tokenizer import Tokenizer, load_tokenizer, tokenizer_hash
 from megalite_launch.base.texts import memory_text
@@ -75,6 +76,11 @@ def _main(path: Path, memory: int, seconds: int) -> int:
         with suppress(ValueError, OSError):  # a lower limit is in force already, or the system has none
             resource.setrlimit(kind, (most, resource.getrlimit(kind)[1]))
     try:
+        if path.suffix == ".json" and (times := growth(path.read_bytes())) > MAX_GROWTH:
+            rule = (
+                f"its normalizers or decoders may make a text {times:.3g} times as long, and {MAX_GROWTH:,} is the most"
+            )
+            raise InputError(f"{path}: {rule}; use another tokenizer")
         tokenizer = load_tokenizer(path)
     except InputError as error:
         if isinstance(error.__cause__, MemoryError):

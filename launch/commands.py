@@ -8,7 +8,8 @@ from collections.abc import Callable
 from importlib import import_module
 
 from .base.errors import UserError
-from .base.outcome import BAD_INPUT, INTERRUPTED, STOPPED
+from .base.free_space import FULL_DISK_ERRORS
+from .base.outcome import BAD_INPUT, INTERRUPTED, STOPPED, UNHEALTHY
 from .base.processes import Stopped, stoppable
 from .base.texts import escaped
 
@@ -47,10 +48,11 @@ def run(name: str, arguments: list[str]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # the interpreter flushes once more as it ends
         return BROKEN_PIPE_CODE
     except OSError as error:
-        if error.filename is None:
+        full = error.errno in FULL_DISK_ERRORS
+        if error.filename is None and not full:
             raise
-        print(f"{program}: error: {escaped(str(error.filename))}: {error.strerror}", file=sys.stderr)
-        return BAD_INPUT
+        print(f"{program}: error: {escaped(str(error.filename or 'a file'))}: {error.strerror}", file=sys.stderr)
+        return UNHEALTHY if full else BAD_INPUT
 
 
 def _program(name: str) -> Callable[[], int]:

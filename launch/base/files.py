@@ -37,6 +37,8 @@ def write_whole(
             file.flush()
             os.fsync(descriptor)
         give_name(hidden, path)
+    except OSError as error:
+        raise error if error.filename else OSError(error.errno, error.strerror, str(path)) from None
     finally:
         with suppress(OSError):
             hidden.unlink()

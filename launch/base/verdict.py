@@ -28,7 +28,7 @@ TASKS = re.compile(r"srun: error: (\S+): tasks? ([\d,-]+): (.+)")
 NODE_FAILURE = re.compile(r"srun: error: Node failure on (\S+)")
 SRUN_ERROR = re.compile(  # an error of srun itself, as while Slurm's controller restarts, and of no node
     r"srun: (?:error|fatal): (?P<why>.*(?:controller|configuration source|Socket timed out|Zero Bytes|temporarily"
-    r"|Connection (?:refused|reset|timed out)|Communication connection"
+    r"|Connection (?:refused|reset|timed out)|Communication connection|[Mm]unge|authentication|Unknown host"
     r"|Unable to create step(?!.*(?:not available \(|already|nvalid|xpired))).*)"
 )
 NODE_ERROR = re.compile(r"on node|launch failed|Node failure")  # in errors of srun about nodes, which may time out too

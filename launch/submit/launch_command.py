@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from ..base.arguments import cluster_options, count, natural
@@ -255,6 +256,10 @@ def _write(path: Path, text: str) -> Path:
         raise UserError(
             f"{path}: was written by another start of this run meanwhile; look at it, then try again"
         ) from None
+    except OSError as error:
+        with suppress(OSError):
+            path.unlink()
+        raise OSError(error.errno, error.strerror, str(path)) from None
     return path
 
 

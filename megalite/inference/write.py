@@ -11,6 +11,8 @@ from megalite.data.tokenizer import Tokenizer
 from megalite.inference.generate import Drawn, Request
 from megalite.inference.prompts import Prompt
 
+TAIL = 64  # tokens of a prompt that are decoded with new ones: more than blanks or a character reach over
+
 
 class Continuation:
     """The text that new tokens add to a prompt.
@@ -23,7 +25,7 @@ class Continuation:
         """tokens: those of the prompt that the model saw, with any that stand before it."""
         self._tokenizer = tokenizer
         marks = [number for number, token in enumerate(tokens) if tokenizer.is_special(token)]
-        self._read = list(tokens[marks[-1] + 1 if marks else 0 :])  # a document begins after such a token
+        self._read = list(tokens[marks[-1] + 1 if marks else 0 :])[-TAIL:]  # a document begins after such a token
         self._before = tokenizer.decode(self._read)
         text = prompt.text or ""
         self._blank_lost = text[-1:].isspace() and not self._before[-1:].isspace()

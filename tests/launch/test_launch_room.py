@@ -8,9 +8,12 @@ from types import SimpleNamespace
 
 import pytest
 
+from megalite_launch import commands
 from megalite_launch.base.events import read_events
+from megalite_launch.base.files import write_whole
 from megalite_launch.base.free_space import no_room
 from megalite_launch.commands import run
+from megalite_launch.submit import launch_command
 
 Mount = Callable[[Path, str], None]
 
@@ -62,6 +65,21 @@ def test_a_file_system_without_inodes_is_full(tmp_path: Path, mount: Mount) -> N
     assert no_room(tmp_path / "disk") == ""
     (tmp_path / "disk/last").touch()
     assert no_room(tmp_path / "disk") == f"{tmp_path / 'disk'}: No space left on device"
+
+
+def test_a_launcher_on_a_full_disk_leaves_no_file_and_says_why(
+    tmp_path: Path, mount: Mount, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mount(tmp_path / "disk", "size=2m")
+    (tmp_path / "disk/launch").mkdir()
+    fill(tmp_path / "disk")
+    path = tmp_path / "disk/launch/001.config.yaml"
+    for write in (launch_command._write, write_whole):
+        program = SimpleNamespace(main=lambda _, write=write: write(path, "x" * 5000))
+        monkeypatch.setattr(commands, "import_module", lambda *_, program=program: program)
+        assert commands.run("launch", []) == 4
+        assert capsys.readouterr().err == f"megalite-launch: error: {path}: No space left on device\n"
+        assert list(path.parent.iterdir()) == []
 
 
 def test_a_run_that_is_not_there_is_not_made(tmp_path: Path) -> None:

@@ -194,6 +194,9 @@ def test_a_full_disk_hides_neither_a_kill_nor_an_end_that_was_told_or_asked_for(
         (["srun: error: Application launch failed: Socket timed out on send/recv operation"], False),
         (["srun: error: Unable to create step for job 7: Required node not available (down or drained)"], False),
         (["srun: error: Unable to create step for job 7: Job/step already completing or completed"], False),
+        (["srun: error: Unable to create step for job 7: More processors requested than permitted"], False),
+        (["srun: error: Unable to create step for job 7: Requested node configuration is not available"], False),
+        (["srun: error: Munge encode failed: Failed to access the socket"], True),
         ([], False),
     ],
 )

@@ -29,7 +29,7 @@ NODE_FAILURE = re.compile(r"srun: error: Node failure on (\S+)")
 SRUN_ERROR = re.compile(  # an error of srun itself, as while Slurm's controller restarts, and of no node
     r"srun: (?:error|fatal): (?P<why>.*(?:controller|configuration source|Socket timed out|Zero Bytes|temporarily"
     r"|Connection (?:refused|reset|timed out)|Communication connection|[Mm]unge|authentication|Unknown host"
-    r"|Unable to create step(?!.*(?:not available \(|already|nvalid|xpired))).*)"
+    r"|Unable to create step(?!.*(?:not available \(|node configuration|than permitted|already|nvalid|xpired))).*)"
 )
 NODE_ERROR = re.compile(r"on node|launch failed|Node failure")  # in errors of srun about nodes, which may time out too
 TRACEBACK = "Traceback (most recent call last)"

@@ -51,9 +51,9 @@ def chunk_tokens(
 
     Logits take at most `memory` bytes; if ranks split the vocabulary, this includes two chunks at a time. The default
     of `memory` is the size of the weight `[columns, width]`, but a chunk may always have 4096 tokens. By default, all
-    tokens are one chunk if that takes no more memory than chunks and their sum of dW, which one chunk needs for a wide
-    gradient alone. All ranks must choose the same
-    number. So `columns` is the same for all ranks, and free memory is not considered.
+    tokens are one chunk if its logits take no more memory than those of several chunks plus the float32 sum of dW,
+    which one chunk needs for a wide gradient alone. All ranks must choose the same number. So `columns` is the same for
+    all ranks, and free memory is not considered.
     """
     token = columns * dtype.itemsize
     buffers = 2 if ranks > 1 else 1

@@ -35,7 +35,7 @@ def _symmetric_kernel(
     X, S, Y, size, depth, x_batch, x_row, x_column, alpha, beta,
     TILE: tl.constexpr, DEPTH: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Compute one tile of one matrix. S and Y are contiguous."""
+    """Compute one tile of Y = alpha·X Xᵀ + beta·S of a matrix, and its mirror tile. S (or None), Y: contiguous."""
     number = tl.program_id(0)
     line = ((tl.sqrt(8.0 * number + 1.0) - 1.0) / 2.0).to(tl.int32)  # number is line·(line + 1)/2 + across
     line = tl.where(line * (line + 1) // 2 > number, line - 1, line)  # a root may be rounded either way

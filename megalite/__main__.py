@@ -12,7 +12,7 @@ ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # environment: Py
 
 
 def note_stop(code: int) -> None:
-    """Tell a supervisor that this rank was asked to stop, as early as that was. Without one, nothing is imported."""
+    """Tell a supervisor that this rank was asked to stop, however early. Without a supervisor, nothing is imported."""
     if code == ExitCode.STOPPED and "MEGALITE_ATTEMPT" in os.environ:
         names = ("failure_report", "ranks")
         words, ranks = (import_module(f"megalite.distributed.start.{name}") for name in names)

@@ -106,7 +106,8 @@ def _compare(variant: Variant, case: BenchmarkCase, inputs: Inputs, exact: Seque
 
 
 def attempt(work: Callable[[], Result]) -> Result | str:
-    """Return the result of `work`, or how it failed: other projects' code may fail anyhow, and the rest is wanted."""
+    """Return the result of `work`, or a text on how it failed: other projects' code may fail in any way, and must not
+    stop the rest."""
     try:
         return work()
     except Exception as error:  # noqa: BLE001 - it is reported

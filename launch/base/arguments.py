@@ -65,7 +65,7 @@ def seconds(text: str) -> float:
 
 
 def words(text: str) -> list[str]:
-    """A command in one argument, quoted as for a shell, though none ever sees it."""
+    """Split a command given as one argument, quoted as for a shell; no shell runs it. Raises ArgumentTypeError."""
     try:
         found = shlex.split(text)
     except ValueError as error:
@@ -76,7 +76,7 @@ def words(text: str) -> list[str]:
 
 
 def pair(text: str) -> tuple[str, str]:
-    """NAME=VALUE."""
+    """Split NAME=VALUE at the first `=`. Raises ArgumentTypeError."""
     name, equals, value = text.partition("=")
     if not equals or not name:
         raise argparse.ArgumentTypeError(f"{text:.60}: must be NAME=VALUE")

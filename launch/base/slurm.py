@@ -101,7 +101,7 @@ class Slurm:
         return names if answer.code == 0 and all(NODE.fullmatch(name) for name in names) else []
 
     def unfit(self, nodes: Sequence[str]) -> dict[str, str]:
-        """Nodes on which nothing new should be started, and why, as an administrator has drained them; none if Slurm
+        """Nodes on which nothing new should be started (drained, down or failing), each with the reason; none if Slurm
         does not answer."""
         answer = self._call(["sinfo", "--noheader", "--Node", "--nodes", ",".join(nodes), "--format", "%N|%T|%E"])
         rows = [line.strip().split("|", 2) for line in answer.out.splitlines()] if answer.code == 0 else []

@@ -51,7 +51,8 @@ def daly(costs: Costs) -> float:
 
 
 def best(costs: Costs) -> float:
-    """The interval at which `share` is largest: where (1 − x) e^(x + save/between) = 1, x being interval/between."""
+    """The interval at which `share` is largest: where (1 − x) e^(x + save/between) = 1, x being interval/between. It is
+    at least `write`, and inf if nothing fails."""
     if costs.between == inf:
         return inf
     saved = costs.save / costs.between

@@ -63,8 +63,9 @@ def _at_least(count: int, mean: float) -> float:
 def learned_interval(rate: float, seen: Rate, gpu_hours: float, gpus: int, save: float, write: float) -> float:
     """Seconds of training between checkpoints: Daly's, below what the run has shown so far, and not below `write`.
 
-    rate: of `seen`, its mean or a bound. The ceiling is a third of the time between the failures that were seen,
-    though not less than a save takes; before the first of them, 100 times that or all the time survived.
+    rate: failures per GPU-hour, the mean of `seen` or a bound of it. save, write: seconds. The ceiling is a third of
+    the time between the failures that were seen, though not less than a save takes; before the first of them, 100 times
+    that or all the time survived.
     """
     survived = gpu_hours * HOUR / gpus
     ceiling = max(survived / seen.failures / MIN_SAVES, save) if seen.failures else max(survived, UNSAVED_FACTOR * save)

@@ -131,7 +131,8 @@ def _scale(axis: Axis, values: Sequence[float], first: float, last: float) -> tu
 
 
 def _near(values: Sequence[float]) -> Point:
-    """Lowest and highest value that is shown: without the few that would press all others flat."""
+    """The ends of an axis for ascending `values`, with a margin; without the few high ones that would press the rest
+    flat."""
     low, high = values[0], values[-1]
     usual = values[floor(0.98 * (len(values) - 1))]
     if len(values) >= 20 and high - low > 5 * (usual - low) > 0:

@@ -89,7 +89,7 @@ class Board:
     """A connection to the board."""
 
     def __init__(self, host: str, port: int, deadline: float) -> None:
-        """Connects, however often it takes until `deadline` (of time.monotonic). Raises Unreachable."""
+        """Connects, trying again until `deadline` (of time.monotonic). Raises Unreachable."""
         self._where = f"{host}:{port}"
         while True:
             try:

@@ -136,7 +136,7 @@ def refuse_constant(constant: str) -> float:
 
 
 def number(measured: Mapping[str, Any], *keys: str) -> Optional[float]:
-    """A number inside of what a node has measured; None if there is none."""
+    """The finite number at the path `keys` in what a node has measured; None if there is none."""
     found: Any = measured
     for key in keys:
         found = found.get(key) if isinstance(found, Mapping) else None

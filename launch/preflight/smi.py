@@ -118,7 +118,7 @@ def table(text: str, columns: Sequence[str]) -> list[dict[str, str]]:
 
 
 def count(cell: str) -> Optional[float]:
-    """A number; None if the GPU does not have it. Raises Broken for what is neither."""
+    """A number from 0 to 1e18; None if the GPU does not have it. Raises Broken for anything else."""
     if cell in MISSING_VALUES:
         return None
     try:

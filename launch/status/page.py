@@ -36,9 +36,9 @@ _watched: dict[Path, tuple[Watched, float]] = {}  # runs that this process write
 
 
 def write(run: Path, now: Optional[float] = None, at_once: bool = False) -> bool:
-    """Write `RUN/status.html`, unless that was done less than PAGE_PERIOD seconds ago. Returns whether it was written.
+    """Write `RUN/status.html`, unless that was tried less than PAGE_PERIOD seconds ago. Returns whether it was written.
 
-    A page is no reason to fail: what cannot be written is passed over, and tried again the next time. Only what has
+    A page is no reason to fail: what cannot be written is passed over, and tried again after PAGE_PERIOD. Only what has
     come since the call before is read. at_once: write in any case, as at the end.
     """
     moment = time.time() if now is None else now

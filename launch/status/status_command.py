@@ -54,7 +54,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 class _Teller:
-    """Tells what was found."""
+    """Prints the full status of every run."""
 
     def __call__(self, runs: Sequence[Watched], found: Sequence[Summary]) -> None:
         print("\n\n".join(map(status_text, found)), flush=True)

@@ -79,7 +79,6 @@ def element_states(jobs: Sequence[str], ask: Call = call) -> dict[str, str] | No
     queue = ask(["squeue", "--noheader", "--array", "--states=all", "--me", "--format", "%i %T"])
     if queue.code:
         return None
-    mine = tuple(f"{job}_" for job in jobs)
     mine, known = tuple(f"{job}_" for job in jobs), {}
     for line in queue.out.splitlines():
         match = ELEMENT.fullmatch(line.strip())

@@ -84,7 +84,8 @@ class Guard:
 
 
 def guard(run: RunFolder, slurm: Slurm, restart: int, watch: Guard, pause: Callable[[float], object]) -> str:
-    """Wait until the supervisor is over or silent; then requeue the job. Returns what was done; empty for nothing."""
+    """Wait until the supervisor ends or falls silent; if it is silent, requeue the job. Returns what was done; empty if
+    it ended."""
     limits = RestartLimits()
     while True:
         while not (found := watch.look()):

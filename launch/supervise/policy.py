@@ -177,7 +177,7 @@ def why_not_requeue(job: SlurmJob | None, restart: int, limits: RestartLimits) -
 
 
 def struck_nodes(events: Iterable[Event], now: float, strikes: int) -> dict[str, int]:
-    """Nodes that were the first to fail so often of late, whatever the job, and how often."""
+    """Nodes that were the first to fail at least `strikes` times within a day of `now`, in any job, and how often."""
     counts: dict[str, int] = {}
     for event in events:
         first = event.get("first")

@@ -203,7 +203,10 @@ class Ledger:
             part.spent[target] += amount
 
     def _open(self, name: str, began: Optional[int], now: int) -> None:
-        """Begin a new attempt; without `began`, nothing was under way until now."""
+        """Begin a new attempt. Times are microseconds.
+
+        The time until `now` is a restart since `began`; without `began` it is waiting.
+        """
         self._part = AttemptSpan(name, now if began is None else began)
         self.parts.append(self._part)
         self._spend(now, WAITING if began is None else RESTARTING, None if began is None else self._part)

@@ -92,7 +92,7 @@ def listing(items: Sequence[object], last: str = "or") -> str:
 
 
 def number_ranges(numbers: Iterable[int], each: int = 1) -> str:
-    """Ascending numbers in words, neighbours joined: `0-3, 8`. Each number stands for `each` neighbours."""
+    """Ascending numbers as text, runs joined: `0-3, 8`. Number n stands for the `each` numbers from n·each on."""
     ranges: list[list[int]] = []
     for number in numbers:
         if ranges and number == ranges[-1][-1] + 1:

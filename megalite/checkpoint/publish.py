@@ -50,7 +50,8 @@ class Publisher:
             shutil.rmtree(partial)
 
     def publish(self, partial: Path, final: Path, manifest: Manifest) -> tuple[int, tuple[str, ...]]:
-        """Publish a checkpoint when all ranks have written. Returns its bytes and what has failed later."""
+        """Publish a checkpoint that all ranks have written. Returns its bytes, and new problems that came after it was
+        complete."""
         for name, file in manifest.files.items():
             _check_whole(partial / name, file)
         write_durably(partial / MANIFEST, manifest.render())

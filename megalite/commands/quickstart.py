@@ -97,7 +97,8 @@ def _tool(name: str, *arguments: str) -> Program:
 
 
 def call(program: Program) -> int:
-    """Run a program in a process of its own and return its exit code. Signals to this process are handed on to it."""
+    """Run a program in a process of its own and return its exit code. Stop signals are handed on to it, except SIGINT,
+    which a terminal sends to both."""
     module, function, *arguments = program
     code = f"import sys; from {module} import {function}; sys.exit({function}())"
     with subprocess.Popen([sys.executable, "-c", code, *arguments]) as child:

@@ -149,7 +149,7 @@ def _worker(rank_info: RankInfo, config: Config, check_owner: Callable[[], None]
 
 
 def _checked(args: argparse.Namespace, world_size: int | None) -> Config:
-    """The configuration, after a check that it can work and that the files it names are there."""
+    """The configuration as `planned` completes it, after checks that it can work, be exported and find its files."""
     config = check(load(args.files, args.overrides), world_size)
     check_files(config)
     check_export(config)

@@ -211,7 +211,8 @@ def _gradients(job: Job) -> Parts:
 
 
 def _state(job: Job) -> Parts:
-    """Parameters and extra state, without padding."""
+    """Return this rank's micro-batches of a global batch `[samples, sequence length + 1]`. Each sample is first cut
+    into `pieces` shorter ones."""
     every = (found for of in (parameters, extra_state) for stage in job.stages.values() for found in of(stage))
     return _parts((found.name, found.value, found.shape) for found in every)
 

@@ -38,7 +38,7 @@ class Net:
         return (0.0,) * (len(self.cluster.levels) + 1)
 
     def collective(self, kind: Collective, whole: float, group: Group) -> float:
-        """Seconds of a collective on a tensor that has `whole` bytes when no rank's part is left out."""
+        """Seconds of a collective over `group`. whole: bytes of the full tensor, all ranks' parts together."""
         if group.size <= 1:
             return 0.0
         moved = (group.size - 1) / group.size * whole

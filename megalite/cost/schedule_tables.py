@@ -32,7 +32,7 @@ def enough(config: Config, m: int, rounds: int = ROUNDS) -> int:
 
 
 def filled(config: Config, m: int) -> int:
-    """Micro-batches of a step that holds as much as one of `m`."""
+    """A number of micro-batches, at most `m`, with which a step holds as much memory as with `m`."""
     pp, schedule = config.parallel.pp, config.parallel.pipeline.schedule
     if schedule not in NAMES or schedule == "gpipe":
         return m

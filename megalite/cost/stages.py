@@ -87,7 +87,7 @@ class StageTime:
 
     @property
     def halves(self) -> tuple[float, float]:
-        """Seconds of an I and a W."""
+        """Seconds of the halves of a split backward: gradients of inputs (I) and of weights (W)."""
         return (1 + SPLIT_OVERHEAD) * self.inputs, (1 + SPLIT_OVERHEAD) * self.weights
 
     def as_costs(self, size: StageCosts) -> StageCosts:

@@ -77,7 +77,8 @@ class Mesh:
 
     @property
     def axes(self) -> dict[str, str]:
-        """The axes of this rank's groups of several ranks, by the groups' names: tp, cp, pp and, of replicas too, dp.
+        """The axis of each of this rank's groups with several ranks, by the group's name: tp, cp, pp, or dp (replicas
+        too).
 
         A group of all processes is PyTorch's own, whose description tells no axis.
         """

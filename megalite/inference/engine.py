@@ -156,10 +156,8 @@ class Engine:
         return [Stem(stem.tokens, [branch]) for branch in stem.branches]
 
     def _angles_of(self, runs: Sequence[range], lengths: Sequence[int]) -> tuple[dict[Rotation, Angles], Tensor | None]:
-        """Tables of angles, and the row there of every position of `runs`; None: that of its number.
-
-        lengths: of the texts that these are positions of.
-        """
+        """Tables of angles, and the row of each position of `runs` in them; None if position n is in row n. lengths:
+        length of the text of each run."""
         found = [self._least_alike(length) for length in lengths]
         if not any(map(any, found)):
             return self._angles_up_to(max(run.stop for run in runs)), None
@@ -187,7 +185,7 @@ class Engine:
         return here.to(self.mesh.device, non_blocking=True)
 
     def _places(self, at: Tensor, length: int) -> Tensor:
-        """Rows of the angles' tables, `[s, 1]`."""
+        """Pad `at`, rows of the tables of angles, with zeros to `length`: `[length, 1]`."""
         return torch.nn.functional.pad(at, (0, length - len(at)))[:, None]
 
     def _whole_texts(

@@ -281,5 +281,6 @@ class Estimate:
 
 
 def mixed(config: Config, pins: Mapping[str, Any], choice: Choice) -> bool:
-    """Return whether layers of a stage may recompute in different ways: what one of these takes is a bound, no more."""
+    """Return whether layers of a stage may recompute in different ways, so that the memory of any one way is only a
+    bound."""
     return choice.recompute == "budget" or (config.train.recompute_every > 1 and "train.recompute" in pins)

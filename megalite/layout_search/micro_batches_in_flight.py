@@ -8,7 +8,7 @@ from megalite.schedule.orders import first_rounds
 
 
 class Flight(NamedTuple):
-    """Micro-batches in flight on stages of the first rank: of all its stages, or of a V the first stage alone.
+    """Micro-batches in flight on the first rank, over all its stages; in a V-shaped schedule, on its first stage only.
 
     most: while every stage has its weights. beside: while all stages also have gradients that are not reduced yet; None
     if that may never be.

@@ -149,7 +149,7 @@ def slowest_waiting(
 def longest_path(schedule: str, p: int, m: int) -> tuple[int, int, int]:
     """Numbers of F, I and W on a path through a V-shaped schedule: a longest one while the pipeline is not full.
 
-    No times of stages make a step shorter than any path. A test finds these paths in the schedules.
+    Whatever the stages' times, a step is at least as long as every path. A test finds these paths in the schedules.
     """
     if schedule == "zbv":
         return 2 * max(m, p), 2 * (p + m - 1), 2 * min(m, p)

@@ -152,8 +152,8 @@ class Load:
 
     @cached_property
     def levels(self) -> list[list[int]]:
-        """By level, the most layers of each rank: on the first, as few as make the slowest rank as fast as can be; on
-        each other, one more."""
+        """By level, the most layers each rank may have: on the first, as many as keep it within the time that the
+        slowest rank needs at best; on each further level, one more."""
         slowest = self.seconds(self.quickest)
         first = [int((slowest - outer) / self.layer + ROUNDING) for outer in self.outer]
         more = 1 + int((MAX_SLOWDOWN - 1) * slowest / self.layer)

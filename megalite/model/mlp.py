@@ -14,7 +14,7 @@ from megalite_kernels import swiglu
 
 
 class MLP(nn.Module):
-    """SwiGLU feed-forward, its width split over tp. factor: of its output."""
+    """SwiGLU feed-forward, its width split over tp. factor: multiplies the output."""
 
     share_input = ("gate", "up")
 

@@ -44,7 +44,7 @@ class _Target:
         return rows, columns
 
     def part(self, tensor: Tensor) -> Tensor:
-        """The part of the matrix on this rank, in a tensor that is placed as the parameter."""
+        """The part of the matrix on this rank, taken from `tensor`, which is placed like the parameter."""
         assert self.here is not None
         return local(tensor)[self.here]
 

@@ -31,7 +31,7 @@ class States(Protocol):
         """A local state, or a view of one, on the device, to be changed in place and given to `put`."""
 
     def put(self, state: Tensor, fetched: Tensor) -> None:
-        """Keep what was changed of a local state, or of a view of one, after `fetch` gave it."""
+        """Write `fetched`, which `fetch` gave for `state` and which was changed in place, back to `state`."""
 
     def settle(self) -> None:
         """Wait until the host may read what `put` has written."""

@@ -19,9 +19,9 @@ Stages = Mapping[int, nn.Module]  # a rank's stages by their global number
 class Gradients:
     """The trained parameters of a rank's stages, and what is done with their gradients after the last backward.
 
-    Parameters are listed once, since walking all modules takes the host longer than a small layer: they are the same
-    objects for good, which loading fills and the optimizer updates in place.
-    placement: the pipeline rank that owns each stage. tied: the first and the last stage have copies of the embedding.
+    Parameters are listed once, since walking all modules takes longer than a small layer does. The list stays valid:
+    loading and the optimizer change parameters in place. placement: the pipeline rank that owns each stage. tied: the
+    first and the last stage have copies of the embedding.
     """
 
     def __init__(self, stages: Stages, placement: Sequence[int], mesh: Mesh, tied: bool) -> None:

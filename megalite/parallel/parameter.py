@@ -165,7 +165,7 @@ def put(total: Tensor, grad: Tensor) -> None:
 
 
 def sum_of_gradients(param: DTensor) -> tuple[Tensor, bool]:
-    """The local gradient of a parameter, and whether it has values: where there is none, it is made."""
+    """The local gradient of a parameter, and whether it has values: a missing gradient is allocated, uninitialized."""
     if has_values := param.grad is not None:
         assert isinstance(param.grad, DTensor)
     else:

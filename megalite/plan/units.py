@@ -66,7 +66,7 @@ class Unit:
 
     @cached_property
     def freed(self) -> dict[str, Counter[Item]]:
-        """By moment of backward: bytes of the kept tensors that backward does not need after the moment."""
+        """By moment of backward: bytes of the kept tensors that are needed for the last time at that moment."""
         return {at.name: _bytes(held for held in self._held if held[1].until == at.name) for at in self.backward}
 
     @cached_property

@@ -37,7 +37,7 @@ def pictures(found: FoundLaws) -> list[Picture]:
 
 
 def series(values: Array) -> list[Array]:
-    """Places of values that are alike, from the lowest."""
+    """Indices of values that are equal within SERIES_TOLERANCE, group by group from the lowest."""
     order, found = np.argsort(values, kind="stable"), list[list[int]]()
     for at in order:
         if found and values[at] <= values[found[-1][0]] * (1 + SERIES_TOLERANCE):

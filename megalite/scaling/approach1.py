@@ -19,7 +19,7 @@ MIN_SIZES = 3
 
 @dataclass(frozen=True)
 class Fit1:
-    """flops, size, loss: of the envelope, where a size between the outermost ones is best."""
+    """Fit of approach 1. flops, size, loss: points of the envelope at which a size between the outermost is best."""
 
     law: Allocation
     flops: Array
@@ -45,7 +45,7 @@ def fit1(sizes: Array, tokens: Array, losses: Array) -> Fit1:
 
 
 def drawn1(sizes: Array, tokens: Array, losses: Array, weights: Array) -> Allocation:
-    """The laws of draws `[g, n]`; nan where a draw has no envelope."""
+    """The laws of g draws from n runs; nan where a draw has no envelope. weights: `[g, n]`, 0 for runs not drawn."""
     laws = []
     for row in weights:
         some = row > 0

@@ -89,7 +89,7 @@ def plain_law(law: AnyLaw) -> dict[str, Any]:
 
 
 def law_of(method: str, found: Mapping[str, Any]) -> AnyLaw:
-    """The law whose fields `plain_law` gave. Raises KeyError or TypeError for others."""
+    """The law whose fields `plain_law` gave. Raises KeyError, TypeError or ValueError for anything else."""
     kind = KINDS[method]
     values = {each.name: found[each.name] for each in fields(kind)}
     return kind(**{name: np.array(v, float) if isinstance(v, list) else float(v) for name, v in values.items()})

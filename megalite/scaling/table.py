@@ -101,7 +101,8 @@ def read_csv(path: Path) -> tuple[Sequence[str], list[tuple[int, dict[str, str]]
 
 
 def number_in(path: Path, line: int, column: str, text: str) -> float:
-    """The number in a cell, nan for an empty one. Raises InputError for other text."""
+    """The number in a cell; nan for an empty one, an infinity or a number from MAX_NUMBER up. Raises InputError for
+    other text."""
     if not text.strip():
         return math.nan
     try:

@@ -53,7 +53,8 @@ class Due:
 
     @property
     def waits(self) -> bool:
-        """Flag: the step has to be judged first. A record is made when the step is judged, one later on a GPU."""
+        """Flag: the step must be judged at once, since it is evaluated or saved. A record alone can wait for the
+        judgement, which comes one step later on a GPU."""
         return self.evaluate or self.save or self.save_locally
 
 

@@ -34,8 +34,8 @@ def run_on_ranks(
     """Run a benchmark. Returns the exit code of its ranks if that is not 0, else the one of `judge`.
 
     module: the module that is run on every rank, each a fork of this process, which must have computed nothing. ranks:
-    the number of ranks for given options; raises InputError for bad options. around: entered while there are ranks, by
-    the process that starts them, which ends well whatever signal ends them; for folders that must not be left behind.
+    the number of ranks for given options; raises InputError for bad options. around: a context of the process that
+    starts the ranks, open while they run. It is left properly when a stop signal ends them, so it can delete folders.
     measure: runs on every rank, in a process group, with one thread; its last argument is the header of a report.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)

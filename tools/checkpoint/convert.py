@@ -124,7 +124,8 @@ def _run(options: argparse.Namespace) -> int:
 def _check(
     kind: str, target: str, options: argparse.Namespace, terminal: Terminal, dtype: str | None
 ) -> tuple[Any, bool]:
-    """Compare both sides. Returns the result for JSON, and whether they are the same."""
+    """Compare the weights at `target` with the source: tensors bit by bit, and logits. Returns the result for JSON, and
+    whether all tensors are equal and the logits finite."""
     _, path = split_kind(options.source)
     made = open_weights(target, states=options.optimizer)
     source = open_weights(f"{kind}:{path}", None if options.config is None else made.model, options.optimizer)

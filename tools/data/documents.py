@@ -143,8 +143,8 @@ def read_documents(
     """Every document of one file; `advanced` is called with the number of bytes read from it.
 
     A document is a JSON object on a line, a row of Parquet, a text file, or the text between separators in one. Memory
-    holds one document of at most `reading.most` bytes, or 64 rows. Data that cannot be used gives a Reject; only a
-    missing optional package raises InputError.
+    holds one document of at most `reading.most` bytes, or 64 rows. Data that cannot be used gives a Reject; Raises
+    InputError for an unknown format, compressed Parquet or a missing optional package.
     """
     form = format_of(path, reading.format)
     try:
@@ -215,7 +215,10 @@ def _refuse(reject: Reject, on_error: Literal["stop", "skip"], skipped: Skipped)
 
 
 def _known(folder: Path, reading: Reading, skipped: Skipped) -> list[Path]:
-    """The files at any depth whose format is known, without hidden files and those in hidden directories."""
+    """The files at any depth whose format is known, except hidden ones and those in hidden folders.
+
+    Files of unknown format are added to `skipped`. Raises InputError if no file is left.
+    """
     known = []
     for file in sorted(folder.rglob("*")):
         if any(part.startswith(".") for part in file.relative_to(folder).parts) or not is_file(file):

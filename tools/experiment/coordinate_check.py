@@ -137,7 +137,10 @@ def _runs(config: Config, options: argparse.Namespace) -> Iterator[CoordinateRun
 
 
 def _wider(model: Model, width: int, options: argparse.Namespace) -> Model:
-    """The model with another width, and with heads and feed-forward in proportion."""
+    """The model at another width, its feed-forward and the number or width of its heads (`grow`) in proportion.
+
+    Raises InputError if one would not be a whole number.
+    """
     model = replace(model, head_width=model.head_size)
     sizes: dict[str, Any] = {"width": width}
     for name in ("heads", "kv_heads", "ffn") if options.grow == "heads" else ("head_width", "ffn"):

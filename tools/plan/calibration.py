@@ -67,7 +67,7 @@ class Runs:
         return numpy.log(self.predicted(self.cluster(factors)))
 
     def slopes(self, names: Sequence[str], values: Sequence[float] | numpy.ndarray) -> numpy.ndarray:
-        """Derivatives of the logarithms of times by those of factors: [runs, figures]."""
+        """Derivatives of log times with respect to the log factors `names`, at `values`: `[runs, figures]`."""
         columns = []
         for at in range(len(names)):
             up, down = list(values), list(values)

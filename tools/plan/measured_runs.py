@@ -25,7 +25,8 @@ class MeasuredRun:
 
 
 def read_run(folder: Path) -> MeasuredRun:
-    """The run in `folder`. Raises InputError for one without a step time of one configuration."""
+    """The run in `folder`, with the median step time since its latest start. Raises InputError if it has too few
+    records, or waits too long for data."""
     if not is_folder(folder):
         raise InputError(f"{folder}: is no folder; give the folders of runs")
     lines, config = read_lines(folder / "metrics.jsonl"), _config(folder)

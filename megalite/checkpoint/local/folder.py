@@ -39,7 +39,8 @@ class Life:
 
     @staticmethod
     def of(folder: Path) -> "Life | None":
-        """The life of the run whose checkpoints are in `folder`; None if it never had local ones."""
+        """The life of the run whose checkpoints are in `folder`; None if it never had local ones, or its record is
+        damaged."""
         try:
             found = read_object(folder / IDENTITY, MAX_IDENTITY_BYTES) if exists(folder / IDENTITY) else {}
         except InputError:  # damaged: nothing on the nodes can be told to be of this run

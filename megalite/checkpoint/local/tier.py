@@ -292,7 +292,7 @@ def _check_marks(place: LocalFolder, mark: str) -> None:
 
 
 def _memory_of(config: Config, ranks: int, on_gpu: bool) -> int:
-    """Bytes of host memory that so many ranks of a node take, by the prediction."""
+    """Bytes of host memory that `ranks` ranks of a node are predicted to take, as an average over pipeline ranks."""
     memories = memory_of_ranks(config, costing_of(config))
     found = (size for each in memories for (kind, _), size in each.bytes.items() if kind == HOST_MEMORY or not on_gpu)
     return sum(found) * ranks // len(memories)

@@ -25,7 +25,7 @@ class Point:
 
 
 def scaling(asked: Asked, prediction: Prediction, fastest: Prediction | None, grows: bool) -> list[Point]:
-    """The numbers of GPUs that FACTORS give for those of `prediction`.
+    """Predict this layout, and the best one, at FACTORS times the GPUs of `prediction`.
 
     fastest: on as many GPUs as `prediction`; None: the best layouts are not looked for. grows: the batch grows with the
     GPUs (weak scaling) instead of staying as it is (strong scaling).

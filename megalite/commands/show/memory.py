@@ -174,9 +174,10 @@ def memory_sections(
     measured: dict[str, int] | None,
     cluster: Cluster | None = None,
 ) -> list[tuple[str, RenderableType]]:
-    """Headings and tables: the fullest rank by kind and component, all pipeline ranks if there are several, a verdict.
+    """Headings and contents: the fullest rank, the moment of its peak, all pipeline ranks if several, a verdict,
+    conventions.
 
-    limit, cluster: see `verdict`.
+    measured: bytes by kind of a dry run. limit, cluster: see `verdict`.
     """
     most = fullest(memories)
     which = f" of pipeline rank {most.pp}, the fullest of {len(memories)}" if len(memories) > 1 else ""

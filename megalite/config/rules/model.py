@@ -74,7 +74,7 @@ def _rope_scaling(scaling: RopeScaling, theta: float) -> Iterator[Problem]:
 
 
 def _of_length(scaling: RopeScaling, rotary_size: int) -> Iterator[Problem]:
-    """Rules of the kinds whose wavelengths depend on the length of a sequence."""
+    """Every broken rule of the kinds whose wavelengths depend on the length of a sequence."""
     section = "model.rope_scaling"
     if scaling.kind == "dynamic" and rotary_size == 2:
         rule = "has no meaning where a single pair of features turns, the fastest, which it never stretches"

@@ -28,7 +28,8 @@ def parallel_rules(config: Config, world_size: int | None) -> Iterator[Problem]:
 
 
 def shards(parallel: Parallel, world_size: int | None) -> int:
-    """The size of dp_shard; 0 if the other axes leave no ranks for it."""
+    """The size of dp_shard, rounded down if it is automatic: 0 if the other axes leave no ranks, 1 if `world_size` is
+    None."""
     if isinstance(parallel.dp_shard, int):
         return parallel.dp_shard
     return 1 if world_size is None else world_size // max(1, _without_dp_shard(parallel))

@@ -10,7 +10,7 @@ MAX_NAME_BYTES = 255
 
 
 def run_rules(run: Run) -> Iterator[Problem]:
-    """Every broken rule of a run's name and folder."""
+    """Every broken rule of a run's name, folder and cluster."""
     if not run.dir.isprintable():
         yield Problem("run.dir", "must be a path of printable characters", "leave the others out", run.dir)
     if run.cluster is not None and not (run.cluster.strip() and run.cluster.isprintable()):

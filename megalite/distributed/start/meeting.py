@@ -98,7 +98,7 @@ def reason(error: BaseException) -> str:
 
 
 class _Waiting:
-    """Waits for other ranks, and tells the user once that takes long."""
+    """Waits for other ranks, and tells the user, one time only, if that takes long."""
 
     def __init__(self, rank_info: RankInfo, timeout: float) -> None:
         self.rank_info, self.timeout = rank_info, timeout
@@ -106,7 +106,7 @@ class _Waiting:
         self.quiet_until, self.deadline = began + QUIET_SECONDS, began + timeout
 
     def until(self, done: Callable[[], bool], missing: Callable[[], str], tells: bool) -> None:
-        """Raises LostPeer with what is missing when the time is up.
+        """Wait until `done()`. Raises LostPeer with the text `missing()` when the time is up.
 
         tells: whether this rank is the one to say what is waited for.
         """

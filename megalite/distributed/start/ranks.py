@@ -89,7 +89,7 @@ def end_silently_with(code: int) -> None:
 
 
 def let_others_speak(code: int) -> None:
-    """Wait before an error is told that may only repeat another rank's, or follow from it.
+    """Wait before reporting an error that may only repeat another rank's, or follow from it.
 
     If it does, the launcher ends this process during the wait. The process then says nothing, and its exit code is
     `code`.

@@ -129,8 +129,8 @@ def flops_per_token(model: Model, attention: Attention = "causal") -> int:
     """Floating-point operations to train on one token; backward takes twice as many as forward if all is trained.
 
     With L layers without windows, each weight of a matrix takes 6, the head's included, or 4 if it is not trained and
-    has no gradient. Attention takes 6·L·q·s (causal) or 12·L·q·s (full). The embedding lookup, norms and recomputation
-    are not counted (PaLM, arXiv 2204.02311, app. B).
+    has no gradient. Attention takes 6·L·q·s (causal) or 12·L·q·s (full), q being the width of all query heads and s the
+    sequence length. The embedding lookup, norms and recomputation are not counted (PaLM, arXiv 2204.02311, app. B).
     """
     found = 2 * head_forward_flops(model) + head_weight_flops(model)
     for kind, count in Counter(layer_kinds(model)).items():

@@ -67,7 +67,8 @@ class AttentionMemory:
         return sums + (self._ring() if self.config.parallel.context.method == "ring" else self._all_gather())
 
     def _ring(self) -> int:
-        """Bytes beside the sums: keys and values in use and arriving, gradients being made and being sent back."""
+        """Bytes of the fullest step of ring attention's backward, beside the summed gradients: keys and values in use
+        and arriving, gradients being made and sent back."""
         cp, kv, here = self.config.parallel.cp, self.kv, self._positions
         others = max(self._block(here // 2, here), self._block(here, here // 2))
         arriving, returning = (kv, 0) if cp == 3 else (0, 0) if cp == 2 else (kv, self._wide(kv))
@@ -202,7 +203,7 @@ class AttentionMemory:
 
     @property
     def _heads(self) -> int:
-        """Query heads on this rank, counted once for every sample."""
+        """Query heads on this rank times the samples of a micro-batch."""
         return self.queries // (self.w * self.heads.width * self._positions)
 
     @cached_property

@@ -41,7 +41,8 @@ class Group:
         return self._padded(self.weights, shards)
 
     def reduced(self, shards: int, matrices_only: bool = False) -> int:
-        """Elements of gradients, as `gathered`."""
+        """Elements of the gradients of trained weights, padded as in `gathered`. matrices_only: only those that a split
+        backward puts off."""
         return self._padded(filter(put_off if matrices_only else attrgetter("trained"), self.weights), shards)
 
     def _padded(self, weights: Iterable[Weight], shards: int) -> int:

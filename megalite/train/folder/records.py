@@ -77,7 +77,7 @@ def _finite(value: object) -> bool:
 
 
 def _whole(line: str) -> bool:
-    """Return whether a line was written to its end: the newline comes last."""
+    """Return whether a line was written to its end: it has its newline, or is a JSON object that only lacks it."""
     try:
         return line.endswith("\n") or isinstance(json.loads(line), dict)
     except (ValueError, RecursionError):

@@ -31,7 +31,7 @@ def expressed(work: Work, program: Profile, cluster: Cluster) -> Config | None:
 
 
 def _as_ours(work: Work, program: Profile) -> Profile:
-    """The program with its kernels and fusions, but with megalite's ways between them."""
+    """The program's profile with its own kernels and fusions, but megalite's communication and overlap."""
     if work.mode in ("zero2", "zero3"):
         moved, sums = (2.0 * WEIGHT_BYTES, float(WEIGHT_BYTES + program.gradient)), 0.0
     else:

@@ -148,7 +148,7 @@ def weighed(rows: Iterable[Row]) -> list[Compared]:
 
 
 def judged(rows: Iterable[Row]) -> list[Judged]:
-    """Judge which rows fit: with micro-batches of any size, where theirs is unknown."""
+    """Judge which rows fit in GPU memory. A row of unknown micro-batch size fits if any size does."""
     return [Judged(row, any(fits(work, row.program, row.cluster.gpu.memory) for work in works_of(row))) for row in rows]
 
 

@@ -97,7 +97,7 @@ def _info(name: str, position: int, size: int) -> zipfile.ZipInfo:
 
 
 class _Forward:
-    """Passes on what is written. Without `tell`, the archive counts from its own beginning."""
+    """Passes on what is written. It has no `tell` on purpose: the archive counts positions from its own beginning."""
 
     def __init__(self, stream: Stream) -> None:
         self.write, self.flush = stream.write, stream.flush

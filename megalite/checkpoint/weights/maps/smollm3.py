@@ -25,7 +25,7 @@ def _features(fields: Fields, model: Model) -> Mapping[str, Any]:
 
 
 def _rotary(model: Model) -> list[int]:
-    """1 for every layer with rotary positions, as transformers says it."""
+    """By layer: 1 with rotary positions, 0 without, as in transformers' configuration."""
     return [int(kind.rope is not None) for kind in layer_kinds(model)]
 
 

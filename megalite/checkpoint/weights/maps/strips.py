@@ -19,7 +19,7 @@ PREFIX = "model."  # begins the name of a weight in an index
 
 
 class Strip(NamedTuple):
-    """Rows of one of our weights as far as their columns `columns`.
+    """A rectangle of one of our weights: its `rows`, cut to `columns`.
 
     A vector has one column. A stack of matrices has the rows of all of them, one matrix after the other.
     """

@@ -31,7 +31,7 @@ def stacked(
     number: Callable[[float], str],
     limit: tuple[str, float] | None = None,
 ) -> str:
-    """Bars of one scale, their legend, and a table of their numbers.
+    """Bars on one scale, their legend, and a table of their numbers, as HTML.
 
     keys: of the parts, in their order. number: the text of a part. limit: name and value of a line across all bars.
     """

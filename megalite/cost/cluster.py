@@ -165,10 +165,11 @@ def read_cluster(path: Path) -> Cluster:
             )
     if "bf16" not in gpu["peak"]:
         raise InputError(f"{path}: gpu: peak: bf16 is missing")
-    peak, measured = gpu["peak"]["bf16"], gpu["measured"].get("bf16", 0)
-    if measured > MAX_PEAK_RATIO * peak:
-        rule = f"is more than {MAX_PEAK_RATIO} times its peak of {peak:g}; give both in TFLOP/s, without sparsity"
-        raise InputError(f"{path}: gpu: measured: bf16 = {measured:g}: {rule}")
+    for name, measured in gpu["measured"].items():
+        peak = gpu["peak"].get(name, gpu["peak"]["bf16"])
+        if measured > MAX_PEAK_RATIO * peak:
+            rule = f"is more than {MAX_PEAK_RATIO} times its peak of {peak:g}; give both in TFLOP/s, without sparsity"
+            raise InputError(f"{path}: gpu: measured: {name} = {measured:g}: {rule}")
     island, node = fields["island"], fields["node"]["gpus"]
     if island and (node % island["gpus"] or node == island["gpus"]):
         raise InputError(f"{path}: island: gpus = {island['gpus']}: must be a part of the {node} GPUs of a node")

@@ -133,11 +133,11 @@ def _ranked(args: argparse.Namespace) -> Parts:
 
 
 def _batch(asked: Asked) -> Parts:
-    """Explain the batch, if it follows from the tokens."""
-    if not asked.chosen_batch or asked.tokens is None:
+    """Explain the batch, if nobody has given it."""
+    if asked.batch == "given":
         return []
-    config = asked.config
-    return [("The batch", Text(batch_text(config.batch.global_, asked.tokens, config.model.sequence_length)))]
+    config, tokens = asked.config, asked.tokens if asked.batch == "by tokens" else None
+    return [("The batch", Text(batch_text(config.batch.global_, tokens, config.model.sequence_length)))]
 
 
 def _picked(args: argparse.Namespace, found: Found) -> Prediction:
@@ -161,7 +161,7 @@ def _own_layout(args: argparse.Namespace) -> Parts:
     prediction, needed = asked.predict(config)
     heading, found = _heading(asked, prediction.gpus), Found([Result(choice_of(config), prediction, needed.total)])
     fits = fits_text(needed.total, asked.limit)
-    parts: Parts = [(heading, ranking(asked, found)), ("Does it fit?", fits)]
+    parts: Parts = [*_batch(asked), (heading, ranking(asked, found)), ("Does it fit?", fits)]
     host = on_host(asked, found)
     parts += [("Host memory", Text(host))] * bool(host)
     if args.explain or needed.total > asked.limit:
@@ -207,7 +207,8 @@ def _compared(args: argparse.Namespace) -> Parts:
     configs = [as_is(each, given) for each in asked]
     pairs = [one.predict(config) for one, config in zip(asked, configs, strict=True)]
     _save(args, lambda page: page.compared_page(asked, args.given, args.files, pairs))
-    return comparison(asked, args.files, pairs)
+    untold = next((each for each in asked if each.batch != "given"), None)
+    return [*([] if untold is None else _batch(untold)), *comparison(asked, args.files, pairs)]
 
 
 def _front(args: argparse.Namespace) -> Parts:

@@ -28,7 +28,7 @@ class Asked:
     """One question. limit: bytes that tensors may take on a GPU. pins: keys that keep the values of the configuration.
 
     tokens, days, budget: of the run, where they were given. device: the configuration's own `run.device`; a plan is
-    for CUDA where that is auto. chosen_batch: `batch.global` follows from the tokens, as nobody has given it.
+    for CUDA where that is auto. batch: whether `batch.global` was given, follows from the tokens, or is the default.
     """
 
     config: Config
@@ -40,7 +40,7 @@ class Asked:
     budget: float | None
     offload: bool
     device: Literal["auto", "cpu", "cuda"]
-    chosen_batch: bool = False
+    batch: Literal["given", "by tokens", "default"] = "given"
 
     @cached_property
     def timer(self) -> Timer:
@@ -83,10 +83,12 @@ def ask(args: argparse.Namespace, files: list[str] | None = None, searches: bool
     if config.run.device == "auto":  # a cluster's, whatever this machine has
         config = replace(config, run=replace(config.run, device="cuda"))
     pinned = {override.partition("=")[0] for override in args.overrides}
-    chosen = bool(args.tokens) and searches and "batch.global" not in pinned and not is_set(files, "batch.global")
-    if chosen:
-        batch = usual_batch(args.tokens, config.model.sequence_length)
-        config = replace(config, batch=replace(config.batch, global_=batch))
+    batch: Literal["given", "by tokens", "default"] = "given"
+    if "batch.global" not in pinned and not is_set(files, "batch.global"):
+        batch = "by tokens" if args.tokens and searches else "default"
+    if batch == "by tokens":
+        chosen = usual_batch(args.tokens, config.model.sequence_length, args.gpus or ())
+        config = replace(config, batch=replace(config.batch, global_=chosen))
     whole = {section for section in pinned if any(key.startswith(f"{section}.") for key in SEARCH_KEYS)}
     if whole:
         raise InputError(f"{min(whole)}: megalite plan takes keys of their own, such as {min(whole)}.… = VALUE")
@@ -99,7 +101,7 @@ def ask(args: argparse.Namespace, files: list[str] | None = None, searches: bool
     limit = args.max_memory * GIB if args.max_memory else cluster.gpu.memory * TENSOR_SHARE
     if args.max_memory and config.parallel.pipeline.searched:
         config = replace(config, batch=replace(config.batch, memory=args.max_memory))
-    return Asked(config, cluster, limit, pins, args.tokens, args.days, args.budget, args.offload, device, chosen)
+    return Asked(config, cluster, limit, pins, args.tokens, args.days, args.budget, args.offload, device, batch)
 
 
 def _cluster(args: argparse.Namespace, config: Config) -> Cluster:

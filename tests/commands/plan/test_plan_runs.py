@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from math import lcm
 from pathlib import Path
 
 import pytest
@@ -36,7 +37,9 @@ def test_a_batch_is_chosen_for_tokens_and_told(plan: Run, tmp_path: Path) -> Non
         told = plan(*arguments, "--gpus", "8", "--tokens", "1T", "--top", "1")
         assert "is not given" not in told
         assert "64 sequences of 8,192 tokens a step" in told
-    assert "is not given" not in plan(*SMALL, "--gpus", "8", "--top", "1")
+    assert "is not given" not in plan(*SMALL, "--gpus", "8", "--top", "1", "batch.global=8")
+    told = plan(MODEL, "--gpus", "8", "--tokens", "1T", "--as-is", "parallel.dp_shard=8", "batch.micro=1")
+    assert "batch.global is not given, so it is 8 sequences, 65.5 k tokens: the default. batch.global=N" in told
 
 
 @given(st.floats(1e6, 1e15), st.floats(1e6, 1e15), st.integers(16, 1 << 17))
@@ -45,6 +48,19 @@ def test_batches_are_powers_of_two_near_step_laws_and_grow_with_tokens(some: flo
     assert batch & (batch - 1) == 0
     assert batch == 1 or best / 1.42 <= batch <= best * 1.42
     assert (usual_batch(more, sequence) >= batch) if more >= some else (usual_batch(more, sequence) <= batch)
+
+
+@given(st.floats(1e9, 1e15), st.integers(16, 1 << 14), st.lists(st.integers(1, 200), max_size=3))
+def test_batches_are_shared_evenly_by_the_numbers_of_gpus(tokens: float, sequence: int, gpus: list[int]) -> None:
+    batch, best = usual_batch(tokens, sequence, gpus), 0.58 * tokens**0.571 / sequence
+    assert batch == 1 or best / 1.42 <= batch <= best * 1.42
+    if best > 1.42 * lcm(*gpus):
+        assert not any(batch % count for count in gpus)
+
+
+def test_a_batch_is_chosen_for_the_numbers_of_gpus(plan: Run) -> None:
+    told = plan(MODEL, "--gpus", "100", "--tokens", "1T", "--top", "1")
+    assert "so it is 400 sequences, 3.28 M tokens: 25 times a power of two, which these GPUs can share evenly" in told
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from megalite.config.schema import Config
 from megalite.cost.network import Group
 from megalite.cost.stages import Timer
 from megalite.plan.model.weights import layer_weights
-from megalite.plan.muon import Matrix, matrices_of, owners, working_bytes
+from megalite.plan.muon import BUCKET_BYTES, Matrix, matrices_of, owners, rounds, working_bytes
 from megalite.plan.parts.roles import RoleKind
 from megalite.plan.resolved import Plan
 
@@ -32,9 +32,10 @@ def muon_seconds(plan: Plan, matrices: Sequence[Sequence[Matrix]], timer: Timer)
     config, layout = plan.config, plan.config.parallel.layout
     ranks = layout.world_size // layout.pp
     replicas = layout.dp_replicate if config.parallel.data.sharded else layout.dp * layout.cp
-    flops, owned = _most(matrices, ranks, symmetric_rows(config))
+    each, stages = working_bytes(config), [(found, owners([one.flops for one in found], ranks)) for found in matrices]
+    flops = max(_flops(*stage, symmetric_rows(config)) for stage in stages)
     moved = (replicas, 1) if ranks > replicas else (replicas,)
-    size, group = working_bytes(config) * owned, Group(ranks, 1)
+    size, group = each * max(_exchanged(*stage, ranks, replicas, each) for stage in stages), Group(ranks, 1)
     sent = sum(timer.net.collective("all_to_all", size * copies, group) for copies in moved)
     return flops / (timer.kernels.rate("bf16") * RATE_SHARE) + sent
 
@@ -55,16 +56,31 @@ def computed_flops(matrix: Matrix, halved_from: float) -> int:
     return matrix.flops - (matrix.steps * m * m * (n + m) if m >= halved_from else 0)
 
 
-def _most(matrices: Sequence[Sequence[Matrix]], ranks: int, halved_from: float) -> tuple[int, int]:
-    """FLOPs of Muon on the rank of a stage that has most of them, and elements of the one that owns most."""
-    work = most = 0
-    for found in matrices:
-        flops, elements = Counter[int](), Counter[int]()
-        for matrix, owner in zip(found, owners([matrix.flops for matrix in found], ranks), strict=True):
-            flops[owner] += computed_flops(matrix, halved_from)
-            elements[owner] += prod(matrix.shape)
-        work, most = max(work, 0, *flops.values()), max(most, 0, *elements.values())
-    return work, most
+def _flops(matrices: Sequence[Matrix], owned_by: Sequence[int], halved_from: float) -> int:
+    """FLOPs of Muon on the rank of a stage that has most of them."""
+    flops = Counter[int]()
+    for matrix, owner in zip(matrices, owned_by, strict=True):
+        flops[owner] += computed_flops(matrix, halved_from)
+    return max(flops.values(), default=0)
+
+
+def _exchanged(matrices: Sequence[Matrix], owned_by: Sequence[int], ranks: int, replicas: int, itemsize: int) -> int:
+    """Elements that are exchanged one after the other: in every bucket, those of the owner that has most.
+
+    Buckets are about those of `plan/muon.MuonPlan`: every rank's part of a matrix is counted as equally large.
+    """
+    sizes, sent = [prod(matrix.shape) for matrix in matrices], 0
+    owned, parts = Counter[int](), 0.0
+    for each in rounds([matrix.flops for matrix in matrices], owned_by):
+        more = Counter({owned_by[index]: sizes[index] for index in each})
+        of_parts = 2 * replicas / ranks * more.total()
+        load = (1 + replicas) * max((owned + more).values()) + parts + of_parts
+        if owned and itemsize * load <= BUCKET_BYTES:
+            owned, parts = owned + more, parts + of_parts
+        else:
+            sent += max(owned.values(), default=0)
+            owned, parts = more, of_parts
+    return sent + max(owned.values(), default=0)
 
 
 def muon_parameters(matrices: Sequence[Matrix], tp: int) -> float:

@@ -140,6 +140,16 @@ def owners(costs: Sequence[int], ranks: int) -> list[int]:
     return found
 
 
+def rounds(costs: Sequence[int], owned_by: Sequence[int]) -> list[list[int]]:
+    """Matrices by round, the most costly first. In a round no rank owns two matrices. owned_by: by matrix, its rank."""
+    found: list[list[int]] = []
+    for index in _descending(costs):
+        if not found or owned_by[index] in {owned_by[other] for other in found[-1]}:
+            found.append([])
+        found[-1].append(index)
+    return found
+
+
 def _descending(costs: Sequence[int]) -> list[int]:
     return sorted(range(len(costs)), key=lambda index: -costs[index])
 
@@ -257,15 +267,10 @@ class MuonPlan:
         return max(needed) * self.itemsize
 
     def _buckets(self, bucket_bytes: int) -> list[list[int]]:
-        """Matrices by bucket, in as many rounds as `bucket_bytes` allow. In a round no rank owns two matrices."""
-        rounds: list[list[int]] = []
-        for index in _descending([matrix.flops for matrix in self.matrices]):
-            if not rounds or self.owners[index] in {self.owners[other] for other in rounds[-1]}:
-                rounds.append([])
-            rounds[-1].append(index)
+        """Matrices by bucket, in as many rounds as `bucket_bytes` allow."""
         found: list[list[int]] = []
         load = [0] * self.ranks
-        for each in rounds:
+        for each in rounds([matrix.flops for matrix in self.matrices], self.owners):
             more = self._load(each)
             both = [a + b for a, b in zip(load, more, strict=True)]
             if found and max(both) <= bucket_bytes:

@@ -1,16 +1,19 @@
 """What Muon costs on a device: symmetric products by half, passes as the kernels make them, matrices found once."""
 
+from collections import Counter
+from math import prod
 from unittest.mock import patch
 
 import pytest
 import torch
 from test_cost_predict import H100, TIMER, configured
 
+from megalite.config.load import load
 from megalite.cost import muon
-from megalite.cost.muon import SYMMETRIC_ROWS, TORCH_SURPLUS, computed_flops, symmetric_rows
+from megalite.cost.muon import SYMMETRIC_ROWS, TORCH_SURPLUS, _exchanged, computed_flops, symmetric_rows
 from megalite.cost.predict import predict
 from megalite.cost.program import MEGALITE
-from megalite.plan.muon import Matrix
+from megalite.plan.muon import Matrix, MuonPlan, stage_matrices
 from megalite_kernels.grad_norm import bytes_moved as norm_bytes
 from megalite_kernels.muon import bytes_moved
 from megalite_kernels.symmetric_product import MIN_ROWS
@@ -65,3 +68,21 @@ def test_matrices_are_found_once() -> None:
     with patch.object(muon, "_matrices", wraps=muon._matrices) as found:
         predict(configured(8, *WIDE, "parallel.pp=2"), H100, TIMER)
     assert [call.args[1] for call in found.mock_calls] == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("layers", "replicas", "shards", "tp"), [(4, 1, 8, 1), (11, 8, 1, 1), (3, 2, 4, 1), (5, 1, 8, 8), (7, 4, 2, 2)]
+)
+def test_the_largest_owner_of_every_bucket_is_waited_for(layers: int, replicas: int, shards: int, tp: int) -> None:
+    model = load(["llama3_8b"], [f"model.layers={layers}"]).model
+    matrices = stage_matrices(model, range(layers), replicas, shards, tp)
+    plan = MuonPlan(matrices, 2)
+    sizes = [prod(matrix.shape) for matrix in matrices]
+    expected = 0
+    for bucket in plan.buckets:
+        owned = Counter[int]()
+        for index in bucket:
+            owned[plan.owners[index]] += sizes[index]
+        expected += max(owned.values())
+    found = _exchanged(matrices, plan.owners, plan.ranks, replicas, 2)
+    assert expected <= found <= 1.05 * expected

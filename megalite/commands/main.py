@@ -183,8 +183,8 @@ def _plan_options(plan: argparse.ArgumentParser) -> None:
         help="what tensors may take of a GPU (default: nine tenths)",
     )
     add("--tokens", type=amount, metavar="T", help="of the whole run, as in 300B or 15T: adds days, cost and energy")
-    add("--days", type=above_zero(), metavar="D", help="with --tokens and a range of GPUs: the longest run")
-    add("--budget", type=amount, metavar="USD", help="with --tokens and a range of GPUs: the most expensive run")
+    add("--days", type=above_zero(), metavar="D", help="with --tokens: the longest run")
+    add("--budget", type=amount, metavar="USD", help="with --tokens: the most expensive run")
     add("--top", type=COUNT, metavar="N", help="layouts to show (default: 5)")
     add(
         "--pick",

@@ -9,16 +9,21 @@ UNREAD_OPTIONS = {
     "--dry-run": "compare top pick exhaustive explain schedule write html tokens days budget",
     "--compare": "as_is top pick exhaustive offload explain schedule write days budget",
     "--as-is": "top pick exhaustive offload days budget",
-    "a range of GPUs": "top pick exhaustive explain schedule",
-    "a search on one number of GPUs": "days budget",
+    "a range of GPUs or a limit": "top pick exhaustive explain schedule",
 }
+
+
+def is_front(args: argparse.Namespace) -> bool:
+    """Return whether a row for each number of GPUs is asked for: there are several, or the run has a limit."""
+    limited = args.days is not None or args.budget is not None
+    return args.gpus is not None and (len(args.gpus) > 1 or limited)
 
 
 def refuse_unread(args: argparse.Namespace) -> None:
     """Raises InputError for an option that the asked kind of plan would not read."""
-    asked = (args.dry_run, args.compare, args.as_is, args.gpus is not None and len(args.gpus) > 1, True)
-    kind = next(kind for kind, wanted in zip(UNREAD_OPTIONS, asked, strict=True) if wanted)
-    for name in UNREAD_OPTIONS[kind].split():
+    asked = (args.dry_run, args.compare, args.as_is, is_front(args))
+    kind = next((kind for kind, wanted in zip(UNREAD_OPTIONS, asked, strict=True) if wanted), "")
+    for name in UNREAD_OPTIONS.get(kind, "").split():
         if getattr(args, name) not in (None, False):
             raise InputError(f"--{name.replace('_', '-')}: is not read by {kind}; leave it out")
     for name in ("days", "budget"):

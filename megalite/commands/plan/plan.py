@@ -20,7 +20,7 @@ from megalite.commands.plan.explain import explained
 from megalite.commands.plan.global_batch import batch_text
 from megalite.commands.plan.near_ties import told_alike
 from megalite.commands.plan.no_layout import nothing_fits
-from megalite.commands.plan.options import refuse_unread
+from megalite.commands.plan.options import is_front, refuse_unread
 from megalite.commands.plan.request import Asked, as_is, as_overrides, ask
 from megalite.commands.plan.search_order import best_order
 from megalite.commands.plan.tables import LISTED_ROWS, fits_text, front, layout_text, on_host, ranking
@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
         parts = _compared(args)
     elif args.as_is:
         parts = _own_layout(args)
-    elif args.gpus is not None and len(args.gpus) > 1:
+    elif is_front(args):
         parts = _front(args)
     else:
         parts = _ranked(args)
@@ -268,9 +268,14 @@ def _advice(asked: Asked, best: list[tuple[int, Result]]) -> str:
     gpus, result = kept[0]
     assert asked.tokens is not None
     run = run_of(result.prediction, asked.tokens)
-    return (
+    told = (
         f"The cheapest that keeps the limits: {counted(gpus, 'GPU')}, {seconds_text(run.seconds)}, {money(run.cost)}."
     )
+    most = 1 + result.prediction.spread
+    passed = (asked.days is not None and most * run.days > asked.days) or (
+        asked.budget is not None and most * run.cost > asked.budget
+    )
+    return f"{told} The interval of its prediction passes a limit." if passed else told
 
 
 def _one_count(args: argparse.Namespace) -> int:

@@ -63,6 +63,15 @@ def test_a_batch_is_chosen_for_the_numbers_of_gpus(plan: Run) -> None:
     assert "so it is 400 sequences, 3.28 M tokens: 25 times a power of two, which these GPUs can share evenly" in told
 
 
+def test_one_number_of_gpus_can_have_limits(plan: Run) -> None:
+    arguments = (MODEL, "--gpus", "64", "--tokens", "100B")
+    told = plan(*arguments, "--days", "30")
+    assert "The cheapest that keeps the limits: 64 GPUs" in told
+    assert "passes a limit" not in told
+    assert "The interval of its prediction passes a limit." in plan(*arguments, "--days", "2")
+    assert "No number of GPUs here keeps the limits" in plan(*arguments, "--budget", "100")
+
+
 @pytest.mark.parametrize(
     ("text", "counts"),
     [

@@ -68,7 +68,7 @@ def test_one_number_of_gpus_can_have_limits(plan: Run) -> None:
     told = plan(*arguments, "--days", "30")
     assert "The cheapest that keeps the limits: 64 GPUs" in told
     assert "passes a limit" not in told
-    assert "The interval of its prediction passes a limit." in plan(*arguments, "--days", "2")
+    assert "The interval of its prediction passes a limit." in plan(*arguments, "--days", "0.39")
     assert "No number of GPUs here keeps the limits" in plan(*arguments, "--budget", "100")
 
 

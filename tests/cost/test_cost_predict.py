@@ -201,6 +201,20 @@ def test_gathers_and_reductions_of_a_step_share_the_wire(mode: str) -> None:
     assert found.seconds < 1.3 * (wire + found.parts["optimizer"])
 
 
+def test_a_backward_pass_gathers_and_reduces_one_after_the_other() -> None:
+    slow = replace(H100, network=H100.network.faster(0.01))
+    timer = Timer(slow)
+    found = predict(
+        configured(64, "batch.micro=1", "batch.global=64", "parallel.data.mode=zero3", model="llama3_8b"), slow, timer
+    )
+    (stage,) = found.stages
+    gathered, reduced = (
+        timer.net.collective(kind, each * stage.parameters, Group(64, 1))  # type: ignore[arg-type]
+        for kind, each in (("all_gather", 2), ("reduce_scatter", 4))
+    )
+    assert stage.backward.total + stage.longer[0] > gathered + reduced
+
+
 def test_links_that_both_kinds_of_parallelism_use_carry_all_of_it() -> None:
     """Eight ranks of a node: those of tp and those that share weights are on the same NVLink."""
     slow = replace(H100, levels=(replace(H100.levels[0], link=Link(5e9, 1e-6)),))

@@ -72,7 +72,8 @@ MAX_FILE_BYTES = 1 << 24  # bytes of a file
 GPT_VOCABULARY = 51_200  # as in Megatron's GPT models, where a row of a model without gates has no number
 VECTOR = 128  # Megatron-LM, megatron/training/arguments.py: --make-vocab-size-divisible-by
 HEAD = 128  # elements of the width for each head, where a row does not say how many there are
-EXPERTS = r"moe|experts|\d+x\d+b|-a\d+(?:\.\d+)?b\b"  # in the name of a model: 30B-A3B, 8x7B
+# In the names of models: 30B-A3B and 8x7B, and of families that have nothing else.
+EXPERTS = r"moe|experts|\d+x\d+b|-a\d+(?:\.\d+)?b\b|mixtral|kimi.?k2|gpt.?oss|deepseek.?v[234]|llama.?4|glm.?4\.5"
 PRECISIONS = {"bf16": "bf16", "fp16": "bf16", "fp8": "fp8", "mxfp8": "fp8"}  # and what the planner takes them as
 FLOPS = ("model", "model causal", "hardware", "hardware causal")
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32)  # sizes of micro-batches that are tried, where a row does not say

@@ -140,6 +140,7 @@ def test_sizes_that_a_row_does_not_tell(tmp_path: Path) -> None:
         ({"model": "Qwen3-30B-A3B"}, "model = 'Qwen3-30B-A3B', experts = '0': has experts"),
         ({"model": "Mixtral-8x7B"}, "has experts"),
         ({"model": "llama-moe"}, "has experts"),
+        *[({"model": name}, "has experts") for name in ("Kimi-K2", "GPT-OSS 120B", "DeepSeek-V3", "Llama 4 Scout")],
         ({"n_gpus": "0"}, "n_gpus = '0': must be a whole number of at least 1"),
         ({"n_gpus": "1e7"}, "and at most 1,048,576"),
         ({"tp": "64"}, "tp = 64, pp = 2, cp = 1: 128 GPUs are no divisor of n_gpus = 64"),

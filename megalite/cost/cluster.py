@@ -6,6 +6,7 @@ one direction.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -165,8 +166,8 @@ def read_cluster(path: Path) -> Cluster:
             )
     if "bf16" not in gpu["peak"]:
         raise InputError(f"{path}: gpu: peak: bf16 is missing")
-    for name, measured in gpu["measured"].items():
-        peak = gpu["peak"].get(name, gpu["peak"]["bf16"])
+    for name in ("bf16", "fp8"):  # float32 may be measured in TensorFloat-32, which has no peak here
+        peak, measured = gpu["peak"].get(name, inf), gpu["measured"].get(name, 0)
         if measured > MAX_PEAK_RATIO * peak:
             rule = f"is more than {MAX_PEAK_RATIO} times its peak of {peak:g}; give both in TFLOP/s, without sparsity"
             raise InputError(f"{path}: gpu: measured: {name} = {measured:g}: {rule}")

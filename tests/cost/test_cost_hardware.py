@@ -51,6 +51,10 @@ REFUSED = {
     "a GPU that beats itself": ({"gpu": {"measured": {"bf16": 1600}}}, r"gpu: measured: bf16 = 1600: is more than 1.5"),
     "an unknown precision": ({"gpu": {"peak": {"bf16": 1.0, "int3": 2.0}}}, r"peak: 'int3' is no precision"),
     "GPUs that are all different": ({"gpu": {"spread": 0.3}}, r"'spread' = 0.3: must be a number from 0 to 0.2"),
+    "more than the peak in fp8": (
+        {"gpu": {"measured": {"fp8": 19000.0}}},
+        r"measured: fp8 = 19000: is more than 1.5 times its peak of \d+",
+    ),
     "no bf16": ({"gpu": {"peak": {"fp8": 1.0}}}, r"peak: bf16 is missing"),
     "a board as large as the node": ({"island": {"gpus": 8, "bandwidth": 1, "latency": 1}}, r"island: gpus = 8"),
     "a board that does not divide it": ({"island": {"gpus": 3, "bandwidth": 1, "latency": 1}}, r"a part of the 8 GPUs"),

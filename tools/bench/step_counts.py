@@ -50,7 +50,7 @@ def staged_bytes(*settings: str) -> tuple[float, Counter[str]]:
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(config.model.vocab_size, (config.batch.global_, 1, ODD_LENGTH + 1), generator=generator)
     batch = Micros.cut_at(tokens, None)
-    with patch.object(product, "sums_in_products", lambda device: True):
+    with patch.object(product, "has_gpu_products", lambda device: True):
         train_step(job, batch, 0).read()  # makes what later steps find
         embedding = config.model.vocab_size
         matrices = [param for _, param in job.named_parameters() if param.ndim == 2 and embedding not in param.shape]

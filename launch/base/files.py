@@ -44,6 +44,17 @@ def write_whole(
             hidden.unlink()
 
 
+def give_new_name(hidden: Path, path: Path) -> None:
+    """Give a file the name `path`, for `write_whole`. Raises FileExistsError if one has it, even since a moment ago."""
+    try:
+        os.link(hidden, path)
+    except FileExistsError:
+        raise
+    except OSError:  # a file system without hard links
+        path.open("xb").close()
+        hidden.replace(path)
+
+
 def opened(path: Union[str, Path], flags: int, mode: int = SHARED_MODE) -> int:
     """A descriptor of a regular file. Raises OSError, with the reason as its `strerror`.
 

@@ -12,13 +12,12 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from pathlib import Path
 
 from ..base.arguments import cluster_options, count, natural
 from ..base.errors import UserError
 from ..base.events import append_event, read_events
-from ..base.files import PRIVATE_MODE, opened
+from ..base.files import give_new_name, write_whole
 from ..base.outcome import DONE
 from ..base.own_command import PACKAGE
 from ..base.processes import HANDLED_SIGNALS
@@ -250,16 +249,11 @@ def _write(path: Path, text: str) -> Path:
     """Write a new file into a folder, which is made. Raises UserError if there is such a file by now."""
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
-        with open(opened(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, PRIVATE_MODE), "w", encoding="utf-8") as file:
-            file.write(text)
+        write_whole(path, text, give_name=give_new_name)
     except FileExistsError:
         raise UserError(
             f"{path}: was written by another start of this run meanwhile; look at it, then try again"
         ) from None
-    except OSError as error:
-        with suppress(OSError):
-            path.unlink()
-        raise OSError(error.errno, error.strerror, str(path)) from None
     return path
 
 

@@ -82,17 +82,10 @@ def write_new(path: Path, content: str | bytes) -> None:
 
     def give_name(temporary: Path, path: Path) -> None:
         try:
-            try:
-                os.link(temporary, path)
-            except FileExistsError:
-                raise
-            except OSError:  # a file system without hard links
-                path.open("xb").close()
-                temporary.replace(path)
+            files.give_new_name(temporary, path)
         except FileExistsError:
             raise InputError(f"{path}: there is such a file already; give another name") from None
 
-    check_output(path)
     _write(path, content, SHARED_MODE, give_name)
 
 

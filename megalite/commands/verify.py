@@ -147,26 +147,25 @@ def refuse_dead(reference: Trace, config: Config, tolerance: float) -> None:
 
     tolerance: of weights.
     """
-    first, largest = reference.losses[0], max(map(_largest_value, reference.gradients))
-    dead, weights = without_gradient(reference), len(reference.initial)
-    begun = {name: part.values for name, part in reference.initial}
-    moved = max(_distance(begun[name], part, 0.0) for name, part in reference.weights)
-    if largest == 0:
-        why = "no weight has a gradient"
-    elif len(reference.losses) > 1 and all(abs(loss - first) <= LOSS_NOISE * abs(first) for loss in reference.losses):
-        why = f"the loss is {first:.6g} whatever the tokens"
-    elif 2 * len(dead) > weights:
-        why = f"{len(dead)} of {weights} weights have no gradient"
-    elif moved <= tolerance:
+    if why := _why_dead(reference):
+        rule = f"makes a model that learns nothing: in one process {why}, so any layout would agree"
+        fix = "use larger values of it and of the multipliers of the model; with usual ones, please report this"
+        raise InputError([Problem("model.init_std", rule, fix, config.model.init_std)])
+    moved = max(value for _, value in _distances(reference.initial, reference.weights))
+    if moved <= tolerance:
         rule = f"changes no weight by more than {moved:.1e} of its largest value, within the tolerance {tolerance:.0e}"
-        raise InputError(
-            [Problem("optim.lr", f"{rule}, so no update would be compared", "use a larger one", config.optim.lr)]
-        )
-    else:
-        return
-    rule = f"makes a model that learns nothing: in one process {why}, so any layout would agree"
-    fix = "use larger values of it and of the multipliers of the model; with usual ones, please report this"
-    raise InputError([Problem("model.init_std", rule, fix, config.model.init_std)])
+        rule = f"{rule}, so no update would be compared"
+        raise InputError([Problem("optim.lr", rule, "use a larger one", config.optim.lr)])
+
+
+def _why_dead(reference: Trace) -> str:
+    """The reason why one process learns next to nothing; empty if it learns."""
+    first, dead, weights = reference.losses[0], len(without_gradient(reference)), len(reference.initial)
+    if max(map(_largest_value, reference.gradients)) == 0:
+        return "no weight has a gradient"
+    if len(reference.losses) > 1 and all(abs(loss - first) <= LOSS_NOISE * abs(first) for loss in reference.losses):
+        return f"the loss is {first:.6g} whatever the tokens"
+    return f"{dead} of {weights} weights have no gradient" if 2 * dead > weights else ""
 
 
 def without_gradient(reference: Trace) -> tuple[str, ...]:
@@ -230,16 +229,14 @@ def _differences(reference: Trace, found: Trace, steps: int, tolerance: float, m
     dead = without_gradient(reference)
 
     def tensors(expected: Parts, got: Parts) -> list[tuple[str, float]]:
-        wholes, noise = {name: part.values for name, part in expected}, NOISE * _largest_value(expected)
-        return [(name, _distance(wholes[name], part, noise)) for name, part in got if name not in dead]
+        each = _distances(expected, got, NOISE * _largest_value(expected))
+        return [(name, value) for name, value in each if name not in dead]
 
     def nothing(expected: Parts, got: Parts) -> list[tuple[str, float]]:
         """Gradients that are 0, on the scale of all gradients of the step."""
-        wholes, scale = {name: part.values for name, part in expected}, _largest_value(expected)
-        return [(name, _distance(wholes[name], part, scale)) for name, part in got if name in dead]
+        return [(name, value) for name, value in _distances(expected, got, _largest_value(expected)) if name in dead]
 
-    begun = {name: part.values for name, part in reference.initial}
-    initial = [(name, _distance(begun[name], part, 0.0)) for name, part in found.initial]
+    initial = _distances(reference.initial, found.initial)
     grads = tensors(reference.gradients[0], found.gradients[0])
     for expected, got in zip(reference.gradients, found.gradients, strict=True):
         grads += nothing(expected, got)
@@ -253,6 +250,12 @@ def _differences(reference: Trace, found: Trace, steps: int, tolerance: float, m
         _largest("gradients", grads, tolerance / 10, mesh),
         replace(weights, without_gradient=dead),
     ]
+
+
+def _distances(expected: Parts, got: Parts, noise: float = 0.0) -> list[tuple[str, float]]:
+    """By name: `_distance` of what was got."""
+    wholes = {name: part.values for name, part in expected}
+    return [(name, _distance(wholes[name], part, noise)) for name, part in got]
 
 
 def _distance(expected: Tensor, part: RankPart, noise: float) -> float:

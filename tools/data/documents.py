@@ -143,7 +143,7 @@ def read_documents(
     """Every document of one file; `advanced` is called with the number of bytes read from it.
 
     A document is a JSON object on a line, a row of Parquet, a text file, or the text between separators in one. Memory
-    holds one document of at most `reading.most` bytes, or 64 rows. Data that cannot be used gives a Reject; Raises
+    holds one document of at most `reading.most` bytes, or 64 rows. Data that cannot be used gives a Reject. Raises
     InputError for an unknown format, compressed Parquet or a missing optional package.
     """
     form = format_of(path, reading.format)

@@ -86,6 +86,7 @@ def write_new(path: Path, content: str | bytes) -> None:
         except FileExistsError:
             raise InputError(f"{path}: there is such a file already; give another name") from None
 
+    check_output(path)
     _write(path, content, SHARED_MODE, give_name)
 
 

@@ -64,25 +64,26 @@ def end_links(config: Config, net: Net, end: End) -> tuple[Links, Links]:
     return _busy(there, config, net), _busy(back, config, net)
 
 
-def elements(model: Model, part: Part, tp: int, shards: int) -> int:
-    """Parameters of a part on a rank of tp, with rows padded as FSDP2 shards them."""
-    return _weights(model, part, tp).gathered(shards)
+def elements(model: Model, part: Part, tp: int, shards: int) -> list[int]:
+    """Parameters of a part on a rank of tp, of each group that FSDP2 gathers at once, with rows padded as it does."""
+    return [group.gathered(shards) for group in _groups(model, part, tp)]
 
 
 def partial_elements(model: Model, part: Part, shards: int) -> int:
     """Elements of a part's gradients that are partial sums over tp, on the first rank of `shards`."""
-    return _weights(model, part, tp=1).partial(shards)
+    return sum(group.partial(shards) for group in _groups(model, part, tp=1))
 
 
-def _weights(model: Model, part: Part, tp: int) -> Weights:
-    found: list[Weight]
+def _groups(model: Model, part: Part, tp: int) -> list[Weights]:
+    found: list[list[Weight]]
     if part == "embedding":
-        found = [embedding(model)]
-    elif part == "head":
-        found = [final_norm(model), head(model)]
+        found = [[embedding(model)]]
+    elif part == "head":  # a tied matrix is a group of its own, as the first stage has it too
+        norm, matrix = final_norm(model), head(model)
+        found = [[norm], [matrix]] if model.tie_embeddings else [[norm, matrix]]
     else:
-        found = [weight for _, weight in layer_weights(model, part)]
-    return Weights("", tuple(found), tp)
+        found = [[weight for _, weight in layer_weights(model, part)]]
+    return [Weights("", tuple(weights), tp) for weights in found]
 
 
 def _busy(transfers: Transfers, config: Config, net: Net) -> Links:

@@ -312,14 +312,15 @@ class Shared:
 
     def seconds(self, part: Part) -> tuple[float, float, float]:
         """Seconds to gather a part, to reduce over the shards, and to sum over replicas what each has reduced."""
-        found = (self._net.collective(*each) for each in self._collectives(part))
-        gathered, reduced, summed = found
+        gathered, reduced, summed = (
+            sum(self._net.collective(*each) for each in of_groups) for of_groups in self._collectives(part)
+        )
         return gathered, reduced, summed
 
     @property
     def of_copy(self) -> float:
         """Bytes that the two ranks with a copy of a tied embedding send each other."""
-        count = elements(self._config.model, "embedding", self._shards.stride, self._shards.size)
+        (count,) = elements(self._config.model, "embedding", self._shards.stride, self._shards.size)
         return max(self._element, 4) * count / self._shards.size
 
     def partial_sums(self, stages: Iterable[StageTime]) -> tuple[Collective, float, Group]:
@@ -333,19 +334,21 @@ class Shared:
     def moved(self, part: Part) -> "Moved":
         """Seconds of the exchanges of a part, with the links that they keep busy."""
         if part not in self._known:
-            gather, reduce, replicas = (self._net.links(*each) for each in self._collectives(part))
+            gather, reduce, replicas = (
+                total(self._net.links(*each) for each in of_groups) for of_groups in self._collectives(part)
+            )
             partial = partial_elements(self._config.model, part, self._shards.size)
             self._known[part] = Moved(*self.seconds(part), partial, Sent(self._net.nothing, gather, reduce, replicas))
         return self._known[part]
 
-    def _collectives(self, part: Part) -> tuple[tuple[Collective, float, Group], ...]:
-        shards, count = self._shards, elements(self._config.model, part, self._shards.stride, self._shards.size)
-        whole = self._gradient * count
-        return (
-            ("all_gather", self._element * count, shards),
-            ("reduce_scatter", whole, shards),
-            ("all_reduce", whole / shards.size, self._replicas),
-        )
+    def _collectives(self, part: Part) -> list[list[tuple[Collective, float, Group]]]:
+        """Gathers, reductions over the shards, and sums over replicas, each of all groups of a part."""
+        shards, counts = self._shards, elements(self._config.model, part, self._shards.stride, self._shards.size)
+        return [
+            [("all_gather", self._element * count, shards) for count in counts],
+            [("reduce_scatter", self._gradient * count, shards) for count in counts],
+            [("all_reduce", self._gradient * count / shards.size, self._replicas) for count in counts],
+        ]
 
 
 class Moved(NamedTuple):

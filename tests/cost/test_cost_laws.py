@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from hypothesis import assume, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from megalite.base.errors import InputError
@@ -91,8 +91,24 @@ def seconds(config: Config, cluster: Cluster | str) -> float:
     return predict(config, timer.cluster, timer).seconds
 
 
+def tied_matrix_on_a_rank_with_both_ends() -> tuple[Config, str]:
+    """A step that is mostly exchanges of both copies of a tied matrix, and of the norm, a group of its own."""
+    keys = "layers=4 width=2304 heads=4 kv_heads=4 head_width=64 ffn=1024 vocab_size=15552 sequence_length=512"
+    layout = "pp=2 dp_replicate=2 dp_shard=4 tp=4 pipeline.schedule=zbv pipeline.split=[1,1,2,0] data.mode=zero2"
+    others = [
+        "model.tie_embeddings=true",
+        "batch.micro=1",
+        "batch.global=80",
+        "train.precision=bf16",
+        "run.device=cuda",
+    ]
+    keys_of = [f"model.{key}" for key in keys.split()] + [f"parallel.{key}" for key in layout.split()]
+    return check(load([], keys_of + others), 64), "a100_80gb"
+
+
 @settings(max_examples=DRAWN, deadline=None)
 @given(drawn(), st.integers(0, 3))
+@example(tied_matrix_on_a_rank_with_both_ends(), 0)
 def test_no_step_is_faster_than_what_it_sends_on_any_link(case: tuple[Config, str], rank: int) -> None:
     config, timer = case[0], TIMERS[case[1]]
     found = predict(config, timer.cluster, timer)

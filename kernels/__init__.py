@@ -16,6 +16,7 @@ from megalite_kernels.rope import rope
 from megalite_kernels.rope_of_parts import rope_of_parts
 from megalite_kernels.swiglu import swiglu
 from megalite_kernels.symmetric_product import symmetric_product
+from megalite_kernels.weighted_swiglu import weighted_swiglu
 
 __all__ = [
     "FusedAdamW",
@@ -34,4 +35,5 @@ __all__ = [
     "rope_of_parts",
     "swiglu",
     "symmetric_product",
+    "weighted_swiglu",
 ]

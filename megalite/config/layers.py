@@ -1,8 +1,8 @@
 """The kinds of a model's layers. All code that looks at layers reads them here, so layers may differ."""
 
-from dataclasses import dataclass, field, replace
-from functools import lru_cache
-from typing import Literal
+from dataclasses import dataclass, field, fields, replace
+from functools import cache, lru_cache
+from typing import Literal, NamedTuple
 
 from megalite.config.parametrization import multipliers
 from megalite.config.schema import Model, RopeScaling
@@ -81,6 +81,28 @@ class SwiGLU:
 
 
 @dataclass(frozen=True)
+class Router:
+    """Choice of experts for a token, by a score of each; the fields are those of `schema.Experts`."""
+
+    scores: Literal["softmax", "sigmoid"] = "softmax"
+    normalize: bool = True
+    scale: float = 1.0
+    balance_loss: float = 0.0
+    z_loss: float = 0.0
+    force_balance: bool = False
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """Mixture of experts: `count` SwiGLUs of a hidden width, of which `active` compute a token."""
+
+    count: int
+    active: int
+    width: int
+    router: Router = Router()
+
+
+@dataclass(frozen=True)
 class Rope:
     """Rotary positions (arXiv 2104.09864): the base of their wavelengths, and how these are stretched."""
 
@@ -109,7 +131,7 @@ class LayerKind:
     """
 
     attention: GroupedQuery
-    feed_forward: SwiGLU
+    feed_forward: SwiGLU | Mixture
     norms: frozenset[Literal["before", "after"]]
     rope: Rope | None
 
@@ -133,7 +155,24 @@ def layer_kinds(model: Model) -> tuple[LayerKind, ...]:
         NORMS[model.norm],
         Rope(model.rope_theta, model.rope_scaling),
     )
-    return _kinds(model.layers, usual, attention.full_every, attention.nope_every)
+    return _kinds(model.layers, usual, attention.full_every, attention.nope_every, _experts(model))
+
+
+def _experts(model: Model) -> "_Experts | None":
+    experts = model.experts
+    if experts is None:
+        return None
+    router = Router(**{each.name: getattr(experts, each.name) for each in fields(Router)})
+    mixture = Mixture(experts.count, experts.active, experts.width or model.ffn, router)
+    return _Experts(mixture, experts.first_dense, experts.every)
+
+
+class _Experts(NamedTuple):
+    """A model's experts, and which layers have them."""
+
+    mixture: Mixture
+    first_dense: int
+    every: int
 
 
 def rotations(model: Model) -> list[Rotation]:
@@ -142,17 +181,30 @@ def rotations(model: Model) -> list[Rotation]:
 
 
 @lru_cache(maxsize=64)  # a search of layouts asks thousands of times
-def _kinds(layers: int, usual: LayerKind, full_every: int | None, nope_every: int | None) -> tuple[LayerKind, ...]:
+def _kinds(
+    layers: int, usual: LayerKind, full_every: int | None, nope_every: int | None, experts: _Experts | None
+) -> tuple[LayerKind, ...]:
     attention = usual.attention
     scores = replace(attention.heads.scores, window=None)
-    to_all = replace(usual, attention=replace(attention, heads=replace(attention.heads, scores=scores)))
-    kinds = {
-        (attends_to_all, rotary): replace(kind, rope=kind.rope if rotary else None)
-        for attends_to_all, kind in ((True, to_all), (False, usual))
-        for rotary in (True, False)
-    }
+    to_all = replace(attention, heads=replace(attention.heads, scores=scores))
 
     def every(number: int, n: int | None) -> bool:
         return number % (n or layers + 1) == 0
 
-    return tuple(kinds[every(number, full_every), not every(number, nope_every)] for number in range(1, layers + 1))
+    @cache
+    def kind(attends_to_all: bool, rotary: bool, mixed: bool) -> LayerKind:
+        return replace(
+            usual,
+            attention=to_all if attends_to_all else attention,
+            rope=usual.rope if rotary else None,
+            feed_forward=experts.mixture if mixed and experts is not None else usual.feed_forward,
+        )
+
+    return tuple(
+        kind(
+            every(number, full_every),
+            not every(number, nope_every),
+            experts is not None and number > experts.first_dense and every(number, experts.every),
+        )
+        for number in range(1, layers + 1)
+    )

@@ -62,6 +62,23 @@ class Attention:
 
 
 @dataclass
+class Experts:
+    """Feed-forwards of which a router chooses a few for every token (arXiv 1701.06538), in all layers or in most."""
+
+    count: int = 8
+    active: int = 2  # experts that compute a token
+    width: int | None = None  # hidden features of an expert; null: model.ffn
+    first_dense: int = 0  # layers at the beginning without experts
+    every: int = 1  # of the others, layers n - 1, 2n - 1, … have experts
+    scores: Literal["softmax", "sigmoid"] = "softmax"  # how logits of the router become scores
+    normalize: bool = True  # the scores of a token's experts are divided by their sum; with softmax, over these alone
+    scale: float = 1.0  # factor of scores
+    balance_loss: float = 0.0  # factor of a loss that is least where a sequence's tokens are shared evenly
+    z_loss: float = 0.0  # factor of the mean square of the router's log-sum-exp
+    force_balance: bool = False  # tokens take experts in turn, whatever the router says: for measuring speed
+
+
+@dataclass
 class Base:
     """The sizes at which learning rate, initial weights and decay were chosen; see `parametrization`."""
 
@@ -90,6 +107,7 @@ class Model:
     qk_norm_width: Literal["head", "all"] = "head"  # each head by itself, as in Qwen3; all: all together, as in OLMo 2
     qkv_bias: bool = False
     attention: Attention = field(default_factory=Attention)
+    experts: Experts | None = None  # null: every layer has one feed-forward, for all tokens
     init_std: float = 0.02  # projections into the residual stream use init_std / sqrt(2 · layers)
     parametrization: Literal["standard", "mup", "completep"] = "standard"  # scaling with width, and with depth
     base: Base | None = None  # sizes at which mup and completep have factors of 1

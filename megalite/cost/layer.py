@@ -6,6 +6,7 @@ as the host needs to launch them, if that is longer.
 
 from dataclasses import dataclass
 from functools import cached_property
+from math import ceil
 from operator import add
 from typing import NamedTuple
 
@@ -21,6 +22,7 @@ from megalite.plan.parts.window import attended_pairs
 from megalite.plan.recompute_modes import Mode
 
 MERGE_BYTES = (12, 8)  # for each element of attention's result, to add what other ranks' keys give: forward, backward
+ROUTED_BYTES = 4  # for each element of a token at one of its experts, forward or backward: it is written, and read back
 LOOKUP_ELEMENTS = 6  # read and written for each of the embedding's output, forward and backward
 OVERLAP_EXPONENT = 3  # higher: the longer of device and host decides more sharply; from Megatron's layers
 ATTENTION_BACKWARD = 2.5  # operations of fused attention's backward, in those of its forward: scores are made again
@@ -106,9 +108,9 @@ class LayerModel:
     def _alone(self) -> tuple[Seconds, Seconds, float]:
         """Forward and backward without launches, with nothing made again; and what makes the gradients of weights."""
         share, matrices = self.share, self.share.products(_aligned(self.share.tokens))
-        products = sum(self.kernels.matmul(*product, precision=share.precision) for product in matrices)
-        inputs = sum(self.kernels.matmul(m, k, n, precision=share.precision) for m, n, k in matrices)
-        weights = sum(self.kernels.matmul(k, n, m, precision=share.precision) for m, n, k in matrices)
+        products, inputs, weights = (
+            sum(self._matmul(product, *order) for product in matrices) for order in ((0, 1, 2), (0, 2, 1), (2, 1, 0))
+        )
         attention, passes = self._attention(), self._passes()
         if share.precision == "fp8":
             passes = passes[0] + self._casts(matrices)[0], passes[1] + self._casts(matrices)[1]
@@ -116,11 +118,17 @@ class LayerModel:
         forward = Seconds(products, attention[0], passes[0], tensor[0], context[0])
         return forward, Seconds(inputs + weights, attention[1], passes[1], tensor[1], context[1]), weights
 
+    def _matmul(self, product: Product, m: int, n: int, k: int) -> float:
+        """The time of a product whose sizes are these fields of `product`, or of one for each of its groups."""
+        sizes = (_aligned(ceil(product.rows / product.groups)) if product.groups > 1 else product.rows, *product[1:3])
+        precision = self.share.precision if product.groups == 1 else self.share.outside
+        return self.kernels.matmul(sizes[m], sizes[n], sizes[k], product.groups, precision)
+
     def _casts(self, products: list[Product]) -> tuple[float, float]:
         """Casts of what enters products in fp8: inputs in forward, and in backward inputs again and gradients."""
         there, back = self.program.casts
-        inputs = sum(product.rows * product.inputs for product in products)
-        results = sum(product.rows * product.outputs for product in products)
+        inputs = sum(product.rows * product.inputs for product in products if product.groups == 1)
+        results = sum(product.rows * product.outputs for product in products if product.groups == 1)
         return self.kernels.passes(there * inputs), self.kernels.passes(back * (inputs + results))
 
     def head(self) -> tuple[float, float, float]:
@@ -166,7 +174,7 @@ class LayerModel:
         """Passes over activations: forward, backward."""
         share, program, tokens = self.share, self.program, self.share.tokens
         stream = share.width / (share.tp if program.sequence_parallel else 1)
-        inner, heads = share.passed
+        inner, heads, routed = share.passed
         of_stream, of_ffn = (program.forward, program.backward), (program.forward_ffn, program.backward_ffn)
         each = zip(of_stream, of_ffn, program.heads, strict=True)
         wider = share.element / REFERENCE_BYTES
@@ -174,7 +182,7 @@ class LayerModel:
         outputs = sum(each.outputs for each in share.heads)
         merged = [merges * bytes_moved * outputs / share.tp for bytes_moved in MERGE_BYTES]
         there, back = (
-            self.kernels.passes(wider * tokens * (stream * a + inner * b + heads * c + more))
+            self.kernels.passes(wider * tokens * (stream * a + inner * b + heads * c + routed * ROUTED_BYTES + more))
             for (a, b, c), more in zip(each, merged, strict=True)
         )
         return there, back

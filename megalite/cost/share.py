@@ -72,7 +72,7 @@ class Share:
     def passed(self) -> Passed:
         """Elements that kernels between matrix products read or write."""
         found = [part.passed(self.tp) for part in self.parts]
-        return Passed(sum(each.hidden for each in found), sum(each.heads for each in found))
+        return Passed(*map(sum, zip(*found, strict=True)))
 
     def kernel(self, heads: Heads, gpu: Machine) -> Kernel:
         """The kernel of attention with `heads`, by the table."""

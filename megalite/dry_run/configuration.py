@@ -7,10 +7,13 @@ from megalite.plan.parts.window import busiest
 
 
 def as_counted(config: Config) -> Config:
-    """`config` as a dry run runs it: on a CPU, with PyTorch's kernels, its layers not compiled."""
+    """`config` as a dry run runs it: on a CPU, with PyTorch's kernels, its layers not compiled, its experts in turn."""
     on_cpu, train = replace(config.run, device="cpu"), replace(config.train, compile=False)
     attention: AttentionKernel = "math" if config.kernels_by_operation.attention == "math" else "auto"
-    return replace(config, run=on_cpu, train=train, kernels=replace(Kernels.all("torch"), attention=attention))
+    experts = config.model.experts
+    model = config.model if experts is None else replace(config.model, experts=replace(experts, force_balance=True))
+    kernels = replace(Kernels.all("torch"), attention=attention)
+    return replace(config, run=on_cpu, model=model, train=train, kernels=kernels)
 
 
 def busiest_rank(config: Config, pp: int) -> int:

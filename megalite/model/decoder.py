@@ -14,20 +14,24 @@ from functools import partial
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from megalite.config.layers import LayerKind, layer_kinds
+from megalite.config.layers import LayerKind, Mixture, layer_kinds
 from megalite.config.parametrization import multipliers
 from megalite.config.schema import Kernels, Model
 from megalite.distributed.collectives import all_gather
 from megalite.model.attention import Attention
+from megalite.model.experts import Experts
 from megalite.model.mlp import MLP
 from megalite.model.norm import Norm
 from megalite.model.positions import TokenPositions
+from megalite.model.router import Losses
 from megalite.parallel.context import Attention as Attend
 from megalite.parallel.linear import linears
 from megalite.parallel.parameter import copy_of, part
 from megalite.parallel.tensor import ColumnLinear, VocabularyEmbedding
 from megalite.plan.model.weights import embedding, final_norm, head, layer_weights
 from megalite.plan.parts.attention import GroupedQueryPart
+from megalite.plan.parts.experts import ExpertsPart
+from megalite.plan.parts.layer import feed_forward
 from megalite.plan.parts.swiglu import SwiGLUPart
 from megalite_kernels import linear_cross_entropy
 from megalite_kernels.linear_cross_entropy import has_gpu_products
@@ -59,17 +63,22 @@ class Layer(nn.Module):
         self.attention_norm = norm("attention_norm", of_first)
         self.attention = Attention(attention, model.norm_eps, kind.rope is not None, tp, kernels, of_rest)
         self.mlp_norm = norm("mlp_norm", of_first)
-        self.mlp = MLP(SwiGLUPart(model.width, kind.feed_forward), tp, kernels, of_rest)
+        self.mlp = _feed_forward(feed_forward(model.width, kind.feed_forward), tp, kernels, of_rest)
         if self.both:
             self.attention_output_norm = norm("attention_output_norm", of_norm)
             self.mlp_output_norm = norm("mlp_output_norm", of_norm)
 
     def forward(
-        self, x: Tensor, angles: tuple[Tensor, ...], attend: Attend, added: Tensor | None = None
+        self,
+        x: Tensor,
+        angles: tuple[Tensor, ...],
+        attend: Attend,
+        added: Tensor | None = None,
+        *of_experts: Losses,
     ) -> tuple[Tensor, Tensor | None]:
         """Two tensors `[s/t, b, d]`, whose sum is the residual stream: the next norm adds them in its own pass.
 
-        x, added: the stream before, likewise; None: x alone is.
+        x, added: the stream before, likewise; None: x alone is. of_experts: losses of a layer that has experts.
         """
         if self.before:
             normed, x = self.attention_norm.of_sum(x, added)
@@ -78,12 +87,16 @@ class Layer(nn.Module):
                 normed, x = self.mlp_norm.of_sum(x, self.attention_output_norm(self.attention(normed, angles, attend)))
             else:
                 normed, x = self.mlp_norm.of_sum(x, self.attention(normed, angles, attend))
-            added = self.mlp_output_norm(self.mlp(normed)) if self.both else self.mlp(normed)
+            added = self.mlp_output_norm(self.mlp(normed, *of_experts)) if self.both else self.mlp(normed, *of_experts)
         else:
             x = x if added is None else x + added
             x = x + self.attention_norm(self.attention(x, angles, attend))
-            added = self.mlp_norm(self.mlp(x))
+            added = self.mlp_norm(self.mlp(x, *of_experts))
         return (x + added, None) if self.in_one else (x, added)
+
+
+def _feed_forward(part: SwiGLUPart | ExpertsPart, tp: DeviceMesh, kernels: Kernels, factor: float) -> MLP | Experts:
+    return MLP(part, tp, kernels, factor) if isinstance(part, SwiGLUPart) else Experts(part, tp, kernels, factor)
 
 
 class Head(nn.Module):
@@ -164,7 +177,8 @@ class Decoder(nn.Module):
             if layer.in_one and added is not None:
                 x, added = x + added, None
             attend = positions.attend(int(name), kind.attention.heads.scores)
-            x, added = layer(x, angles[kind.rotation], attend, added)
+            of_experts = (positions.losses,) if isinstance(kind.feed_forward, Mixture) else ()
+            x, added = layer(x, angles[kind.rotation], attend, added, *of_experts)
         return x if added is None else x + added
 
     def answer(self, x: Tensor, targets: Tensor | None = None) -> Tensor:

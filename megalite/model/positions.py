@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from megalite.config.layers import Rotation, Scores, layer_kinds, rotations
 from megalite.config.schema import Model, RopeScaling
+from megalite.model.router import Losses
 from megalite.parallel.context import Attention, attention
 
 Angles = tuple[Tensor, Tensor]  # cosine and sine, p 1 1 e/2
@@ -22,6 +23,7 @@ class TokenPositions:
     tables: Mapping[Rotation, Angles]  # one row per token of a sequence, or one per position if `positions` is given
     attention: Mapping[Scores, Attention]  # for every kind of attention that layers here have
     positions: Tensor | None = None  # s b: every token's row of the tables; None: token i has row i
+    losses: Losses = field(default=Losses(), kw_only=True)  # of layers with experts
 
     @staticmethod
     def whole(model: Model, length: int, device: torch.device, dtype: torch.dtype) -> "TokenPositions":

@@ -9,10 +9,11 @@ again.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +24,7 @@ from torch.utils.checkpoint import checkpoint
 from megalite.parallel.offload import AsIs, Keep, Keeping, elsewhere, keep, storage_of
 from megalite.plan.recompute_modes import MODES, Mode, ModeCost
 
+T = TypeVar("T")
 REPEATS = 5  # timed passes through a layer, per mode
 
 
@@ -44,6 +46,45 @@ class Cheap(nn.Module):
         return result
 
 
+class _Memory:
+    """What one call of a layer with full recompute has made by `remembered`, for the pass that runs it again."""
+
+    def __init__(self) -> None:
+        self.made: list[Any] = []
+        self.again = False
+
+    @contextmanager
+    def running(self, again: bool) -> Iterator[None]:
+        global _memory
+        before, _memory, self.again = _memory, self, again
+        try:
+            yield
+        finally:
+            _memory = before
+
+
+_memory: _Memory | None = None  # of the layer that runs
+
+
+def remembered(make: Callable[[], T]) -> T:
+    """Return `make()`, which full recompute does not call again: rounding could change a choice that it makes.
+
+    A layer must call this equally often in every pass.
+    """
+    memory = _memory
+    if memory is None:
+        return make()
+    if memory.again:
+        return cast(T, memory.made.pop(0))
+    memory.made.append(made := make())
+    return made
+
+
+def _contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    memory = _Memory()
+    return memory.running(again=False), memory.running(again=True)
+
+
 def recompute(layer: nn.Module, mode: Mode, keeping: Keeping = AsIs) -> None:
     """Change `layer`, in place, to recompute as `mode` says. The tensors that it saves are stored by `keeping`.
 
@@ -56,7 +97,7 @@ def recompute(layer: nn.Module, mode: Mode, keeping: Keeping = AsIs) -> None:
             layer.forward = partial(_selective, forward, layer, cheap, keeping)
             return
         case "full":
-            forward = partial(checkpoint, forward, use_reentrant=False, preserve_rng_state=False)
+            forward = partial(checkpoint, forward, use_reentrant=False, preserve_rng_state=False, context_fn=_contexts)
     layer.forward = forward if keeping is AsIs else partial(keep, forward, layer, keeping)
 
 

@@ -26,8 +26,12 @@ from megalite.plan.parts.pieces import pieces
 
 
 class Linear(nn.Module):
-    """A layer of matrix products. `gradients` collects the weight gradients that a split backward puts off."""
+    """A layer of matrix products. `gradients` collects the weight gradients that a split backward puts off.
 
+    own_product: no other product serves it.
+    """
+
+    own_product = False
     gradients: WeightGradients | None = None
     product: Product = PLAIN_PRODUCT
 
@@ -119,9 +123,9 @@ class _TakesGradient(torch.autograd.Function):
 
 
 def use_product(layers: nn.Module, product: Product) -> None:
-    """Have all of `layers` compute their matrix products by `product`."""
+    """Have all of `layers` but those with an own product compute their matrix products by `product`."""
     for module in layers.modules():
-        if isinstance(module, Linear):
+        if isinstance(module, Linear) and not module.own_product:
             module.product = product
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from megalite.data.loader import Micros
 from megalite.model.positions import TokenPositions, tables
+from megalite.model.router import Losses
 from megalite.parallel.context import attention
 from megalite.parallel.fsdp import compute_dtype
 from megalite.parallel.pipeline import StepInputs
@@ -27,10 +28,14 @@ def inputs(job: Job, batch: Micros, scale: float = 1.0) -> StepInputs:
     tokens, targets = (
         split(part, mine).transpose(0, 1).contiguous().unbind() for part in (sequences[:-1], sequences[1:])
     )
-    return StepInputs(tokens, targets, _token_positions(job, batch.documents, sequences[:-1], mine), scale)
+    groups = [job.mesh.cp, job.mesh.group("tp")]
+    losses = Losses(scale, [group for group in groups if group is not None and group.size() > 1])
+    return StepInputs(tokens, targets, _token_positions(job, batch.documents, sequences[:-1], mine, losses), scale)
 
 
-def _token_positions(job: Job, documents: list[list[Documents]], tokens: Tensor, mine: Rows) -> list[TokenPositions]:
+def _token_positions(
+    job: Job, documents: list[list[Documents]], tokens: Tensor, mine: Rows, losses: Losses
+) -> list[TokenPositions]:
     """Positions of every micro-batch of `tokens` `[s, m, b]`. Micro-batches share tensors that need no documents."""
     config, data, device = job.config, job.config.data, tokens.device
     attend = partial(attention, config.parallel.context.method, job.mesh.cp, len(tokens), device)
@@ -48,7 +53,7 @@ def _token_positions(job: Job, documents: list[list[Documents]], tokens: Tensor,
             turns = torch.arange(len(tokens), device=device)
             positions = split(positions_in_documents(documents, device), mine).unbind(1)
     angles = tables(config.model, turns, compute_dtype(config.train.dtype), len(tokens))
-    return [TokenPositions(angles, *rest) for rest in zip(attends, positions, strict=True)]
+    return [TokenPositions(angles, *rest, losses=losses) for rest in zip(attends, positions, strict=True)]
 
 
 def positions_in_documents(documents: list[list[Documents]], device: torch.device) -> Tensor:

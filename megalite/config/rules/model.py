@@ -37,10 +37,27 @@ def model_rules(model: Model) -> Iterator[Problem]:
         yield Problem(
             "model.attention.full_every", rule, "set model.attention.window, or use null", attention.full_every
         )
+    yield from _experts(model)
     yield from _base(model)
     if model.rope_scaling is not None:
         yield from _rope_scaling(model.rope_scaling, model.rope_theta)
         yield from _of_length(model.rope_scaling, model.rotary_size if model.heads >= 1 else 0)
+
+
+def _experts(model: Model) -> Iterator[Problem]:
+    experts, section = model.experts, "model.experts"
+    if experts is None:
+        return
+    if experts.active > experts.count >= 1:
+        rule, fix = f"must be at most {section}.count = {experts.count}", f"use {experts.count} or fewer"
+        yield Problem(f"{section}.active", rule, fix, experts.active)
+    if experts.every >= 1 and model.layers // experts.every * experts.every <= experts.first_dense:
+        late, key = experts.first_dense >= model.layers, f"{section}.first_dense"
+        key, value = (key, experts.first_dense) if late else (f"{section}.every", experts.every)
+        yield Problem(key, f"leaves none of the {model.layers} layers with experts", "use a smaller number", value)
+    if model.parametrization != "standard":
+        rule = f"cannot be used with {section}: nobody has shown how a router's rate goes with the width"
+        yield Problem("model.parametrization", rule, "use standard", model.parametrization)
 
 
 def _base(model: Model) -> Iterator[Problem]:

@@ -18,6 +18,7 @@ MAX_SEARCHED_SIZES = 32  # batch sizes that `auto` searches orders for; each tak
 def parallel_rules(config: Config, world_size: int | None) -> Iterator[Problem]:
     """Every broken rule of a layout, for a job of `world_size` ranks (None: no launcher gives one)."""
     yield from _tensor_parallel(config.model, config.parallel.tp)
+    yield from _experts(config.model, config.parallel)
     yield from _sequence(config.model, config.parallel)
     yield from _pipeline(config.model.layers, config.parallel)
     yield from _schedule_file(config)
@@ -54,6 +55,12 @@ def virtual_stages(parallel: Parallel) -> int | None:
 def _tensor_parallel(model: Model, tp: int) -> Iterator[Problem]:
     for name in ("heads", "kv_heads", "ffn"):
         yield from divisible(f"model.{name}", getattr(model, name), "parallel.tp", tp)
+
+
+def _experts(model: Model, parallel: Parallel) -> Iterator[Problem]:
+    if model.experts is not None and parallel.tp > 1:
+        rule = "must be 1 with model.experts, which tensor parallelism does not split"
+        yield Problem("parallel.tp", rule, "use pp, cp or dp_shard", parallel.tp)
 
 
 def _sequence(model: Model, parallel: Parallel) -> Iterator[Problem]:

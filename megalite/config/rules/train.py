@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import asdict
 
 from megalite.base.errors import Problem
-from megalite.config.schema import Config, Train
+from megalite.config.schema import Config, Experts, Train
 
 MAX_TOKENS = (1 << 63) - 1
 FLOAT8_TOKENS = 16  # products in 8 bits take multiples of so many tokens
@@ -14,7 +14,7 @@ PRODUCT = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
 
 def train_rules(config: Config) -> Iterator[Problem]:
     """Every broken rule of the train section."""
-    yield from _recompute(config.train)
+    yield from _recompute(config.train, config.model.experts)
     yield from _rollback(config)
     yield from _deterministic(config)
     yield from _product(config.train)
@@ -28,7 +28,7 @@ def train_rules(config: Config) -> Iterator[Problem]:
         yield Problem("train.steps", rule, "use fewer steps", config.train.steps)
 
 
-def _recompute(train: Train) -> Iterator[Problem]:
+def _recompute(train: Train, experts: Experts | None) -> Iterator[Problem]:
     mode, every, budget = train.recompute, train.recompute_every, train.recompute_budget
     if every > 1 and mode not in ("selective", "full"):
         rule = f"has no meaning with train.recompute = {mode}"
@@ -45,6 +45,9 @@ def _recompute(train: Train) -> Iterator[Problem]:
     if train.compile and mode in ("selective", "budget"):
         rule = "cannot be used with train.compile, which itself makes cheap results again in backward"
         yield Problem("train.recompute", rule, "use none or full", mode)
+    if train.compile and experts is not None:
+        rule = "cannot be used with model.experts, of which no two steps have the same shapes"
+        yield Problem("train.compile", rule, "use false", True)
     if train.compile and train.offload_activations:
         rule = "cannot be used with train.compile, which decides itself what is saved for backward"
         yield Problem("train.offload_activations", rule, "use false, or train.compile=false", True)

@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import astuple, dataclass
 from itertools import accumulate
-from math import prod
 from operator import attrgetter
 from typing import Literal, TypeVar
 
@@ -106,13 +105,13 @@ def layer_forward_flops(model: Model, kind: LayerKind, attention: Attention = "c
 
 def layer_matrix_flops(model: Model, kind: LayerKind) -> int:
     """Floating-point operations per token of the matrix products with weights in one layer's forward pass."""
-    return round(sum(2 * prod(product) for product in Layer(model.width, kind).products(1, 1)))
+    return round(sum(product.flops for product in Layer(model.width, kind).products(1, 1)))
 
 
 def layer_weight_flops(model: Model, kind: LayerKind) -> int:
     """Floating-point operations per token of the gradients of one layer's matrices, those that are trained."""
     matrices = (weight for _, weight in layer_weights(model, kind) if weight.role.kind is RoleKind.MATRIX)
-    return sum(2 * weight.elements for weight in matrices if weight.trained)
+    return sum(2 * weight.active for weight in matrices if weight.trained)
 
 
 def head_forward_flops(model: Model) -> int:

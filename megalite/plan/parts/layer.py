@@ -5,13 +5,19 @@ from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from megalite.config.layers import LayerKind
+from megalite.config.layers import LayerKind, Mixture, SwiGLU
 from megalite.plan.parts import roles
 from megalite.plan.parts.attention import GroupedQueryPart
+from megalite.plan.parts.experts import ExpertsPart
 from megalite.plan.parts.part import Kept, Moment, Part, Product, Weight
 from megalite.plan.parts.sizes import Sizes
 from megalite.plan.parts.swiglu import SwiGLUPart
 from megalite.plan.parts.transfers import Transfers
+
+
+def feed_forward(width: int, kind: SwiGLU | Mixture) -> SwiGLUPart | ExpertsPart:
+    """The feed-forward of a layer of the residual stream's `width`."""
+    return SwiGLUPart(width, kind) if isinstance(kind, SwiGLU) else ExpertsPart(width, kind)
 
 
 @dataclass(frozen=True)
@@ -24,7 +30,7 @@ class Layer:
     @cached_property
     def parts(self) -> tuple[Part, Part]:
         """Attention and feed-forward."""
-        return GroupedQueryPart(self.width, self.kind.attention), SwiGLUPart(self.width, self.kind.feed_forward)
+        return GroupedQueryPart(self.width, self.kind.attention), feed_forward(self.width, self.kind.feed_forward)
 
     def norms(self, part: Part) -> tuple[str | None, str | None]:
         """The names of the norms before and after a part; None: there is none."""

@@ -20,16 +20,22 @@ class Weight:
     """A parameter of the model: a vector, a matrix, or a stack of matrices, which are its last two dimensions.
 
     trained: False for a weight that training leaves as it is. It has no gradient and no optimizer states; gradients of
-    inputs pass through it.
+    inputs pass through it. used: matrices of a stack that compute a token; None: all.
     """
 
     shape: tuple[int, ...]
     role: Role
     trained: bool = True
+    used: int | None = None
 
     @property
     def elements(self) -> int:
         return prod(self.shape)
+
+    @property
+    def active(self) -> int:
+        """Elements that compute a token."""
+        return self.elements if self.used is None else self.used * prod(self.shape[1:])
 
     def part(self, tp: int) -> tuple[int, ...]:
         """The shape of a tensor-parallel rank's part, with padding where tp does not divide the vocabulary."""
@@ -50,21 +56,31 @@ class Weight:
 
 
 class Product(NamedTuple):
-    """A matrix product with a weight on one rank: `rows` of `inputs` features to as many of `outputs` features."""
+    """A matrix product with a weight on one rank: `rows` of `inputs` features to as many of `outputs` features.
+
+    groups: weights among which the rows are divided, evenly on average.
+    """
 
     rows: float
     outputs: float
     inputs: float
+    groups: int = 1
+
+    @property
+    def flops(self) -> float:
+        return 2 * self.rows * self.outputs * self.inputs
 
 
 class Passed(NamedTuple):
     """Elements for each token and rank that kernels between matrix products read or write, by what they are.
 
-    hidden: between the products of a feed-forward. heads: queries, keys and values.
+    hidden: between the products of a feed-forward. heads: queries, keys and values. routed: tokens that are brought to
+    their experts, once for each.
     """
 
     hidden: float = 0
     heads: float = 0
+    routed: float = 0
 
 
 @dataclass(frozen=True)

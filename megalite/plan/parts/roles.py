@@ -1,6 +1,6 @@
 """Roles of parameters. Code that treats parameters differently asks for their role, never for a name or a shape."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 
@@ -23,17 +23,19 @@ class Side(Enum):
     KEYS = "keys"  # features of all key-value heads
     ONE_HEAD = "one head"  # features of any single head
     FEED_FORWARD = "feed-forward"  # hidden features, model.ffn
+    EXPERTS = "experts"  # experts of a layer
     VOCABULARY = "vocabulary"
 
 
 @dataclass(frozen=True)
 class Role:
-    """The role of a matrix `[outputs, inputs]`, or of a vector `[outputs]`."""
+    """The role of a matrix `[outputs, inputs]`, or of a vector `[outputs]`; of each expert, or of the whole layer."""
 
     kind: RoleKind
     outputs: Side
     inputs: Side | None = None  # None: a vector
     in_layer: bool = True  # False: before the first layer, or after the last
+    of_expert: bool = False  # every expert of the layer has one
 
     @property
     def decays(self) -> bool:
@@ -42,8 +44,12 @@ class Role:
 
     @property
     def split(self) -> bool:
-        """Flag: tensor parallelism splits the parameter, except norms of the residual stream or of one head."""
-        return not (self.kind is RoleKind.NORM and self.outputs in (Side.STREAM, Side.ONE_HEAD))
+        """Flag: tensor parallelism splits the parameter.
+
+        It does not split norms of the residual stream or of one head, experts, and the router that chooses them.
+        """
+        whole_norm = self.kind is RoleKind.NORM and self.outputs in (Side.STREAM, Side.ONE_HEAD)
+        return not (whole_norm or self.of_expert or self.outputs is Side.EXPERTS)
 
     @property
     def into_stream(self) -> bool:
@@ -62,7 +68,7 @@ class Role:
             return self.kind.value
         if self.kind is RoleKind.NORM:
             return "norms"
-        return "mlp" if Side.FEED_FORWARD in (self.outputs, self.inputs) else "attention"
+        return "attention" if {self.outputs, self.inputs}.isdisjoint((Side.FEED_FORWARD, Side.EXPERTS)) else "mlp"
 
 
 EMBEDDING = Role(RoleKind.EMBEDDING, Side.VOCABULARY, Side.STREAM, in_layer=False)
@@ -77,3 +83,6 @@ KEY = VALUE = Role(RoleKind.MATRIX, Side.KEYS, Side.STREAM)
 ATTENTION_OUTPUT = Role(RoleKind.MATRIX, Side.STREAM, Side.QUERIES)
 GATE = UP_PROJECTION = Role(RoleKind.MATRIX, Side.FEED_FORWARD, Side.STREAM)
 DOWN_PROJECTION = Role(RoleKind.MATRIX, Side.STREAM, Side.FEED_FORWARD)
+ROUTER = Role(RoleKind.MATRIX, Side.EXPERTS, Side.STREAM)
+EXPERT_GATE = EXPERT_UP = replace(GATE, of_expert=True)
+EXPERT_DOWN = replace(DOWN_PROJECTION, of_expert=True)

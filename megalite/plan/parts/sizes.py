@@ -74,11 +74,14 @@ class Sizes:
     def in_8_bits(self, weights: Iterable[tuple[str, Any]], into_stream: bool) -> bool:
         """Return whether the products of a part's matrices are in 8 bits: of those into the stream, or of all others.
 
-        They share an input, and GPUs want all sizes of operands to be multiples of `OPERAND_MULTIPLE`.
+        They share an input, and GPUs want all sizes of operands to be multiples of `OPERAND_MULTIPLE`. Experts and
+        their router are in 16 bits.
         """
         if self.config.train.precision != "fp8":
             return False
-        matrices = (weight for _, weight in weights if weight.role.kind is RoleKind.MATRIX)
+        matrices = [weight for _, weight in weights if weight.role.kind is RoleKind.MATRIX]
+        if any(weight.role.of_expert for weight in matrices):
+            return False
         shapes = (weight.part(self.t) for weight in matrices if weight.role.into_stream == into_stream)
         return not any(size % OPERAND_MULTIPLE for shape in shapes for size in shape)
 

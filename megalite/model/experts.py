@@ -1,0 +1,77 @@
+"""The feed-forward of a layer with experts, as one rank computes it; the letters of shapes are those of `router`."""
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate
+
+from megalite.config.schema import Kernels
+from megalite.model.router import Losses, Router
+from megalite.parallel.experts import GroupedProduct, Rows
+from megalite.parallel.linear import linears
+from megalite.parallel.parameter import parameter
+from megalite.parallel.recompute import Cheap
+from megalite.parallel.tensor import Linear
+from megalite.plan.parts.experts import ExpertsPart
+from megalite.plan.parts.part import Weight
+from megalite_kernels import weighted_swiglu
+
+NO_LOSSES = Losses()
+
+
+class ExpertLinear(Linear):
+    """A matrix of each expert, `[E, out, in]`. factor: of what comes out of it."""
+
+    own_product = True
+
+    def __init__(self, weight: Weight, mesh: DeviceMesh, factor: float = 1.0) -> None:
+        super().__init__(weight)
+        self.weight, self.factor = parameter(weight, mesh, Replicate()), factor
+
+
+class Experts(nn.Module):
+    """SwiGLU feed-forwards, of which a router chooses a few for every token. factor: multiplies the output."""
+
+    def __init__(self, part: ExpertsPart, tp: DeviceMesh, kernels: Kernels, factor: float = 1.0) -> None:
+        super().__init__()
+        weights, self.kind = dict(part.weights()), part.kind
+        self.router = Router(weights["router.weight"], self.kind.router, self.kind.active, tp)
+        self.experts = ExpertMLPs(weights, tp, kernels, factor)
+        self.spread = Cheap(Rows.spread)
+
+    def forward(self, x: Tensor, losses: Losses = NO_LOSSES) -> Tensor:
+        """Output `[s/t, b, d]` of tokens `[s/t, b, d]`."""
+        scores, experts = self.router(x, losses)
+        rows = Rows(experts, self.kind.count, self._known_counts(experts.numel()))
+        return rows.collect(self.experts(self.spread(rows, x), rows.permuted(scores), rows))
+
+    def _known_counts(self, choices: int) -> list[int] | None:
+        """Rows of each expert, where they do not hang on the router."""
+        if not self.kind.router.force_balance:
+            return None
+        each, more = divmod(choices, self.kind.count)
+        return [each + (expert < more) for expert in range(self.kind.count)]
+
+
+class ExpertMLPs(nn.Module):
+    """The experts of a layer. weights: by name, of the layer's part."""
+
+    def __init__(self, weights: Mapping[str, Weight], mesh: DeviceMesh, kernels: Kernels, factor: float) -> None:
+        super().__init__()
+        self.gate = ExpertLinear(weights["experts.gate.weight"], mesh)
+        self.up = ExpertLinear(weights["experts.up.weight"], mesh)
+        self.down = ExpertLinear(weights["experts.down.weight"], mesh, factor)
+        self.swiglu = Cheap(partial(weighted_swiglu, backend=kernels.swiglu))
+
+    def forward(self, x: Tensor, scores: Tensor, rows: Rows) -> Tensor:
+        """Outputs `[nK, d]` of rows `[nK, d]`, each times its score, `[nK]`."""
+        gate, up = _products([self.gate, self.up], x, rows)  # nK f
+        (y,) = _products([self.down], self.swiglu(gate, up, scores), rows)
+        return y
+
+
+def _products(layers: Sequence[ExpertLinear], x: Tensor, rows: Rows) -> Sequence[Tensor]:
+    first, weights = layers[0], [layer.weight for layer in layers]
+    return linears(x, weights, None, first.gradients, GroupedProduct(rows), first.factor)

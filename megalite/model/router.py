@@ -1,0 +1,128 @@
+"""The router of a layer with experts: which experts compute a token, and how much each counts.
+
+    n  tokens on a rank, `[s/t, b]`    E  experts    K  those of a token
+
+Scores are in float32 or wider. Of experts that suit a token equally well, the first is chosen. Full recompute does not
+choose again. Two losses may be added to the training loss, each a mean over the tokens of the step, so that neither
+depends on micro-batches or on the layout. Their gradients begin here, so they need no place in a stage's output:
+
+    balance_loss   E/K · Σᵢ fᵢ pᵢ, fᵢ the share of the choices of a token's sequence that are for expert i, pᵢ its score
+                   over the sum of all (DeepSeek-V3, arXiv 2412.19437, eq. 17 to 20)
+    z_loss         log(Σᵢ exp(logitᵢ))² (ST-MoE, arXiv 2202.08906, eq. 5)
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate
+
+from megalite.config import layers
+from megalite.parallel.experts import WIDE_PRODUCT, rows_of_experts
+from megalite.parallel.linear import linears
+from megalite.parallel.parameter import parameter
+from megalite.parallel.recompute import remembered
+from megalite.parallel.tensor import Linear
+from megalite.plan.parts.part import Weight
+
+SIGMOID_EPS = 1e-20  # added to a sum of scores that may all be 0
+
+
+@dataclass(frozen=True)
+class Losses:
+    """Parameters of routers' losses that a step tells.
+
+    share: of the mean over the step's tokens, that of one token. groups: ranks that have other parts of this rank's
+    sequences.
+    """
+
+    share: float = 1.0
+    groups: Sequence[dist.ProcessGroup] = ()
+
+
+class Router(Linear):
+    """Scores and choices of `active` experts for every token. weight: `[E, d]`."""
+
+    own_product = True
+
+    def __init__(self, weight: Weight, kind: layers.Router, active: int, tp: DeviceMesh) -> None:
+        super().__init__(weight)
+        self.weight = parameter(weight, tp, Replicate())
+        self.kind, self.active = kind, active
+
+    def forward(self, x: Tensor, losses: Losses) -> tuple[Tensor, Tensor]:
+        """Scores and experts, `[s/t, b, K]` each, of tokens `[s/t, b, d]`."""
+        (logits,) = linears(x, [self.weight], None, self.gradients, WIDE_PRODUCT)  # s/t b E
+        experts, shares = remembered(lambda: self._chosen(logits.detach(), losses))
+        scores: Tensor = _Scores.apply(logits, experts, shares, self.kind, losses.share)
+        return scores, experts
+
+    def _chosen(self, logits: Tensor, losses: Losses) -> tuple[Tensor, Tensor | None]:
+        """The experts of every token, `[s/t, b, K]`; for the balance loss, E · f of every sequence, `[b, E]`."""
+        if self.kind.force_balance:
+            experts = in_turn(logits, self.active)
+        else:
+            experts = logits.sort(dim=-1, descending=True, stable=True).indices[..., : self.active].contiguous()
+        if not self.kind.balance_loss or not torch.is_grad_enabled():
+            return experts, None
+        counts = rows_of_experts(experts.transpose(0, 1).flatten(1), logits.shape[-1])  # b E
+        for group in losses.groups:
+            dist.all_reduce(counts, group=group)
+        choices = counts[:1].sum()  # as many in all sequences
+        return experts, (counts * logits.shape[-1] / choices).to(logits.dtype)
+
+
+def in_turn(logits: Tensor, active: int) -> Tensor:
+    """Experts `[s/t, b, K]`, which tokens take in turn."""
+    *tokens, count = logits.shape
+    choices = torch.arange(tokens[0] * tokens[1] * active, device=logits.device)
+    return (choices % count).view(*tokens, active)
+
+
+def scores_of(logits: Tensor, experts: Tensor, kind: layers.Router) -> Tensor:
+    """The scores of the chosen experts, `[…, K]`, of logits `[…, E]`."""
+    of_chosen = logits.gather(-1, experts)
+    if kind.scores == "softmax":
+        found = of_chosen.softmax(-1) if kind.normalize else logits.softmax(-1).gather(-1, experts)
+    else:
+        found = of_chosen.sigmoid()
+        found = found / (found.sum(-1, keepdim=True) + SIGMOID_EPS) if kind.normalize else found
+    return found if kind.scale == 1 else found * kind.scale
+
+
+def losses_of(logits: Tensor, shares: Tensor | None, kind: layers.Router) -> Tensor:
+    """The sum over tokens of both losses, of logits `[s/t, b, E]`. shares: E · f `[b, E]`."""
+    total = logits.new_zeros(())
+    if shares is not None:
+        scores = logits.softmax(-1) if kind.scores == "softmax" else logits.sigmoid()
+        total = total + kind.balance_loss * (scores / scores.sum(-1, keepdim=True) * shares).sum()
+    if kind.z_loss:
+        total = total + kind.z_loss * logits.logsumexp(-1).square().sum()
+    return total
+
+
+class _Scores(torch.autograd.Function):
+    """`scores_of`, whose backward adds the gradient of share · `losses_of`. Only logits and choices are kept."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, experts: Tensor, shares: Tensor | None, kind: layers.Router, share: float
+    ) -> Tensor:
+        ctx.save_for_backward(logits, experts, *([] if shares is None else [shares]))
+        ctx.kind, ctx.share = kind, share
+        return scores_of(logits, experts, kind)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        logits, experts, *shares = ctx.saved_tensors
+        with torch.enable_grad():
+            leaf = logits.detach().requires_grad_()
+            objective = (scores_of(leaf, experts, ctx.kind) * grad).sum()
+            if shares or ctx.kind.z_loss:
+                objective = objective + ctx.share * losses_of(leaf, shares[0] if shares else None, ctx.kind)
+            (found,) = torch.autograd.grad(objective, leaf)
+        return found, None, None, None, None

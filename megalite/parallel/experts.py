@@ -1,0 +1,180 @@
+"""Tokens brought to their experts and back, and matrix products of which every row has the weight of its expert.
+
+Rows are tokens, once for each of their experts, in the order of experts, and of tokens where the expert is the same. So
+an expert's rows are a run, and a product with its weight is one of matrices. What comes back is added up in the order
+in which a token chose its experts.
+"""
+
+from collections.abc import Sequence
+from functools import cached_property
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megalite.parallel.product import Plain, Prepared
+from megalite_kernels.backend import wide_dtype
+
+
+class Rows:
+    """The order of rows for the `experts` `[…, K]` that tokens `[…]` have chosen, of `count`.
+
+    counts: by expert, its rows, where the host knows them; None: the host waits for them if it has to.
+    """
+
+    def __init__(self, experts: Tensor, count: int, counts: Sequence[int] | None = None) -> None:
+        flat = experts.flatten()
+        self.order = flat.argsort(stable=True)  # by row: token · K + place among the token's experts
+        self.places = torch.empty_like(self.order)  # the inverse
+        self.places[self.order] = torch.arange(len(flat), device=flat.device)
+        self._experts, self._count, self._counts = experts, count, counts
+
+    @cached_property
+    def counts(self) -> list[int]:
+        """Rows of every expert, on the host."""
+        if self._counts is not None:
+            return list(self._counts)
+        found: list[int] = self._on_device.tolist()
+        return found
+
+    @cached_property
+    def ends(self) -> Tensor:
+        """The end of every expert's rows, int32 as grouped products want them, on the device."""
+        return self._on_device.cumsum(0).int()
+
+    @property
+    def _on_device(self) -> Tensor:
+        return rows_of_experts(self._experts.flatten(), self._count)
+
+    def spread(self, x: Tensor) -> Tensor:
+        """The rows `[nK, d]` of tokens `[…, d]`."""
+        spread: Tensor = _Spread.apply(x, self.order, self.places.view_as(self._experts))
+        return spread
+
+    def collect(self, rows: Tensor) -> Tensor:
+        """The sums `[…, d]` of the rows of every token."""
+        collected: Tensor = _Collect.apply(rows, self.order, self.places.view_as(self._experts))
+        return collected
+
+    def permuted(self, choices: Tensor) -> Tensor:
+        """Numbers `[nK]` of rows, from those of choices `[…, K]`."""
+        permuted: Tensor = _Spread.apply(choices.flatten(), self.order, self.places[:, None])
+        return permuted
+
+
+def rows_of_experts(experts: Tensor, count: int) -> Tensor:
+    """How many of `experts`, numbers below `count`, are which: `[count]`, or `[b, count]` of rows `[b, …]`. Int64."""
+    found = experts.new_zeros(*experts.shape[:-1], count)
+    return found.scatter_add_(-1, experts, torch.ones_like(experts))
+
+
+class _Spread(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, order: Tensor, places: Tensor) -> Tensor:
+        ctx.save_for_backward(places)
+        return _spread(x, order, places)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (places,) = ctx.saved_tensors
+        return _added_up(grad, places), None, None
+
+
+class _Collect(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, order: Tensor, places: Tensor) -> Tensor:
+        ctx.save_for_backward(order, places)
+        return _added_up(rows, places)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return _spread(grad, *ctx.saved_tensors), None, None
+
+
+def _spread(x: Tensor, order: Tensor, places: Tensor) -> Tensor:
+    """The rows `[nK, …]` of x, which has the dimensions of `places` `[…, K]` but for the last, and perhaps features."""
+    return x.flatten(0, places.ndim - 2)[order // places.shape[-1]]
+
+
+def _added_up(rows: Tensor, places: Tensor) -> Tensor:
+    """The sums of the rows at `places` `[…, K]`, one choice of all tokens after another, in float32 or wider."""
+    first, *others = places.unbind(-1)
+    total = rows[first].to(wide_dtype(rows.dtype))
+    for place in others:
+        total += rows[place]
+    return total.to(rows.dtype)
+
+
+class GroupedProduct(Plain):
+    """Products of rows with the weight of their expert: rows `[nK, in]`, weights `[E, out, in]`."""
+
+    def __init__(self, rows: Rows) -> None:
+        self.rows = rows
+
+    def forward(self, x: Prepared, weight: Prepared, factor: float = 1.0) -> Tensor:
+        (inputs,), (weights,) = x, weight
+        return self._of_rows(inputs, weights.mT, None, factor)
+
+    def input_gradient(self, grad: Prepared, weight: Prepared, total: Tensor | None, factor: float = 1.0) -> Tensor:
+        (of_output,), (weights,) = grad, weight
+        return self._of_rows(of_output, weights, total, factor)
+
+    def weight_gradient(self, grad: Prepared, x: Prepared, factor: float = 1.0) -> Tensor:
+        (of_output,), (inputs,) = grad, x
+        if _has_grouped_products(inputs):
+            made: Tensor = torch._grouped_mm(of_output.t(), inputs, offs=self.rows.ends)
+            return made if factor == 1 else made * factor
+        made = inputs.new_zeros(len(self.rows.counts), of_output.shape[1], inputs.shape[1])
+        for expert, mine in self._runs():
+            torch.addmm(made[expert], of_output[mine].t(), inputs[mine], beta=0, alpha=factor, out=made[expert])
+        return made
+
+    def _of_rows(self, x: Tensor, weights: Tensor, total: Tensor | None, factor: float) -> Tensor:
+        """factor · x W of each row's W, added to `total` if that is given."""
+        if _has_grouped_products(x):
+            made: Tensor = torch._grouped_mm(x, weights, offs=self.rows.ends)
+            made = made if factor == 1 else made * factor
+            return made if total is None else total.add_(made)
+        found = x.new_empty(len(x), weights.shape[2]) if total is None else total
+        for expert, mine in self._runs():
+            torch.addmm(found[mine], x[mine], weights[expert], beta=total is not None, alpha=factor, out=found[mine])
+        return found
+
+    def _runs(self) -> list[tuple[int, slice]]:
+        """The experts that have rows, and these."""
+        counts = self.rows.counts
+        ends = accumulate(counts)
+        return [
+            (expert, slice(end - count, end))
+            for expert, (count, end) in enumerate(zip(counts, ends, strict=True))
+            if count
+        ]
+
+
+class WideProduct(Plain):
+    """Products in float32 or wider, whatever operands are in: of a router, whose choices hang on small differences."""
+
+    def forward(self, x: Prepared, weight: Prepared, factor: float = 1.0) -> Tensor:
+        (inputs,), (wide,) = x, (weight[0].to(wide_dtype(weight[0].dtype)),)
+        return super().forward((inputs.to(wide.dtype),), (wide,), factor)
+
+    def input_gradient(self, grad: Prepared, weight: Prepared, total: Tensor | None, factor: float = 1.0) -> Tensor:
+        (of_output,), (narrow,) = grad, weight
+        made = super().input_gradient(grad, (narrow.to(of_output.dtype),), None, factor).to(narrow.dtype)
+        return made if total is None else total.add_(made)
+
+    def weight_gradient(self, grad: Prepared, x: Prepared, factor: float = 1.0) -> Tensor:
+        (inputs,) = x
+        return super().weight_gradient(grad, (inputs.to(grad[0].dtype),), factor).to(inputs.dtype)
+
+
+WIDE_PRODUCT = WideProduct()
+
+
+def _has_grouped_products(x: Tensor) -> bool:
+    """Return whether one call computes the products of all experts: PyTorch has it in bf16 on CUDA.
+
+    On a CPU it takes as long as a call for each expert.
+    """
+    return x.is_cuda and x.dtype == torch.bfloat16

@@ -1,0 +1,97 @@
+"""Mixture of experts, as plans know it. Its module is `megalite.model.experts`.
+
+    E, K  experts, and those of a token    f  hidden width of one    h  width of the residual stream
+    n     tokens on a rank, of its part of the sequence: T/t         w, z  bytes of an activation, of a statistic
+
+Every token is copied for each of its experts: nK rows. Kept are these rows, gate, up and their product, nK·(h + 3f)·w,
+the input of the router hnw, and of every token E logits, K scores and three numbers of 8 bytes for each of K experts.
+Tensor parallelism splits neither experts nor router: a rank computes its part of the sequence.
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from megalite.config.layers import Mixture
+from megalite.plan.parts import roles
+from megalite.plan.parts.part import Kept, Moment, Passed, Product, Weight
+from megalite.plan.parts.sizes import Sizes
+from megalite.plan.parts.transfers import Transfers
+
+INDEX_BYTES = 8
+
+
+@dataclass(frozen=True)
+class ExpertsPart:
+    """The experts of a layer of the residual stream's `width`."""
+
+    width: int
+    kind: Mixture
+
+    name = "mlp"
+    takes = "router"
+    heads = None
+
+    def weights(self) -> Iterator[tuple[str, Weight]]:
+        count, hidden, used = self.kind.count, self.kind.width, self.kind.active
+        yield "router.weight", Weight((count, self.width), roles.ROUTER)
+        yield "experts.gate.weight", Weight((count, hidden, self.width), roles.EXPERT_GATE, used=used)
+        yield "experts.up.weight", Weight((count, hidden, self.width), roles.EXPERT_UP, used=used)
+        yield "experts.down.weight", Weight((count, self.width, hidden), roles.EXPERT_DOWN, used=used)
+
+    def products(self, tokens: float, tp: int) -> list[Product]:
+        here, count, hidden = tokens / tp, self.kind.count, self.kind.width
+        rows = here * self.kind.active
+        return [
+            Product(here, count, self.width),
+            Product(rows, 2 * hidden, self.width, count),
+            Product(rows, self.width, hidden, count),
+        ]
+
+    def passed(self, tp: int) -> Passed:
+        active = self.kind.active / tp
+        return Passed(hidden=2 * self.kind.width * active, routed=self.width * active)
+
+    def kept(self, sizes: Sizes) -> tuple[Kept, ...]:
+        rows, hidden = self._rows(sizes)
+        choices = sizes.tokens // sizes.t * self.kind.active
+        return (
+            Kept("mlp", self._logits(sizes) + INDEX_BYTES * choices, "router"),
+            Kept("mlp", 2 * INDEX_BYTES * choices, "router"),  # the order of rows, and its inverse
+            Kept("mlp", rows, "gate and up", for_weights="gate and up", cheap=True),
+            Kept("mlp", hidden, "swiglu"),
+            Kept("mlp", hidden, "swiglu"),
+            Kept("mlp", choices * sizes.z, "swiglu"),
+            Kept("mlp", hidden, "down", for_weights="down", cheap=True),
+        )
+
+    def backward(self, sizes: Sizes, own: int) -> tuple[Moment, ...]:
+        rows, hidden = self._rows(sizes)
+        router, gate, up, down = (sizes.w * weight.gradient(sizes.t) for _, weight in self.weights())
+        return (
+            Moment("down", own + rows + hidden, down, put_off=rows),
+            Moment("swiglu", 3 * hidden),
+            Moment("gate and up", 2 * hidden + rows, gate + up, put_off=2 * hidden),
+            Moment("router", rows + 2 * sizes.stream, router, put_off=self._logits(sizes)),
+        )
+
+    def forward_transfers(self, sizes: Sizes, cp: int, phase: str) -> Transfers:
+        return Counter()
+
+    def output_transfers(self, sizes: Sizes, phase: str) -> Transfers:
+        return Counter()
+
+    def backward_transfers(self, sizes: Sizes, cp: int) -> Transfers:
+        return Counter()
+
+    def weight_transfers(self, sizes: Sizes) -> Transfers:
+        return Counter()
+
+    def _logits(self, sizes: Sizes) -> int:
+        """Bytes of the router's logits."""
+        return sizes.tokens // sizes.t * self.kind.count * sizes.z
+
+    def _rows(self, sizes: Sizes) -> tuple[int, int]:
+        """Bytes of the tokens of all experts, and of as many hidden features."""
+        rows = sizes.tokens // sizes.t * self.kind.active * sizes.w
+        return rows * self.width, rows * self.kind.width

@@ -17,9 +17,11 @@ def assert_rounded(found: Tensor, exact: Tensor, magnitude: Tensor, outer: int, 
     exact: float64, from the same inputs. magnitude: sum of the absolute values of the terms it is made of. outer:
     how often a term is rounded to `found`'s data type on its way; inner: to float32 or wider, at least, which is
     what sums are kept in, so it grows with their length. What rounds an exponent x rounds the exponential |x| times.
+    Numbers below the smallest normal one are as far apart as those above it.
     """
     wide = torch.promote_types(found.dtype, torch.float32)
-    bound = magnitude.double() * (outer * UNITS[found.dtype] + inner * UNITS[wide])
+    subnormal = outer * UNITS[found.dtype] * torch.finfo(found.dtype).smallest_normal
+    bound = magnitude.double() * (outer * UNITS[found.dtype] + inner * UNITS[wide]) + subnormal
     excess = ((found.double() - exact).abs() - bound).max().item()
     assert found.shape == exact.shape
     assert excess <= 0, f"outside the bound by {excess:.1e}"

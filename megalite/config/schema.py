@@ -187,6 +187,7 @@ class Parallel:
     dp_shard: int | Literal["auto"] = "auto"  # auto: what the world size leaves; 1 without a launcher
     cp: int = 1
     tp: int = 1
+    ep: int = 1  # ranks of dp_shard · cp · tp over which the experts of a layer are divided, a multiple of tp
     pipeline: Pipeline = field(default_factory=Pipeline)
     context: Context = field(default_factory=Context)
     data: DataParallel = field(default_factory=DataParallel)
@@ -203,6 +204,11 @@ class Parallel:
         if self.data.mode != "auto":
             return self.data.mode
         return "zero1" if self.layout.dp * self.layout.cp == 1 else "zero3"
+
+    @property
+    def expert_shards(self) -> int:
+        """Ranks with the same experts, over which the parameters of these are sharded; once `dp_shard` is a number."""
+        return self.layout.dp_shard * self.cp * self.tp // self.ep
 
     @property
     def layout(self) -> Layout:

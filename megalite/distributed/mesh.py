@@ -32,6 +32,9 @@ class Mesh:
     rank: int
     cp: dist.ProcessGroup | None  # the ranks that share this rank's sequences; None: it has them whole
     stage: dist.ProcessGroup | None = None  # all ranks with this rank's position along pp; None: nobody asked for it
+    # The same ranks with the axes pp, dp_replicate, ep_fsdp and ep: ranks of ep share out the experts of a layer, those
+    # of ep_fsdp have the same ones. None: every rank has all.
+    experts: DeviceMesh | None = None
 
     @staticmethod
     def build(
@@ -40,12 +43,14 @@ class Mesh:
         sharded: bool = True,
         timeout: timedelta | None = None,
         with_stage: bool = False,
+        ep: int = 1,
     ) -> "Mesh | None":
         """The mesh over the first `layout.world_size` processes; None on the others.
 
         Collective over all processes of the job. On CUDA, all connections between ranks exist when this returns.
         timeout: of one collective of the mesh's groups; None: PyTorch's own.
         with_stage: make `stage`. Where no other group has these ranks it is one more, for which NCCL takes memory.
+        ep: ranks that share out experts; with more than one, make `experts`.
         """
         replicas, shards = layout.dp_replicate, layout.dp_shard * layout.cp
         data = (replicas, shards) if sharded else (replicas * shards, 1)
@@ -59,8 +64,14 @@ class Mesh:
         lines = ranks.view(-1, layout.cp, layout.tp).transpose(1, 2).reshape(-1, layout.cp).tolist()
         cp = dist.new_subgroups_by_enumeration(lines, group_desc="cp")[0] if layout.cp > 1 else None
         stage = _stage(root, world) if with_stage else None
+        experts = None
+        if ep > 1:
+            same = layout.dp_shard * layout.cp * layout.tp // ep
+            data = (layout.dp_replicate, same) if sharded else (layout.dp_replicate * same, 1)
+            names = ("pp", "dp_replicate", "ep_fsdp", "ep")
+            experts = DeviceMesh(device.type, ranks.view(layout.pp, *data, ep), mesh_dim_names=names)
         rank = dist.get_rank()
-        mesh = Mesh(layout, device, root, world, rank, cp, stage) if rank < layout.world_size else None
+        mesh = Mesh(layout, device, root, world, rank, cp, stage, experts) if rank < layout.world_size else None
         if mesh is not None and timeout is not None:
             for group in mesh.groups:
                 set_timeout(timeout, group)
@@ -73,6 +84,8 @@ class Mesh:
         """Every group in which this rank communicates, in an order that is the same on all ranks."""
         axes = [self.group(axis) for axis in self.root.mesh_dim_names or ()]
         others = [group for group in (self.cp, self.stage) if group is not None]
+        if self.experts is not None:
+            others += [self.experts.get_group(axis) for axis in ("dp_replicate", "ep_fsdp", "ep")]
         return list(dict.fromkeys([self.world, *axes, *others]))
 
     @property
@@ -84,6 +97,9 @@ class Mesh:
         """
         found = {self.group(axis): axis if axis in ("pp", "tp") else "dp" for axis in self.root.mesh_dim_names or ()}
         found |= {} if self.cp is None else {self.cp: "cp"}
+        if self.experts is not None:
+            found |= {self.experts.get_group("ep"): "ep"}
+            found |= {self.experts.get_group(axis): "dp" for axis in ("dp_replicate", "ep_fsdp")}
         return {group.group_name: axis for group, axis in found.items() if group.size() > 1}
 
     @property
@@ -103,6 +119,19 @@ class Mesh:
     def data(self) -> DeviceMesh:
         """The mesh given to FSDP2: one axis, or (dp_replicate, fsdp) for HSDP."""
         return self.root["dp_replicate", "fsdp"] if self.root["dp_replicate"].size() > 1 else self.root["fsdp"]
+
+    @property
+    def ep(self) -> DeviceMesh:
+        """The mesh of the ranks that share out the experts of a layer; that of tp where every rank has all."""
+        return self.tp if self.experts is None else self.experts["ep"]
+
+    @property
+    def expert_data(self) -> DeviceMesh:
+        """The mesh given to FSDP2 for experts; as `data`."""
+        if self.experts is None:
+            return self.data
+        replicas = self.experts["dp_replicate"].size() > 1
+        return self.experts["dp_replicate", "ep_fsdp"] if replicas else self.experts["ep_fsdp"]
 
     def group(self, axis: str) -> dist.ProcessGroup:
         return self.root.get_group(axis)

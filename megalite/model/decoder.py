@@ -19,7 +19,7 @@ from megalite.config.parametrization import multipliers
 from megalite.config.schema import Kernels, Model
 from megalite.distributed.collectives import all_gather
 from megalite.model.attention import Attention
-from megalite.model.experts import Experts
+from megalite.model.experts import ExpertMLPs, Experts
 from megalite.model.mlp import MLP
 from megalite.model.norm import Norm
 from megalite.model.positions import TokenPositions
@@ -30,7 +30,6 @@ from megalite.parallel.parameter import copy_of, part
 from megalite.parallel.tensor import ColumnLinear, VocabularyEmbedding
 from megalite.plan.model.weights import embedding, final_norm, head, layer_weights
 from megalite.plan.parts.attention import GroupedQueryPart
-from megalite.plan.parts.experts import ExpertsPart
 from megalite.plan.parts.layer import feed_forward
 from megalite.plan.parts.swiglu import SwiGLUPart
 from megalite_kernels import linear_cross_entropy
@@ -48,7 +47,7 @@ class Layer(nn.Module):
 
     in_one = False
 
-    def __init__(self, model: Model, kind: LayerKind, tp: DeviceMesh, kernels: Kernels) -> None:
+    def __init__(self, model: Model, kind: LayerKind, tp: DeviceMesh, kernels: Kernels, ep: DeviceMesh) -> None:
         super().__init__()
         self.before, self.both = "before" in kind.norms, len(kind.norms) == 2
         branch = multipliers(model).branch
@@ -63,7 +62,12 @@ class Layer(nn.Module):
         self.attention_norm = norm("attention_norm", of_first)
         self.attention = Attention(attention, model.norm_eps, kind.rope is not None, tp, kernels, of_rest)
         self.mlp_norm = norm("mlp_norm", of_first)
-        self.mlp = _feed_forward(feed_forward(model.width, kind.feed_forward), tp, kernels, of_rest)
+        part = feed_forward(model.width, kind.feed_forward)
+        self.mlp: MLP | Experts
+        if isinstance(part, SwiGLUPart):
+            self.mlp = MLP(part, tp, kernels, of_rest)
+        else:
+            self.mlp = Experts(part, tp, ep, kernels, of_rest)
         if self.both:
             self.attention_output_norm = norm("attention_output_norm", of_norm)
             self.mlp_output_norm = norm("mlp_output_norm", of_norm)
@@ -93,10 +97,6 @@ class Layer(nn.Module):
             x = x + self.attention_norm(self.attention(x, angles, attend))
             added = self.mlp_norm(self.mlp(x, *of_experts))
         return (x + added, None) if self.in_one else (x, added)
-
-
-def _feed_forward(part: SwiGLUPart | ExpertsPart, tp: DeviceMesh, kernels: Kernels, factor: float) -> MLP | Experts:
-    return MLP(part, tp, kernels, factor) if isinstance(part, SwiGLUPart) else Experts(part, tp, kernels, factor)
 
 
 class Head(nn.Module):
@@ -130,6 +130,8 @@ class Head(nn.Module):
 class Decoder(nn.Module):
     """The layers `layers` of the model, with the embedding if `first` and the head if `last`.
 
+    ep: the ranks that share out the experts of a layer; None: those of tp have all.
+
     A last stage with tied embeddings holds a copy of the embedding under the same name.
     """
 
@@ -141,6 +143,7 @@ class Decoder(nn.Module):
         first: bool = True,
         last: bool = True,
         kernels: Kernels = AUTO_KERNELS,
+        ep: DeviceMesh | None = None,
     ) -> None:
         super().__init__()
         self.model, self.first, self.tied = model, first, last and model.tie_embeddings
@@ -149,7 +152,7 @@ class Decoder(nn.Module):
         self.embed = VocabularyEmbedding(embedding(model), tp) if first or self.tied else None
         kinds = layer_kinds(model)
         self.kinds = [kinds[layer] for layer in layers]
-        self.layers = nn.ModuleDict({str(layer): Layer(model, kinds[layer], tp, kernels) for layer in layers})
+        self.layers = nn.ModuleDict({str(layer): Layer(model, kinds[layer], tp, kernels, ep or tp) for layer in layers})
         self.head = Head(model, tp, kernels) if last else None
 
     def forward(self, x: Tensor, positions: TokenPositions | None = None, targets: Tensor | None = None) -> Tensor:
@@ -186,6 +189,10 @@ class Decoder(nn.Module):
         assert self.head is not None
         # An untied embedding is not passed: FSDP2 hooks into every argument, but the head makes no gradient for it.
         return self.head(x, self.embed.weight if self.tied and self.embed is not None else None, targets)
+
+    def experts(self) -> list[nn.Module]:
+        """The experts of each layer that has some."""
+        return [module for module in self.modules() if isinstance(module, ExpertMLPs)]
 
     def gathered_apart(self) -> list[nn.Module]:
         """The modules that FSDP2 gathers one after another; a tied embedding, used at both ends, is left out."""

@@ -5,10 +5,11 @@ from functools import partial
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate
+from torch.distributed.tensor import Shard
 
 from megalite.config.schema import Kernels
 from megalite.model.router import Losses, Router
+from megalite.parallel.dispatch import Dispatch
 from megalite.parallel.experts import GroupedProduct, Rows
 from megalite.parallel.linear import linears
 from megalite.parallel.parameter import parameter
@@ -26,26 +27,31 @@ class ExpertLinear(Linear):
 
     own_product = True
 
-    def __init__(self, weight: Weight, mesh: DeviceMesh, factor: float = 1.0) -> None:
+    def __init__(self, weight: Weight, ep: DeviceMesh, factor: float = 1.0) -> None:
         super().__init__(weight)
-        self.weight, self.factor = parameter(weight, mesh, Replicate()), factor
+        self.weight, self.factor = parameter(weight, ep, Shard(0)), factor
 
 
 class Experts(nn.Module):
     """SwiGLU feed-forwards, of which a router chooses a few for every token. factor: multiplies the output."""
 
-    def __init__(self, part: ExpertsPart, tp: DeviceMesh, kernels: Kernels, factor: float = 1.0) -> None:
+    def __init__(
+        self, part: ExpertsPart, tp: DeviceMesh, ep: DeviceMesh, kernels: Kernels, factor: float = 1.0
+    ) -> None:
         super().__init__()
         weights, self.kind = dict(part.weights()), part.kind
         self.router = Router(weights["router.weight"], self.kind.router, self.kind.active, tp)
-        self.experts = ExpertMLPs(weights, tp, kernels, factor)
-        self.spread = Cheap(Rows.spread)
+        self.experts = ExpertMLPs(weights, ep, kernels, factor)
+        self.spread, self.group = Cheap(Rows.spread), ep.get_group()
 
     def forward(self, x: Tensor, losses: Losses = NO_LOSSES) -> Tensor:
         """Output `[s/t, b, d]` of tokens `[s/t, b, d]`."""
         scores, experts = self.router(x, losses)
         rows = Rows(experts, self.kind.count, self._known_counts(experts.numel()))
-        return rows.collect(self.experts(self.spread(rows, x), rows.permuted(scores), rows))
+        taken, scores = self.spread(rows, x), rows.permuted(scores)
+        if self.group.size() == 1:
+            return rows.collect(self.experts(taken, scores, rows))
+        return rows.collect(Dispatch(rows, self.group).compute(self.experts, taken, scores))
 
     def _known_counts(self, choices: int) -> list[int] | None:
         """Rows of each expert, where they do not hang on the router."""
@@ -58,11 +64,11 @@ class Experts(nn.Module):
 class ExpertMLPs(nn.Module):
     """The experts of a layer. weights: by name, of the layer's part."""
 
-    def __init__(self, weights: Mapping[str, Weight], mesh: DeviceMesh, kernels: Kernels, factor: float) -> None:
+    def __init__(self, weights: Mapping[str, Weight], ep: DeviceMesh, kernels: Kernels, factor: float) -> None:
         super().__init__()
-        self.gate = ExpertLinear(weights["experts.gate.weight"], mesh)
-        self.up = ExpertLinear(weights["experts.up.weight"], mesh)
-        self.down = ExpertLinear(weights["experts.down.weight"], mesh, factor)
+        self.gate = ExpertLinear(weights["experts.gate.weight"], ep)
+        self.up = ExpertLinear(weights["experts.up.weight"], ep)
+        self.down = ExpertLinear(weights["experts.down.weight"], ep, factor)
         self.swiglu = Cheap(partial(weighted_swiglu, backend=kernels.swiglu))
 
     def forward(self, x: Tensor, scores: Tensor, rows: Rows) -> Tensor:

@@ -28,23 +28,22 @@ class Rows:
         self.order = flat.argsort(stable=True)  # by row: token · K + place among the token's experts
         self.places = torch.empty_like(self.order)  # the inverse
         self.places[self.order] = torch.arange(len(flat), device=flat.device)
-        self._experts, self._count, self._counts = experts, count, counts
+        self._experts, self._count, self.known = experts, count, counts
 
     @cached_property
     def counts(self) -> list[int]:
         """Rows of every expert, on the host."""
-        if self._counts is not None:
-            return list(self._counts)
-        found: list[int] = self._on_device.tolist()
+        found: list[int] = self.on_device.tolist() if self.known is None else list(self.known)
         return found
 
     @cached_property
     def ends(self) -> Tensor:
         """The end of every expert's rows, int32 as grouped products want them, on the device."""
-        return self._on_device.cumsum(0).int()
+        return self.on_device.cumsum(0).int()
 
-    @property
-    def _on_device(self) -> Tensor:
+    @cached_property
+    def on_device(self) -> Tensor:
+        """Rows of every expert, `[count]`, int64."""
         return rows_of_experts(self._experts.flatten(), self._count)
 
     def spread(self, x: Tensor) -> Tensor:

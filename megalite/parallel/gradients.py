@@ -38,7 +38,7 @@ class Gradients:
         some = next(param for stage in stages.values() for param in stage.parameters())
         self._nothing = torch.zeros(1, dtype=some.dtype, device=mesh.device)  # a rank may count no parameter
         every = chain(*self.trained.values())
-        self._replicated = [found.value for found in every if mesh.layout.tp > 1 and not found.role.split]
+        self._replicated = [found.value for found in every if mesh.layout.tp > 1 and found.role.copied]
         ends = [stage for stage in (0, copy) if stage in self.trained] if copy is not None else []
         self._tables = [found.value for stage in ends for found in self.trained[stage] if found.role == EMBEDDING]
         # Where this rank has one copy of the table, the rank with the other one.

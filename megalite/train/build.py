@@ -99,7 +99,8 @@ def build_mesh(config: Config, device: torch.device, timeout: timedelta | None =
     Collective over all processes of the job. timeout: of one collective; None: PyTorch's own.
     """
     muon = config.optim.name == "muon"
-    return Mesh.build(config.parallel.layout, device, config.parallel.data.sharded, timeout, with_stage=muon)
+    parallel = config.parallel
+    return Mesh.build(parallel.layout, device, parallel.data.sharded, timeout, with_stage=muon, ep=parallel.ep)
 
 
 def build(plan: Plan, mesh: Mesh, activity: Activity | None = None) -> Job:
@@ -174,7 +175,7 @@ def build_stage(
     """
     config, last = plan.config, plan.stages - 1
     kernels, layers = config.kernels_by_operation, plan.layers[number]
-    stage = Decoder(config.model, mesh.tp, layers, number == 0, number == last, kernels)
+    stage = Decoder(config.model, mesh.tp, layers, number == 0, number == last, kernels, mesh.ep)
     use_product(stage.layers, build_product(config))
     if config.train.precision == "fp8":
         dtype = compute_dtype(config.train.dtype)
@@ -190,6 +191,8 @@ def build_stage(
         recompute(layer, mode, keeping)
     if plan.fsdp:
         groups, parallel = [(module, mesh.data) for module in stage.gathered_apart()], config.parallel
+        if mesh.experts is not None:  # modules before those that they are in
+            groups = [*((module, mesh.expert_data) for module in stage.experts()), *groups]
         shard(stage, groups, mesh.data, config.train.dtype, parallel.data_mode, parallel.data.reduce_precision)
     stage.to_empty(device=mesh.device)
     initialize(stage, config.model, config.run.seed)

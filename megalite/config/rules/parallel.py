@@ -18,7 +18,7 @@ MAX_SEARCHED_SIZES = 32  # batch sizes that `auto` searches orders for; each tak
 def parallel_rules(config: Config, world_size: int | None) -> Iterator[Problem]:
     """Every broken rule of a layout, for a job of `world_size` ranks (None: no launcher gives one)."""
     yield from _tensor_parallel(config.model, config.parallel.tp)
-    yield from _experts(config.model, config.parallel)
+    yield from _experts(config.model, config.parallel, world_size)
     yield from _sequence(config.model, config.parallel)
     yield from _pipeline(config.model.layers, config.parallel)
     yield from _schedule_file(config)
@@ -57,10 +57,22 @@ def _tensor_parallel(model: Model, tp: int) -> Iterator[Problem]:
         yield from divisible(f"model.{name}", getattr(model, name), "parallel.tp", tp)
 
 
-def _experts(model: Model, parallel: Parallel) -> Iterator[Problem]:
-    if model.experts is not None and parallel.tp > 1:
-        rule = "must be 1 with model.experts, which tensor parallelism does not split"
-        yield Problem("parallel.tp", rule, "use pp, cp or dp_shard", parallel.tp)
+def _experts(model: Model, parallel: Parallel, world_size: int | None) -> Iterator[Problem]:
+    ep, tp, key = parallel.ep, parallel.tp, "parallel.ep"
+    if model.experts is None:
+        if ep > 1:
+            yield Problem(key, "has no meaning without model.experts", "use 1", ep)
+        return
+    if min(ep, tp) < 1:
+        return
+    ranks = shards(parallel, world_size) * parallel.cp * tp
+    if ep % tp:
+        rule = f"must be a multiple of parallel.tp = {tp}, which does not split experts"
+        yield Problem(key, rule, f"use {listing(multiples(ep, tp, MAX_RANKS))}", ep)
+    elif ranks >= 1 and ranks % ep:
+        rule = f"must divide the {ranks} ranks of dp_shard · cp · tp"
+        yield Problem(key, rule, f"use {listing(divisors(ep, ranks, 1))}", ep)
+    yield from divisible("model.experts.count", model.experts.count, key, ep)
 
 
 def _sequence(model: Model, parallel: Parallel) -> Iterator[Problem]:

@@ -52,6 +52,11 @@ class Role:
         return not (whole_norm or self.of_expert or self.outputs is Side.EXPERTS)
 
     @property
+    def copied(self) -> bool:
+        """Flag: ranks of tensor parallelism have copies of the parameter, each with a part of its gradient."""
+        return not self.split and not self.of_expert
+
+    @property
     def into_stream(self) -> bool:
         """Flag: the parameter is a layer's projection into the residual stream."""
         return self.kind is RoleKind.MATRIX and self.outputs is Side.STREAM

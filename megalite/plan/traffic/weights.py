@@ -51,7 +51,7 @@ class Group:
 
     def partial(self, shards: int, position: int = 0) -> int:
         """Elements of gradients that are partial sums over tp, on the rank at `position` of `shards`."""
-        found = (weight.shape for weight in self.weights if weight.trained and not weight.role.split)
+        found = (weight.shape for weight in self.weights if weight.trained and weight.role.copied)
         return sum(share(rows, shards, position) * prod(others) for rows, *others in found)
 
 

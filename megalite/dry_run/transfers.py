@@ -76,6 +76,9 @@ def axes_of(mesh: Mesh) -> dict[str, str]:
     """By name of a process group of `mesh`: its axis. A group that is several axes' has the first of their names."""
     groups = {axis: mesh.group(axis) for axis in ("tp", "fsdp", "dp_replicate", "pp")}
     others = {"cp": mesh.cp, "world": mesh.world, "stage": mesh.stage}
+    if mesh.experts is not None:
+        names = {"ep": "ep", "ep_fsdp": "ep_fsdp", "ep_replicate": "dp_replicate"}
+        others |= {axis: mesh.experts.get_group(name) for axis, name in names.items()}
     found: dict[str, str] = {}
     for axis, group in (groups | {axis: group for axis, group in others.items() if group is not None}).items():
         found.setdefault(group.group_name, axis)

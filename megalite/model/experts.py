@@ -13,7 +13,7 @@ from megalite.parallel.dispatch import Dispatch
 from megalite.parallel.experts import GroupedProduct, Rows
 from megalite.parallel.linear import linears
 from megalite.parallel.parameter import parameter
-from megalite.parallel.recompute import Cheap
+from megalite.parallel.recompute import Cheap, remembered
 from megalite.parallel.tensor import Linear
 from megalite.plan.parts.experts import ExpertsPart
 from megalite.plan.parts.part import Weight
@@ -47,11 +47,16 @@ class Experts(nn.Module):
     def forward(self, x: Tensor, losses: Losses = NO_LOSSES) -> Tensor:
         """Output `[s/t, b, d]` of tokens `[s/t, b, d]`."""
         scores, experts = self.router(x, losses)
-        rows = Rows(experts, self.kind.count, self._known_counts(experts.numel()))
+        rows, dispatch = remembered(lambda: self._routes(experts))
         taken, scores = self.spread(rows, x), rows.permuted(scores)
-        if self.group.size() == 1:
+        if dispatch is None:
             return rows.collect(self.experts(taken, scores, rows))
-        return rows.collect(Dispatch(rows, self.group).compute(self.experts, taken, scores))
+        return rows.collect(dispatch.compute(self.experts, taken, scores))
+
+    def _routes(self, experts: Tensor) -> tuple[Rows, Dispatch | None]:
+        """The order of rows, and their way to ranks with other experts."""
+        rows = Rows(experts, self.kind.count, self._known_counts(experts.numel()))
+        return rows, None if self.group.size() == 1 else Dispatch(rows, self.group)
 
     def _known_counts(self, choices: int) -> list[int] | None:
         """Rows of each expert, where they do not hang on the router."""

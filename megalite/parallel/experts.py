@@ -83,12 +83,13 @@ class _Spread(torch.autograd.Function):
 class _Collect(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, order: Tensor, places: Tensor) -> Tensor:
-        ctx.save_for_backward(order, places)
+        # Not among saved tensors: full recompute ends with the last of these, and what brings rows back need not run.
+        ctx.order, ctx.places = order, places
         return _added_up(rows, places)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _spread(grad, *ctx.saved_tensors), None, None
+        return _spread(grad, ctx.order, ctx.places), None, None
 
 
 def _spread(x: Tensor, order: Tensor, places: Tensor) -> Tensor:

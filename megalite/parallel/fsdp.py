@@ -12,7 +12,7 @@ earlier, and its RESHARD frees the weights. Its REDUCE says after which backward
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Literal
+from typing import Literal, cast
 
 import torch
 from torch import nn
@@ -55,12 +55,12 @@ def shard(
         reduce_dtype=torch.bfloat16 if narrow else parameter_dtype(precision),
         cast_forward_inputs=False,
     )
-    for module, over in groups:
-        fully_shard(module, mesh=over, mp_policy=policy, reshard_after_forward=mode == "zero3")
-    fully_shard(stage, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+    meshes = {**dict(groups), stage: mesh}
+    for module, over in meshes.items():
+        fully_shard(module, mesh=over, mp_policy=policy, reshard_after_forward=mode == "zero3" and module is not stage)
     stage.fsdp_groups = [module for module in stage.modules() if isinstance(module, FSDPModule)]  # type: ignore[assignment]
     for group in _groups(stage):
-        if mesh.size() > 1:  # one rank would divide by 1, in another pass over its gradients
+        if meshes[cast(nn.Module, group)].size() > 1:  # one rank would divide by 1, in another pass over its gradients
             group.set_gradient_divide_factor(1.0)
         group.set_force_sum_reduction_for_comms(True)
 

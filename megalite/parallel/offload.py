@@ -16,6 +16,7 @@ from weakref import WeakValueDictionary, ref
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -123,11 +124,14 @@ class _Call:
         self.memory, self.previous = memory, previous
         self.least = inputs[0].nbytes // OFFLOAD_SHARE
         self.stays = elsewhere(layer, inputs)
+        self.gathered_inside = [module for module in layer.modules() if module is not layer and _is_gathered(module)]
         self.copies: WeakValueDictionary[StorageWeakRef, _Copy] = WeakValueDictionary()
 
     def pack(self, tensor: Tensor) -> Any:
         storage = storage_of(tensor)
         if tensor.nbytes < self.least or tensor.nbytes == 0 or storage in self.stays:
+            return tensor
+        if any(storage in elsewhere(module, ()) for module in self.gathered_inside):
             return tensor
         copy = self.copies.get(storage)
         if copy is None:
@@ -148,6 +152,11 @@ class _Call:
         for copy in list(self.copies.values()):
             if copy.uses:
                 copy.fetch()
+
+
+def _is_gathered(module: nn.Module) -> bool:
+    """Return whether FSDP2 gathers the weights of a module by itself, which it does when the module is called."""
+    return isinstance(module, FSDPModule)
 
 
 class _Copy:

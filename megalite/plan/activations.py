@@ -74,6 +74,8 @@ class Activations(Sizes):
     def _layer(self, kind: LayerKind, mode: Mode) -> Unit:
         layer, everything = Layer(self.config.model.width, kind), self._everything(kind, mode)
         weights = [weight for _, weight in layer.weights()]
+        apart = [weight for weight in weights if weight.role.of_expert and self.config.parallel.ep > 1]
+        own = [weight for weight in weights if weight not in apart]
         again = [kept for kept in everything if _is_made_again(kept, mode)]
         remade, cheap = tuple(again) if mode == "full" else (), tuple(again) if mode == "selective" else ()
         left = [kept for kept in everything if not _is_made_again(kept, mode)]
@@ -83,8 +85,8 @@ class Activations(Sizes):
         last = layer.parts[-1].name
         return Unit(
             "layer",
-            self._weights(weights),
-            newest=_newest(weights, self.t),
+            self._weights(own),
+            newest=self._newest(own),
             kept=tuple(kept for kept in left if kept.bytes < least),
             forward=2 * self.stream + self.gathered + sum(x.bytes for x in passing if x.component == last),
             backward=layer.backward(self),
@@ -93,6 +95,8 @@ class Activations(Sizes):
             offloaded=offloaded,
             puts_off=True,
             casts=sum(self._casts(part) for part in layer.parts),
+            apart=self._weights(apart) if apart else None,
+            newest_apart=self._newest(apart),
         )
 
     def _casts(self, part: Part) -> int:
@@ -146,7 +150,7 @@ class Activations(Sizes):
         )
         forward = block + (logits if several and self.t > 1 else 0)
         own = [final_norm(model), *([] if tied else [output])]
-        return Unit("head", self._weights(own), _newest(own, self.t), tuple(kept), forward, backward)
+        return Unit("head", self._weights(own), self._newest(own), tuple(kept), forward, backward)
 
     @property
     def chunks_head(self) -> bool:
@@ -184,7 +188,7 @@ class Activations(Sizes):
         """Elements of `weights` on this rank, which has a part of those that tp splits."""
 
         def elements(weight: Weight) -> int:
-            return math.prod(weight.part(self.t))
+            return math.prod(weight.part(self.t, self.config.parallel.ep))
 
         def states(weight: Weight) -> int:
             return len(state_names(self.config.optim, weight)) * elements(weight)
@@ -192,8 +196,15 @@ class Activations(Sizes):
         def copies(weight: Weight) -> int:
             return host_copies(self.config.optim, weight) * elements(weight)
 
-        several, trained = list(weights), lambda weight: weight.gradient(self.t)
+        several, trained = list(weights), self._gradient
         return Weights(*(Parameters.of(several, count) for count in (elements, trained, states, copies)))
+
+    def _gradient(self, weight: Weight) -> int:
+        return weight.gradient(self.t, self.config.parallel.ep)
+
+    def _newest(self, weights: Sequence[Weight]) -> int:
+        """Elements on a rank of the last of `weights` that is trained, 0 if none is."""
+        return next((self._gradient(weight) for weight in reversed(weights) if weight.trained), 0)
 
     @property
     def _columns(self) -> int:
@@ -207,11 +218,6 @@ class Activations(Sizes):
         return any(AttentionMemory(self, each, normed=False).repeats for each in heads)
 
 
-def _newest(weights: Sequence[Weight], tp: int) -> int:
-    """Elements on a rank of the last of `weights` that is trained, 0 if none is."""
-    return next((weight.gradient(tp) for weight in reversed(weights) if weight.trained), 0)
-
-
 def _is_made_again(kept: Kept, mode: Mode) -> bool:
     """Return whether recompute makes a tensor again in backward."""
-    return not kept.given if mode == "full" else kept.cheap and mode == "selective"
+    return not (kept.given or kept.remembered) if mode == "full" else kept.cheap and mode == "selective"

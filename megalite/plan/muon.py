@@ -112,17 +112,23 @@ def _within(box: Box, place: Sequence[int]) -> Box:
 
 
 def stage_matrices(
-    model: Model, layers: Iterable[int], replicas: int, shards: int, tp: int, steps: int = 5
+    model: Model, layers: Iterable[int], replicas: int, shards: int, tp: int, steps: int = 5, ep: int = 1
 ) -> list[Matrix]:
     """The matrices inside of `layers`, in the order of the model, on a stage of replicas × shards × tp ranks.
 
-    shards: ranks over which parameters are sharded, dp_shard · cp, or 1 with mode ddp, where all are replicas.
+    shards: ranks over which parameters are sharded, dp_shard · cp, or 1 with mode ddp, where all are replicas. ep:
+    ranks that share out experts, the others with the same ones being shards or, with mode ddp, replicas.
     """
-    kinds, found = layer_kinds(model), []
+    kinds, found = layer_kinds(model), list[Matrix]()
+    own = (replicas, shards, tp)
+    apart = (replicas * tp // ep, 1, ep) if shards == 1 else (replicas, shards * tp // ep, ep)
     for layer in layers:
         for _, weight in layer_weights(model, kinds[layer]):
             if weight.trained and weight.role.kind is RoleKind.MATRIX:
-                held = boxes(weight.shape, (replicas, shards, tp), ((2, weight.split), (1, 0)))
+                if weight.role.of_expert and ep > 1:
+                    held = boxes(weight.shape, apart, ((2, 0), (1, 0)))
+                else:
+                    held = boxes(weight.shape, own, ((1, 0),) if weight.role.copied else ((2, weight.split), (1, 0)))
                 found += matrices_of(weight.shape, held, steps)
     return found
 
@@ -328,7 +334,9 @@ def step_temporaries(plan: Plan, pp: int) -> int:
     matrices = [
         matrix
         for stage in plan.stages_of(pp)
-        for matrix in stage_matrices(config.model, plan.layers[stage], replicas, shards, layout.tp)
+        for matrix in stage_matrices(
+            config.model, plan.layers[stage], replicas, shards, layout.tp, ep=config.parallel.ep
+        )
     ]
     if not matrices:
         return 0

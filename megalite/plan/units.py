@@ -57,7 +57,19 @@ class Unit:
     with_stage: bool = False  # a tied embedding, used at both ends, is gathered as long as its stage is in use
     copy: bool = False  # a copy of the first stage's tied embedding
     casts: int = 0  # bytes of the weights in 8 bits, in both layouts
+    apart: Weights | None = None  # experts that ranks share out, which FSDP2 gathers by themselves, over other ranks
+    newest_apart: int = 0
     times: int = 1  # how many equal units in a row this one stands for; bytes are of all, parameters of one
+
+    @cached_property
+    def parameters(self) -> int:
+        """Number of all parameters."""
+        return self.weights.total + (self.apart.total if self.apart is not None else 0)
+
+    @cached_property
+    def gradients(self) -> int:
+        """Number of all parameters that are trained."""
+        return self.weights.gradients + (self.apart.gradients if self.apart is not None else 0)
 
     @cached_property
     def again(self) -> dict[str, int]:

@@ -12,7 +12,7 @@ from megalite.schedule.actions import Action
 
 
 class Gradients(NamedTuple):
-    """State of a stage's gradients in a walk, by index of a part: the fields of `Walk` of the same names."""
+    """State of a stage's gradients in a walk, by index in a `PartKey`: the fields of `Walk` of the same names."""
 
     whole: frozenset[int] = frozenset()
     sharded: tuple[tuple[int, int], ...] = ()
@@ -78,7 +78,7 @@ class Total(Walk):
             self.put_off[stage, micro] = effect.put_off
 
     def _get(self, stage: int) -> Gradients:
-        every = range(len(self.parts[stage]))
+        every = range(-len(self.parts[stage]), len(self.parts[stage]))
         return Gradients(
             frozenset(index for index in every if (stage, index) in self.whole),
             tuple((index, self.sharded[stage, index]) for index in every if (stage, index) in self.sharded),
@@ -87,7 +87,7 @@ class Total(Walk):
         )
 
     def _set(self, stage: int, state: Gradients) -> None:
-        for index in range(len(self.parts[stage])):
+        for index in range(-len(self.parts[stage]), len(self.parts[stage])):
             self.whole.discard((stage, index))
             self.sharded.pop((stage, index), None)
             self.shared.pop((stage, index), None)

@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 from megalite.config.schema import Config, Place
 from megalite.plan.memory.moment_text import Instant
@@ -12,13 +13,14 @@ from megalite.plan.parts.part import Moment
 from megalite.plan.parts.sizes import PRECISION_BYTES
 from megalite.plan.repeated_layers import parts_of
 from megalite.plan.resolved import Plan
-from megalite.plan.units import Item, Unit
+from megalite.plan.units import Item, Unit, Weights
 from megalite.schedule.actions import SEND_KINDS, Action, Exchange, Kind
 from megalite.schedule.reductions import reductions
 
 HOST_MEMORY = "host memory"
 STATES_IN: dict[Place, str] = {"device": "optimizer states", "host": HOST_MEMORY}  # kinds of memory
 GRADIENT_SUMMATION, GRADIENT_REDUCTION = "adding up gradients", "reducing gradients"  # moments of a part
+EXPERTS_DONE = "gate and up"  # the moment with which backward of experts ends
 PartKey = tuple[int, int]  # a stage, and the index of a part in it
 
 
@@ -34,6 +36,15 @@ class PutOff:
     key: PartKey
     moment: Moment
     held: Counter[Item]
+
+
+class Group(NamedTuple):
+    """Weights of a part that FSDP2 exchanges at once. newest: elements of the last one that is trained."""
+
+    key: PartKey  # of experts that ranks share out, with an index below 0
+    weights: Weights
+    shards: int
+    newest: int
 
 
 @dataclass(frozen=True)
@@ -71,6 +82,12 @@ class States:
     def shards(self) -> int:
         parallel = self.config.parallel
         return parallel.layout.dp_shard * parallel.cp if parallel.data.sharded else 1
+
+    @cached_property
+    def expert_shards(self) -> int:
+        """Ranks over which the parameters of experts are sharded, where ranks share out these."""
+        parallel = self.config.parallel
+        return parallel.expert_shards if parallel.data.sharded else 1
 
     @cached_property
     def managed(self) -> bool:
@@ -117,10 +134,10 @@ class Walk:
     def run(self) -> dict[Item, int]:
         """Bytes held at the peak of device memory, and bytes of host memory at its own peak."""
         for stage, parts in self.parts.items():
-            for part in parts:
-                self._hold_states(part)
+            for index, part in enumerate(parts):
+                self._hold_states(stage, index)
                 if self.config.checkpoint.async_ and not self._is_second_copy(stage, part):
-                    self._hold(HOST_MEMORY, "checkpoint", self._saved(part))
+                    self._hold(HOST_MEMORY, "checkpoint", self._saved(stage, index))
         self._hold("activations", "attention", self.sizes.angles)
         casts = sum(part.times * part.casts for parts in self.parts.values() for part in parts)
         casts = 0 if self.states.mode == "zero3" else casts  # weights are cast once a step, and freed before the update
@@ -140,8 +157,8 @@ class Walk:
                     self._weight_gradients(item)
                 case Kind.GATHER | Kind.RESHARD:
                     sign = 1 if item.kind is Kind.GATHER else -1
-                    for part in self.parts[item.stage]:
-                        self._hold_weights("gathered weights", part, sign * self.states.w)
+                    for index in range(len(self.parts[item.stage])):
+                        self._hold_weights("gathered weights", item.stage, index, sign * self.states.w)
         self._hold("gathered weights", "in 8 bits", -casts)
         self.doing = "update of the weights"
         self._see(step_temporaries(self.states.plan, self.pp))
@@ -167,7 +184,8 @@ class Walk:
         for _, part in self._through(action.stage):
             self._keep(part)
             gathered = self._gathered(part)
-            self._see(part.forward + (gathered if self.states.shards > 1 else 0), gathered)
+            largest = max(gathered - self._gathered_experts(part), self._gathered_experts(part))
+            self._see(part.forward + (largest if self.states.shards > 1 else 0), gathered)
         if action.stage < self.table.stages - 1:
             self._hold("activations", "between stages", self.sizes.stream)
         self._see()
@@ -183,7 +201,9 @@ class Walk:
         for index, part in self._through(action.stage, backwards=True):
             key = action.stage, index
             puts_off = split and part.puts_off
-            beside = self._gathered(parts[index - 1]) if index > 0 and states.shards > 1 else 0
+            before = parts[index - 1] if index > 0 and states.shards > 1 else None
+            beside = self._gathered(before) - self._gathered_experts(before) if before is not None else 0
+            gathered, groups = self._gathered(part), self._groups(action.stage, index)
             for kept in part.remade:
                 self._hold("temporaries", kept.component, kept.bytes)
             if part.offloaded:
@@ -202,11 +222,17 @@ class Walk:
                 taken = moment.temporaries - given
                 # The two gradients of a tied copy make one, which is its float32 sum.
                 new = made + (summed or sums if states.copies else sums + summed)
-                self._see(taken + new + again + beside, self._gathered(part), moment.name)
+                self._see(taken + new + again + beside, gathered, moment.name)
                 if moment.name == "gate and up":
                     given = 0
                 self._release(part, moment, puts_off)
                 sums += begun if is_sum else 0
+                if moment.name == EXPERTS_DONE and len(groups) > 1:
+                    gathered -= self._gathered_experts(part)
+                    if not puts_off:
+                        experts = groups.pop(0)
+                        made -= states.w * experts.weights.gradients
+                        self._finish(action, part, experts, beside, reduction.by_layer)
                 if puts_off and moment.weights:
                     put_off = PutOff(key, moment, part.put_off[moment.name])
                     self.put_off.setdefault((action.stage, action.micro), []).append(put_off)
@@ -214,10 +240,8 @@ class Walk:
                 self._hold("gradients", "waiting", waiting if index else -waiting)
             if puts_off:
                 continue
-            if reduction.by_layer:
-                self._reduce(action, index, beside)
-            else:
-                self._add_up(key, part, beside)
+            for group in groups:
+                self._finish(action, part, group, beside, reduction.by_layer)
         if reduction.now and not reduction.by_layer:
             self._reduce_all(action)
         self._end_reductions(action)
@@ -246,9 +270,9 @@ class Walk:
         self._see(made.total())
         for index, part in self._through(action.stage):
             if part.puts_off:
-                key = action.stage, index
-                made.pop(key, None)
-                self._add_up(key, part, made.total())
+                made.pop((action.stage, index), None)
+                for group in self._groups(action.stage, index):
+                    self._add_up(part, group, made.total())
         if self.reductions[action].now:
             self._reduce_all(action)
         self._end_reductions(action)
@@ -263,7 +287,11 @@ class Walk:
 
     def _gathered(self, part: Unit) -> int:
         """Bytes of weights that are gathered only while `part` is in use."""
-        return self.states.w * part.weights.total if self.states.frees and not part.with_stage else 0
+        return self.states.w * part.parameters if self.states.frees and not part.with_stage else 0
+
+    def _gathered_experts(self, part: Unit) -> int:
+        """Of `_gathered`, the bytes of experts, which are gathered by themselves."""
+        return self.states.w * part.apart.total if self.states.frees and part.apart is not None else 0
 
     def _keep(self, part: Unit) -> None:
         """Hold the tensors that a forward pass keeps."""
@@ -318,48 +346,55 @@ class Walk:
         """Bytes of sums that the first gradients of weights with copies begin."""
         return moment.weights * self.states.r // self.states.w if self.states.copies and key not in self.whole else 0
 
-    def _add_up(self, key: PartKey, part: Unit, beside: int) -> None:
-        """Keep the gradients of `part`, which backward has just made, or add them to those that are held."""
+    def _finish(self, action: Action, part: Unit, group: Group, beside: int, reduces: bool) -> None:
+        """Reduce the gradients of a group, which backward has just made, or add them to those that are held."""
+        if reduces:
+            self._reduce(action, part, group, beside)
+        else:
+            self._add_up(part, group, beside)
+
+    def _add_up(self, part: Unit, group: Group, beside: int) -> None:
         states = self.states
-        summed = key in self.whole
+        summed = group.key in self.whole
         if not summed:
-            self._hold_weights("gradients", part, states.r)
-            self.whole.add(key)
+            self._hold_group("gradients", part, group, states.r)
+            self.whole.add(group.key)
         if states.r != states.w and not states.copies:
-            self._see((0 if summed else states.w * part.weights.gradients) + beside, what=GRADIENT_SUMMATION)
+            new = 0 if summed else states.w * group.weights.gradients
+            self._see(new + beside, what=GRADIENT_SUMMATION)
 
     def _reduce_all(self, action: Action) -> None:
         """Reduce the gradients of all parts in the order of the model, as FSDP2 does at the end of a backward pass."""
-        for index, _ in self._through(action.stage):
-            self._reduce(action, index, 0)
+        for index, part in self._through(action.stage):
+            for group in reversed(self._groups(action.stage, index)):
+                self._reduce(action, part, group, 0)
 
-    def _reduce(self, action: Action, index: int, beside: int) -> None:
-        """Reduce the gradients that a part has accumulated, or else those just made; `beside` more bytes are in use."""
-        states, key, part = self.states, (action.stage, index), self.parts[action.stage][index]
+    def _reduce(self, action: Action, part: Unit, group: Group, beside: int) -> None:
+        """Reduce the gradients that a group has accumulated, or else those just made; `beside` more bytes are used."""
+        states, key, count = self.states, group.key, group.weights.gradients
         summed = key in self.whole
-        made = 0 if summed else states.w * part.weights.gradients
-        whole = states.r * part.weights.gradients
+        made, whole = 0 if summed else states.w * count, states.r * count
         self._release_reduced(action.stage)
         self._share(key, 0)
         self._see(made + beside + whole, what=GRADIENT_REDUCTION)
         self._hold("gradients", "being reduced", whole)
         self.reducing[action.stage] = whole
         if summed:
-            self._hold_weights("gradients", part, -states.r)
+            self._hold_group("gradients", part, group, -states.r)
             self.whole.remove(key)
-        if states.shards > 1:  # FSDP2 still holds the gradient that it handled last
-            copy = part.newest * (states.r if summed else states.w)
+        if group.shards > 1:  # FSDP2 still holds the gradient that it handled last
+            copy = group.newest * (states.r if summed else states.w)
         else:  # where only replicas are summed, FSDP2 divides by 1, into a copy
             copy = whole if states.replicas else 0
-        reduced = whole // states.shards
+        reduced = whole // group.shards
         self._see(beside + copy + reduced, what=GRADIENT_REDUCTION)
         waits = states.replicas and not self.reductions[action].replicas
         held, each = self.sharded.get(key, 0), states.r if waits else states.p
         if states.r != each:
-            more = each * part.weights.gradients // states.shards if held else 0
+            more = each * count // group.shards if held else 0
             self._see(beside + copy + reduced + more, what=GRADIENT_REDUCTION)
         if held != each:
-            self._hold_weights("gradients", part, each - held, states.shards)
+            self._hold_group("gradients", part, group, each - held, sharded=True)
             self.sharded[key] = each
         if states.replicas and not waits and (held or states.r != states.p):
             self._share(key, part.times * reduced)
@@ -369,7 +404,8 @@ class Walk:
         if self.reductions[action].last:
             self._release_reduced(action.stage)
             for index in range(len(self.parts[action.stage])):
-                self._share((action.stage, index), 0)
+                for group in self._groups(action.stage, index):
+                    self._share(group.key, 0)
 
     def _release_reduced(self, stage: int) -> None:
         self._hold("gradients", "being reduced", -self.reducing.pop(stage, 0))
@@ -388,31 +424,47 @@ class Walk:
         self.sending = sends
         self._see()
 
-    def _hold_states(self, part: Unit) -> None:
+    def _hold_states(self, stage: int, index: int) -> None:
         """Hold parameters and optimizer states of a part, which exist from the first step on."""
-        states, kind = self.states, STATES_IN[self.config.optim.place]
-        self._hold_weights("parameters", part, states.p, states.shards)
-        self._hold_weights("parameters", part, states.copies)
-        for component, _, _, moments, copies in part.weights.by_component:
-            self._hold(kind, component, part.times * (states.p * (moments + copies) // states.shards))
+        states, kind, part = self.states, STATES_IN[self.config.optim.place], self.parts[stage][index]
+        self._hold_weights("parameters", stage, index, states.p, sharded=True)
+        self._hold_weights("parameters", stage, index, states.copies)
+        for group in self._groups(stage, index):
+            for component, _, _, moments, copies in group.weights.by_component:
+                self._hold(kind, component, part.times * (states.p * (moments + copies) // group.shards))
         if states.frees and part.with_stage:
-            self._hold_weights("gathered weights", part, states.w)
+            self._hold_weights("gathered weights", stage, index, states.w)
 
-    def _saved(self, part: Unit) -> int:
+    def _saved(self, stage: int, index: int) -> int:
         """Bytes of a part in a checkpoint. A background save copies them to host memory, which it keeps."""
-        p, shards = self.states.p, self.states.shards
-        rows = part.weights.by_component
-        return part.times * sum(p * saved // shards for _, count, _, moments, _ in rows for saved in (count, moments))
+        return self.parts[stage][index].times * sum(
+            self.states.p * saved // group.shards
+            for group in self._groups(stage, index)
+            for _, count, _, moments, _ in group.weights.by_component
+            for saved in (count, moments)
+        )
 
     def _is_second_copy(self, stage: int, part: Unit) -> bool:
         """Return whether a part is a tied embedding that the rank's first stage has too; a checkpoint saves one."""
         return stage > 0 and part.copy and 0 in self.parts
 
-    def _hold_weights(self, kind: str, part: Unit, each: int, shards: int = 1) -> None:
-        """Hold `each` bytes for every parameter of `part`, of gradients for every trained one; release if negative."""
-        for component, count, trained, *_ in part.weights.by_component:
+    def _groups(self, stage: int, index: int) -> list[Group]:
+        """What FSDP2 exchanges at once of a part, in the order of backward: experts that ranks share out come first."""
+        part, states = self.parts[stage][index], self.states
+        own = Group((stage, index), part.weights, states.shards, part.newest)
+        if part.apart is None:
+            return [own]
+        return [Group((stage, -1 - index), part.apart, states.expert_shards, part.newest_apart), own]
+
+    def _hold_weights(self, kind: str, stage: int, index: int, each: int, sharded: bool = False) -> None:
+        """Hold `each` bytes for every parameter of a part, of gradients for every trained one; release if negative."""
+        for group in self._groups(stage, index):
+            self._hold_group(kind, self.parts[stage][index], group, each, sharded)
+
+    def _hold_group(self, kind: str, part: Unit, group: Group, each: int, sharded: bool = False) -> None:
+        for component, count, trained, *_ in group.weights.by_component:
             held = trained if kind == "gradients" else count
-            self._hold(kind, component, part.times * (each * held // shards))
+            self._hold(kind, component, part.times * (each * held // (group.shards if sharded else 1)))
 
     def _hold(self, kind: str, component: str, size: int) -> None:
         self.held[kind, component] += size

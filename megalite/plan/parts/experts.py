@@ -6,6 +6,10 @@
 Every token is copied for each of its experts: nK rows. Kept are these rows, gate, up and their product, nK·(h + 3f)·w,
 the input of the router hnw, and of every token E logits, K scores and three numbers of 8 bytes for each of K experts.
 Tensor parallelism splits neither experts nor router: a rank computes its part of the sequence.
+
+Where ranks share out experts, each sends its rows to those of their experts, and gets as many if experts are chosen
+equally often, as is taken here; what experts return goes back, and gradients go both ways again. Rows that arrive are
+kept, with two more numbers for each.
 """
 
 from collections import Counter
@@ -16,7 +20,7 @@ from megalite.config.layers import Mixture
 from megalite.plan.parts import roles
 from megalite.plan.parts.part import Kept, Moment, Passed, Product, Weight
 from megalite.plan.parts.sizes import Sizes
-from megalite.plan.parts.transfers import Transfers
+from megalite.plan.parts.transfers import Transfer, Transfers, over
 
 INDEX_BYTES = 8
 
@@ -54,11 +58,12 @@ class ExpertsPart:
 
     def kept(self, sizes: Sizes) -> tuple[Kept, ...]:
         rows, hidden = self._rows(sizes)
-        choices = sizes.tokens // sizes.t * self.kind.active
+        choices, apart = self._choices(sizes), sizes.config.parallel.ep > 1
         return (
-            Kept("mlp", self._logits(sizes) + INDEX_BYTES * choices, "router"),
-            Kept("mlp", 2 * INDEX_BYTES * choices, "router"),  # the order of rows, and its inverse
-            Kept("mlp", rows, "gate and up", for_weights="gate and up", cheap=True),
+            Kept("mlp", self._logits(sizes), "router"),
+            # Experts; orders of rows, and their inverses.
+            Kept("mlp", (5 if apart else 3) * INDEX_BYTES * choices, "router", remembered=True),
+            Kept("mlp", rows, "gate and up", for_weights="gate and up", cheap=not apart),
             Kept("mlp", hidden, "swiglu"),
             Kept("mlp", hidden, "swiglu"),
             Kept("mlp", choices * sizes.z, "swiglu"),
@@ -67,7 +72,9 @@ class ExpertsPart:
 
     def backward(self, sizes: Sizes, own: int) -> tuple[Moment, ...]:
         rows, hidden = self._rows(sizes)
-        router, gate, up, down = (sizes.w * weight.gradient(sizes.t) for _, weight in self.weights())
+        router, gate, up, down = (
+            sizes.w * weight.gradient(sizes.t, sizes.config.parallel.ep) for _, weight in self.weights()
+        )
         return (
             Moment("down", own + rows + hidden, down, put_off=rows),
             Moment("swiglu", 3 * hidden),
@@ -76,16 +83,34 @@ class ExpertsPart:
         )
 
     def forward_transfers(self, sizes: Sizes, cp: int, phase: str) -> Transfers:
-        return Counter()
+        found = self._sent(sizes, f"{phase}: tokens to their experts") + self._sent_scores(sizes, f"{phase}: scores")
+        if sizes.config.parallel.ep > 1 and phase != "recompute":
+            counts = Transfer("all_to_all", "ep", INDEX_BYTES * self.kind.count, "int64")
+            found[counts, f"{phase}: numbers of tokens for each expert"] += 1
+        return found
 
     def output_transfers(self, sizes: Sizes, phase: str) -> Transfers:
-        return Counter()
+        return self._sent(sizes, f"{phase}: tokens back from their experts")
 
     def backward_transfers(self, sizes: Sizes, cp: int) -> Transfers:
-        return Counter()
+        there = self._sent(sizes, "backward: gradients to experts") + self._sent(sizes, "backward: gradients back")
+        return there + self._sent_scores(sizes, "backward: gradients of scores")
 
     def weight_transfers(self, sizes: Sizes) -> Transfers:
         return Counter()
+
+    def _sent(self, sizes: Sizes, purpose: str) -> Transfers:
+        """Rows that ranks with other experts exchange."""
+        apart = sizes.config.parallel.ep > 1
+        return over("ep", "all_to_all", self._rows(sizes)[0], sizes.w, purpose, times=int(apart))
+
+    def _sent_scores(self, sizes: Sizes, purpose: str) -> Transfers:
+        apart = sizes.config.parallel.ep > 1
+        return over("ep", "all_to_all", self._choices(sizes) * sizes.z, sizes.z, purpose, times=int(apart))
+
+    def _choices(self, sizes: Sizes) -> int:
+        """Experts that tokens of this rank have chosen, nK."""
+        return sizes.tokens // sizes.t * self.kind.active
 
     def _logits(self, sizes: Sizes) -> int:
         """Bytes of the router's logits."""
@@ -93,5 +118,5 @@ class ExpertsPart:
 
     def _rows(self, sizes: Sizes) -> tuple[int, int]:
         """Bytes of the tokens of all experts, and of as many hidden features."""
-        rows = sizes.tokens // sizes.t * self.kind.active * sizes.w
+        rows = self._choices(sizes) * sizes.w
         return rows * self.width, rows * self.kind.width

@@ -37,12 +37,16 @@ class Weight:
         """Elements that compute a token."""
         return self.elements if self.used is None else self.used * prod(self.shape[1:])
 
-    def part(self, tp: int) -> tuple[int, ...]:
-        """The shape of a tensor-parallel rank's part, with padding where tp does not divide the vocabulary."""
-        if not self.role.split:
-            return self.shape
+    def part(self, tp: int, ep: int = 1) -> tuple[int, ...]:
+        """The shape of a rank's part, with padding where tp does not divide the vocabulary.
+
+        tp: ranks of tensor parallelism. ep: ranks that share out the experts of a layer.
+        """
         found = list(self.shape)
-        found[self.split] = -(-found[self.split] // tp)
+        if self.role.of_expert:
+            found[0] //= ep
+        elif self.role.split:
+            found[self.split] = -(-found[self.split] // tp)
         return tuple(found)
 
     @property
@@ -50,9 +54,9 @@ class Weight:
         """The dimension that tensor parallelism splits, if any: columns of a projection into the stream, else rows."""
         return max(len(self.shape) - 2, 0) + self.role.into_stream
 
-    def gradient(self, tp: int) -> int:
-        """Elements of the gradient on a tensor-parallel rank, 0 if there is none."""
-        return prod(self.part(tp)) if self.trained else 0
+    def gradient(self, tp: int, ep: int = 1) -> int:
+        """Elements of the gradient on a rank, 0 if there is none. tp, ep: as for `part`."""
+        return prod(self.part(tp, ep)) if self.trained else 0
 
 
 class Product(NamedTuple):
@@ -93,6 +97,7 @@ class Kept:
     for_weights: str = ""  # the moment whose weight gradients need the tensor; a split backward keeps it until W
     cheap: bool = False  # selective recompute makes the tensor again when backward needs it
     given: bool = False  # the input of a layer, which full recompute keeps
+    remembered: bool = False  # a choice that full recompute does not make again
 
 
 @dataclass(frozen=True)

@@ -61,6 +61,9 @@ def axis_sizes(config: Config) -> dict[str, int]:
     tp, cp, pp         as in the layout
     fsdp               ranks over which parameters are sharded: dp_shard · cp, or 1 with mode ddp
     dp_replicate       ranks that hold the same shards
+    ep                 ranks that share out the experts of a layer
+    ep_fsdp            ranks with the same experts over which these are sharded, dp_shard · cp · tp / ep, or 1 with ddp
+    ep_replicate       ranks that hold the same shards of experts
     world              all ranks
     stage              all ranks of a pipeline rank; a group of their own only where no other axis has the same ranks
     """
@@ -73,6 +76,9 @@ def axis_sizes(config: Config) -> dict[str, int]:
         "fsdp": shards,
         "dp_replicate": inner // shards,
         "pp": layout.pp,
+        "ep": config.parallel.ep,
+        "ep_fsdp": config.parallel.expert_shards if sharded else 1,
+        "ep_replicate": layout.dp_replicate * (1 if sharded else config.parallel.expert_shards),
         "world": layout.world_size,
         "stage": layout.world_size // layout.pp,
     }

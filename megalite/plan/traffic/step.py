@@ -156,7 +156,8 @@ class StepTransfers:
         if config.optim.name != "muon":
             return found
         owned = [layer for stage in self.weights for layer in self.plan.layers[stage]]
-        matrices = stage_matrices(config.model, owned, sizes["dp_replicate"], sizes["fsdp"], sizes["tp"])
+        ranks = sizes["dp_replicate"], sizes["fsdp"], sizes["tp"]
+        matrices = stage_matrices(config.model, owned, *ranks, ep=config.parallel.ep)
         if not matrices:
             return found
         each = working_bytes(config)

@@ -34,6 +34,8 @@ class Group:
     name: str
     weights: tuple[Weight, ...]
     tp: int
+    ep: int = 1
+    apart: bool = False  # experts that ranks of ep share out, sharded and copied over ranks of their own
     with_stage: bool = False  # gathered as long as the stage is in use, since its first and its last module need it
 
     def gathered(self, shards: int) -> int:
@@ -46,7 +48,7 @@ class Group:
         return self._padded(filter(put_off if matrices_only else attrgetter("trained"), self.weights), shards)
 
     def _padded(self, weights: Iterable[Weight], shards: int) -> int:
-        parts = (weight.part(self.tp) for weight in weights)
+        parts = (weight.part(self.tp, self.ep) for weight in weights)
         return sum(-(-rows // shards) * shards * prod(others) for rows, *others in parts)
 
     def partial(self, shards: int, position: int = 0) -> int:
@@ -74,17 +76,19 @@ class WeightTraffic:
         if self.stage == 0 or tied:
             found.append(self._group("the embedding", [embedding(model)], with_stage=tied))
         one = {kind: self._layer(kind) for kind in {self.plan.kinds[layer] for layer in self.plan.layers[self.stage]}}
-        found += [one[self.plan.kinds[layer]] for layer in self.plan.layers[self.stage]]
+        found += [group for layer in self.plan.layers[self.stage] for group in one[self.plan.kinds[layer]]]
         if last:
             found.append(self._group("the head", [final_norm(model)] if tied else [final_norm(model), head(model)]))
         return found
 
     def gathers(self, groups: Iterable[Group], phase: str) -> Transfers:
         """The gathering of `groups`."""
-        each, shards, found = self.states.w, self.states.shards, Transfers()
-        for group, times in Counter(groups).items() if shards > 1 else ():
-            transfer = Transfer("all_gather", "fsdp", each * group.gathered(shards), TYPE_NAMES[each])
-            found[transfer, f"{phase}: gather of the weights of {group.name}"] += times
+        each, found = self.states.w, Transfers()
+        for group, times in Counter(groups).items():
+            axis, shards, _, _ = self._axes(group)
+            if shards > 1:
+                transfer = Transfer("all_gather", axis, each * group.gathered(shards), TYPE_NAMES[each])
+                found[transfer, f"{phase}: gather of the weights of {group.name}"] += times
         return found
 
     def reduces(self, replicas: bool, matrices_only: bool) -> Transfers:
@@ -93,25 +97,37 @@ class WeightTraffic:
         replicas: over them too. matrices_only: those of matrices in layers were put off, and those of all else have
         been reduced before.
         """
-        states, found = self.states, Transfers()
-        each, shards, over = states.r, states.shards, axis_sizes(self.plan.config)["dp_replicate"]
+        each, found = self.states.r, Transfers()
         for group, times in Counter(self.groups).items():
+            axis, shards, outer, over = self._axes(group)
             size, purpose = each * group.reduced(shards, matrices_only), f"gradients: sum of those of {group.name}"
             if shards > 1 and size:
-                found[Transfer("reduce_scatter", "fsdp", size, TYPE_NAMES[each]), purpose] += times
+                found[Transfer("reduce_scatter", axis, size, TYPE_NAMES[each]), purpose] += times
             if over > 1 and replicas and size:
-                found[Transfer("all_reduce", "dp_replicate", size // shards, TYPE_NAMES[each]), purpose] += times
+                found[Transfer("all_reduce", outer, size // shards, TYPE_NAMES[each]), purpose] += times
         return found
+
+    def _axes(self, group: Group) -> tuple[str, int, str, int]:
+        """The axis over which a group is sharded, with its ranks, and that of its replicas, with theirs."""
+        sizes = axis_sizes(self.plan.config)
+        shards, replicas = ("ep_fsdp", "ep_replicate") if group.apart else ("fsdp", "dp_replicate")
+        return shards, sizes[shards], replicas, sizes[replicas]
 
     def partial_bytes(self, position: int) -> int:
         """Bytes of gradients that are partial sums over tp, on the rank at `position` of those that share weights."""
         return self.states.p * sum(group.partial(self.states.shards, position) for group in self.groups)
 
-    def _layer(self, kind: LayerKind) -> Group:
-        return self._group("a layer", [weight for _, weight in layer_weights(self.plan.config.model, kind)])
+    def _layer(self, kind: LayerKind) -> list[Group]:
+        """The groups of a layer in the order in which forward is done with them: experts that ranks share out first."""
+        weights, shared_out = [weight for _, weight in layer_weights(self.plan.config.model, kind)], list[Weight]()
+        if self.plan.config.parallel.ep > 1:
+            shared_out = [weight for weight in weights if weight.role.of_expert]
+        own = self._group("a layer", [weight for weight in weights if weight not in shared_out])
+        return [self._group("experts", shared_out, apart=True), own] if shared_out else [own]
 
-    def _group(self, name: str, weights: Iterable[Weight], with_stage: bool = False) -> Group:
-        return Group(name, tuple(weights), self.plan.config.parallel.tp, with_stage)
+    def _group(self, name: str, weights: Iterable[Weight], with_stage: bool = False, apart: bool = False) -> Group:
+        parallel = self.plan.config.parallel
+        return Group(name, tuple(weights), parallel.tp, parallel.ep, apart, with_stage)
 
 
 class Gathering:

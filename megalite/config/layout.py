@@ -4,7 +4,7 @@ The map between a rank and its coordinates is written only here; runtime, planne
 """
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
@@ -20,6 +20,7 @@ class Layout:
     dp_shard: int = 1
     cp: int = 1
     tp: int = 1
+    ep: int = 1  # ranks of dp_shard · cp · tp that share out experts, neighbours too; no axis of its own
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -61,7 +62,8 @@ class Layout:
         return at["dp_replicate"] * self.dp_shard + at["dp_shard"]
 
     def __str__(self) -> str:
-        return " · ".join(f"{axis} {size}" for axis, size in zip(AXES, self.shape, strict=True) if size > 1) or "1 rank"
+        sizes = {**dict(zip(AXES, self.shape, strict=True)), "ep": self.ep}
+        return " · ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1) or "1 rank"
 
 
-AXES = tuple(field.name for field in fields(Layout))
+AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")

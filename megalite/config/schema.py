@@ -215,7 +215,7 @@ class Parallel:
         """The layout, once `dp_shard` is a number."""
         if not isinstance(self.dp_shard, int):
             raise ValueError("parallel.dp_shard is still 'auto'; resolve the world size first")
-        return Layout(self.pp, self.dp_replicate, self.dp_shard, self.cp, self.tp)
+        return Layout(self.pp, self.dp_replicate, self.dp_shard, self.cp, self.tp, self.ep)
 
 
 @dataclass

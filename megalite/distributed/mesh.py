@@ -43,14 +43,12 @@ class Mesh:
         sharded: bool = True,
         timeout: timedelta | None = None,
         with_stage: bool = False,
-        ep: int = 1,
     ) -> "Mesh | None":
         """The mesh over the first `layout.world_size` processes; None on the others.
 
         Collective over all processes of the job. On CUDA, all connections between ranks exist when this returns.
         timeout: of one collective of the mesh's groups; None: PyTorch's own.
         with_stage: make `stage`. Where no other group has these ranks it is one more, for which NCCL takes memory.
-        ep: ranks that share out experts; with more than one, make `experts`.
         """
         replicas, shards = layout.dp_replicate, layout.dp_shard * layout.cp
         data = (replicas, shards) if sharded else (replicas * shards, 1)
@@ -65,11 +63,11 @@ class Mesh:
         cp = dist.new_subgroups_by_enumeration(lines, group_desc="cp")[0] if layout.cp > 1 else None
         stage = _stage(root, world) if with_stage else None
         experts = None
-        if ep > 1:
-            same = layout.dp_shard * layout.cp * layout.tp // ep
+        if layout.ep > 1:
+            same = layout.dp_shard * layout.cp * layout.tp // layout.ep
             data = (layout.dp_replicate, same) if sharded else (layout.dp_replicate * same, 1)
             names = ("pp", "dp_replicate", "ep_fsdp", "ep")
-            experts = DeviceMesh(device.type, ranks.view(layout.pp, *data, ep), mesh_dim_names=names)
+            experts = DeviceMesh(device.type, ranks.view(layout.pp, *data, layout.ep), mesh_dim_names=names)
         rank = dist.get_rank()
         mesh = Mesh(layout, device, root, world, rank, cp, stage, experts) if rank < layout.world_size else None
         if mesh is not None and timeout is not None:

@@ -99,8 +99,7 @@ def build_mesh(config: Config, device: torch.device, timeout: timedelta | None =
     Collective over all processes of the job. timeout: of one collective; None: PyTorch's own.
     """
     muon = config.optim.name == "muon"
-    parallel = config.parallel
-    return Mesh.build(parallel.layout, device, parallel.data.sharded, timeout, with_stage=muon, ep=parallel.ep)
+    return Mesh.build(config.parallel.layout, device, config.parallel.data.sharded, timeout, with_stage=muon)
 
 
 def build(plan: Plan, mesh: Mesh, activity: Activity | None = None) -> Job:

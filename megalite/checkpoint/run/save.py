@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -37,6 +37,7 @@ from megalite.checkpoint.store.save_events import Failed, FailedLocally, Outcome
 from megalite.checkpoint.store.state import State, progress_tensors, use_device
 from megalite.checkpoint.weights.export import is_due
 from megalite.config.convert import to_plain
+from megalite.config.layout import AXES
 from megalite.config.schema import Config
 from megalite.optim.interface import rate_of
 from megalite.parallel.parameter import box
@@ -411,7 +412,7 @@ class Saver:
             tokens=progress.tokens,
             saved=datetime.now(UTC).isoformat(timespec="seconds"),
             ranks=self._group.ranks,
-            layout=asdict(self.config.parallel.layout),
+            layout={axis: getattr(self.config.parallel.layout, axis) for axis in AXES},
             versions={name: version(name) for name in VERSIONS},
             config=to_plain(self.config),
             data=self.data,

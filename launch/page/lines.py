@@ -122,7 +122,7 @@ def _scale(axis: Axis, values: Sequence[float], first: float, last: float) -> tu
         marks = axis.marks or [mark for mark in _steps(least, most) if least <= mark <= most]
         span = log10(most / least)
         return lambda value: first + (last - first) * log10(value / least) / span, marks
-    least, most = _near(sorted(values)) if axis.near else (0.0, most)
+    least, most = _near(sorted(values)) if axis.near else (0.0, most if most > 0 else 1.0)
     step = max(_round_step((most - least) / 4), axis.mark_step)
     if not axis.near:
         most = step * ceil(most / step - 1e-9)

@@ -3,16 +3,14 @@
 import argparse
 from pathlib import Path
 
-from megalite.base.errors import InputError
+from megalite.base.errors import InputError, counted
 from megalite.base.files import write_whole
 from megalite.base.terminal import console
-from megalite.profiling.actions import measured_step
-from megalite.profiling.breakdown import breakdown
-from megalite.profiling.expected import Expected
-from megalite.profiling.folder import latest_profile, traces_in
+from megalite.profiling.folder import latest_profile
+from megalite.profiling.measured_step import measured_step
 from megalite.profiling.page import page
+from megalite.profiling.ranks import read_ranks
 from megalite.profiling.tables import parts_table
-from megalite.profiling.trace import read_trace
 
 PAGE, PICTURE = "index.html", "timeline.svg"
 
@@ -25,14 +23,18 @@ def run(args: argparse.Namespace) -> int:
     if len(args.arguments) != 1:
         raise InputError(f"megalite profile takes one run folder, not {len(args.arguments)}; give the path of one")
     folder = latest_profile(Path(args.arguments[0]))
-    traces = [read_trace(path) for path in traces_in(folder)]
-    found = sorted(((trace, breakdown(trace)) for trace in traces), key=lambda pair: -pair[1].computing)
-    busiest, parts = found[0]
-    step = measured_step(traces)
+    ranks = sorted(read_ranks(folder), key=lambda rank: -rank.parts.computing)
+    try:
+        step = measured_step(ranks)
+    except InputError as error:
+        told = f"its traces tell of actions that cannot have run so: {error}"
+        raise InputError(f"{folder}: {told}; profile the steps again") from None
+    busiest, about = ranks[0], ranks[0].about
     on = console()
-    on.print(f"steps {busiest.about['first']} to {busiest.about['last']}, rank {busiest.rank}, which computes most")
-    on.print(parts_table(parts, busiest.steps, Expected.read(busiest.about)))
-    write_whole(folder / PAGE, page(Path(args.arguments[0]).name, found, step))
+    told = f"rank {about.rank}, which computes most of {counted(len(ranks), 'trace')}"
+    on.print(f"steps {about.first} to {about.last}, {told}")
+    on.print(parts_table(busiest.parts, about.steps, about.expected))
+    write_whole(folder / PAGE, page(Path(args.arguments[0]).name, ranks, step))
     on.print(str(folder / PAGE))
     if step is None:
         on.print("no picture of actions: that needs all ranks of a pipeline, as with profile.ranks=all")

@@ -7,13 +7,11 @@ host to begin the next piece of work. Communication is hidden where something co
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
-from megalite.profiling.intervals import Interval, Intervals, common, length, union, without
+from megalite.profiling.intervals import Interval, Intervals, common, contains, length, union, without
 from megalite.profiling.kinds import AXES, COMMUNICATION, COMPUTE, OPERATORS, OTHER, axis_of, kind_of
-from megalite.profiling.trace import GROUP, ON_GPU, READING, UPDATING, Event, Trace
+from megalite.profiling.trace import GROUP, ON_GPU, READING, UPDATING, Event, Lane, Trace
 
-NAME = "Process Group Name"  # detail of an event
 DATA_WAIT, HOST_GAP = "data wait", "host gap"
 
 
@@ -89,8 +87,7 @@ def _compute(trace: Trace) -> Mapping[str, list[Interval]]:
                 event.category == "cpu_op" and event.lane not in helpers and OPERATORS.match(event.name) is not None
             )
         if counts:
-            begun = trace.begun(event)
-            updates = bool(common(updating, ((begun, begun + 1),)))
+            updates = contains(updating, trace.begun(event))
             found["optimizer" if updates else kind_of(event.name)].append(event.interval)
     return found
 
@@ -99,21 +96,18 @@ def _communication(trace: Trace) -> Mapping[str, list[Interval]]:
     """Pieces of time in which each axis communicates."""
     found = defaultdict[str, list[Interval]](list)
     for event, group in _nccl_groups(trace) if trace.on_gpu else _gloo_groups(trace):
-        found[trace.axes.get(group) or axis_of(trace.groups.get(group, ""))].append(event.interval)
+        found[trace.about.axes.get(group) or axis_of(trace.groups.get(group, ""))].append(event.interval)
     return found
 
 
 def _nccl_groups(trace: Trace) -> Iterator[tuple[Event, str]]:
     """Kernels of NCCL with the names of their groups: their own, or that of the host's call they belong to."""
     calls = {
-        event.details.get("External id"): event.details
-        for event in trace.events
-        if event.category == "cpu_op" and NAME in event.details
+        event.call: event.group for event in trace.events if event.category == "cpu_op" and event.group is not None
     }
     for event in trace.events:
         if event.category == "kernel" and COMMUNICATION.search(event.name):
-            told = event.details if NAME in event.details else calls.get(event.details.get("External id"), {})
-            yield event, str(told.get(NAME, ""))
+            yield event, str(calls.get(event.call, "") if event.group is None else event.group)
 
 
 def _gloo_groups(trace: Trace) -> Iterator[tuple[Event, str]]:
@@ -122,7 +116,7 @@ def _gloo_groups(trace: Trace) -> Iterator[tuple[Event, str]]:
     Gloo does not tell the group, but a thread of gloo works for one group alone. It is the one that was mostly called
     last before the thread began some work. Messages are on the thread of the call, inside of it.
     """
-    helpers, votes, called = _communicating_threads(trace), defaultdict[tuple[Any, Any], Counter[str]](Counter), ""
+    helpers, votes, called = _communicating_threads(trace), defaultdict[Lane, Counter[str]](Counter), ""
     work = list[tuple[Event, str]]()
     for event in trace.events:
         if event.category == "user_annotation" and event.name.startswith(GROUP):
@@ -134,7 +128,7 @@ def _gloo_groups(trace: Trace) -> Iterator[tuple[Event, str]]:
         yield event, votes[event.lane].most_common(1)[0][0] if event.lane in helpers else group
 
 
-def _communicating_threads(trace: Trace) -> set[tuple[Any, Any]]:
+def _communicating_threads(trace: Trace) -> set[Lane]:
     """Threads of gloo: those that run its work, and of which no note is."""
     noting = {event.lane for event in trace.notes}
     return {event.lane for event in trace.events if event.name.startswith("gloo:")} - noting

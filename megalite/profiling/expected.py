@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from megalite.base.json_shape import TEXT, Each, ValueKind
 from megalite.config.schema import Config
 from megalite.cost.cluster import Cluster
 from megalite.cost.predict import predict, seconds_of
@@ -11,6 +12,20 @@ from megalite.cost.schedule_tables import Cost
 from megalite.cost.stages import Timer, transfer_seconds
 from megalite.plan.resolved import Plan
 from megalite.schedule.actions import COMPUTE, Times
+
+MAX_SECONDS = 1e9
+
+
+def _is_time(value: Any) -> bool:
+    return type(value) in (int, float) and 0 <= value <= MAX_SECONDS
+
+
+TIME = ValueKind(f"seconds from 0 to {MAX_SECONDS:g}", _is_time)
+TIMES = ValueKind(
+    f"{len(COMPUTE)} times, each {TIME.text}",
+    lambda value: isinstance(value, list) and len(value) == len(COMPUTE) and all(map(_is_time, value)),
+)
+SHAPE = {"cluster": TEXT, "seconds": TIME, "parts": Each(TIME), "times": [TIMES], "transfer": TIME}  # see `plain`
 
 
 @dataclass(frozen=True)
@@ -38,14 +53,10 @@ class Expected:
         return Expected(cluster.name, found.seconds, found.parts, times, transfer)  # type: ignore[arg-type]
 
     @staticmethod
-    def read(about: Mapping[str, Any]) -> "Expected | None":
-        """The prediction in the additions to a trace, if it has one. Raises KeyError and TypeError."""
-        told = about.get("expected")
-        if told is None:
-            return None
-        parts = {str(name): float(seconds) for name, seconds in told["parts"].items()}
-        times = tuple((float(f), float(b), float(i), float(w)) for f, b, i, w in told["times"])
-        return Expected(str(told["cluster"]), float(told["seconds"]), parts, times, float(told["transfer"]))
+    def read(told: Mapping[str, Any]) -> "Expected":
+        """The prediction as `plain` has made it, which is of SHAPE."""
+        times = tuple((f, b, i, w) for f, b, i, w in told["times"])
+        return Expected(told["cluster"], told["seconds"], told["parts"], times, told["transfer"])
 
     def plain(self) -> dict[str, Any]:
         """The prediction as `read` takes it."""

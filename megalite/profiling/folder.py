@@ -8,7 +8,7 @@ from megalite.base.files import is_folder
 
 FOLDER, STEP = "profile", "step-{step:06}"
 TRACE, SNAPSHOT = "rank-{rank}.json.gz", "rank-{rank}.memory.pickle"
-STEP_NAME, TRACE_NAME = re.compile(r"step-(\d{1,15})"), re.compile(r"rank-(\d{1,8})\.json\.gz")
+STEP_NAME, TRACE_NAME = re.compile(r"step-([0-9]{6,15})"), re.compile(r"rank-(0|[1-9][0-9]{0,7})\.json\.gz")
 
 
 def folder_of(run: Path, step: int) -> Path:
@@ -25,7 +25,14 @@ def latest_profile(run: Path) -> Path:
         raise InputError(f"{run}: has no profile; train with profile.start=STEP to make one")
     latest = folder_of(run, max(steps))
     check_no_link(latest)
+    if not is_folder(latest):
+        raise InputError(f"{latest}: is no folder of profiled steps; remove it, or give it another name")
     return latest
+
+
+def step_of(folder: Path) -> int:
+    """The step with which a profile begins, from the name of its folder."""
+    return int(folder.name.rpartition("-")[2])
 
 
 def check_no_link(folder: Path) -> None:
@@ -35,9 +42,9 @@ def check_no_link(folder: Path) -> None:
             raise InputError(f"{each}: is a link, which is not followed; put a folder in its place")
 
 
-def traces_in(folder: Path) -> list[Path]:
-    """The traces of profiled steps, by rank. Raises InputError if there is none."""
+def traces_in(folder: Path) -> dict[int, Path]:
+    """The traces of profiled steps, by rank, in its order. Raises InputError if there is none."""
     found = {int(name[1]): path for path in folder.iterdir() if (name := TRACE_NAME.fullmatch(path.name))}
     if not found:
         raise InputError(f"{folder}: has no trace; it is written when the last profiled step has ended")
-    return [found[rank] for rank in sorted(found)]
+    return dict(sorted(found.items()))

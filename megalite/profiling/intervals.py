@@ -1,5 +1,6 @@
 """Sets of moments, as sorted intervals that neither touch nor overlap, in whole nanoseconds, so that sums are exact."""
 
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 
 Interval = tuple[int, int]  # first moment, and the first one after it
@@ -46,3 +47,9 @@ def without(first: Intervals, second: Intervals) -> Intervals:
 def length(moments: Intervals) -> int:
     """The nanoseconds that the moments last together."""
     return sum(end - start for start, end in moments)
+
+
+def contains(moments: Intervals, moment: int) -> bool:
+    """Flag: the moment is one of the set."""
+    at = bisect_right(moments, moment, key=lambda piece: piece[0])
+    return at > 0 and moment < moments[at - 1][1]

@@ -14,7 +14,10 @@ AXIS_OF = {description: axis for axis, descriptions in AXES.items() for descript
 
 # Kinds of compute. A moment in which several run counts for the first of them: operators call others of later kinds.
 COMPUTE = ("optimizer", "attention", "matmul", "fused", "copy", "pointwise")
-COMMUNICATION = re.compile(r"ncclDev|ncclKernel|nccl[A-Z]\w+Kernel|gloo:")  # names of kernels and work that communicate
+# Without \b before \w+, a long name takes time with the square of its length.
+COMMUNICATION = re.compile(
+    r"ncclDev|ncclKernel|\bnccl[A-Z]\w+Kernel|gloo:"
+)  # names of kernels and work that communicate
 OPERATORS = re.compile(r"(aten|megalite)::")  # beginnings of names of operators; others may wait for a collective
 PATTERNS = (  # parts of names in small letters, by kind; the first that fits counts
     ("optimizer", r"adam|newton_schulz|_momentum_kernel|_update_kernel"),

@@ -13,17 +13,17 @@ from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import TracebackType
-from typing import Any
 
 from megalite.base.errors import InputError
 from megalite.base.files import write_new
 from megalite.base.output import warn
 from megalite.plan.batches import GlobalBatch
+from megalite.profiling.about import About
 from megalite.profiling.breakdown import breakdown
 from megalite.profiling.expected import Expected
 from megalite.profiling.folder import SNAPSHOT, TRACE, check_no_link, folder_of
 from megalite.profiling.tables import parts_table, table_text
-from megalite.profiling.trace import KEY, read_trace
+from megalite.profiling.trace_file import KEY, read_trace
 from megalite.train.build import Job
 from megalite.train.metrics import Meter
 from megalite.train.order_costs import cluster_of_run
@@ -83,11 +83,9 @@ class Profiler:
                     self._write(report)
 
     def _begin(self) -> None:
-        mesh, expected = self.job.mesh, self._expected()
-        about: dict[str, Any] = {"rank": mesh.rank, "first": self.first, "last": self.last, "pp": mesh.layout.pp}
-        about |= {"coordinates": mesh.coordinates, "axes": mesh.axes}
-        text = json.dumps({**about, "expected": expected and expected.plain()})
-        self._recording = Recording(self.job.activity, mesh.device, **{KEY: text})
+        mesh = self.job.mesh
+        about = About(mesh.rank, self.first, self.last, mesh.layout.pp, mesh.coordinates, mesh.axes, self._expected())
+        self._recording = Recording(self.job.activity, mesh.device, **{KEY: json.dumps(about.plain())})
 
     def _end(self) -> Recording | None:
         """Stop recording. Returns what was recorded; None if nothing was."""
@@ -118,8 +116,8 @@ class Profiler:
             return
         trace = read_trace(path)
         found = breakdown(trace)
-        parts = {name: time / 1e9 / trace.steps for name, time in found.parts.items()}
-        table = table_text(parts_table(found, trace.steps, Expected.read(trace.about)))
+        parts = {name: time / 1e9 / trace.about.steps for name, time in found.parts.items()}
+        table = table_text(parts_table(found, trace.about.steps, trace.about.expected))
         report.event(self.last, "profiled", f"{told}\n{table}", path=str(path), parts=parts, seconds=trace.step_seconds)
 
     def _expected(self) -> Expected | None:

@@ -6,8 +6,11 @@ from xml.etree import ElementTree
 import pytest
 from trace_cases import EVENTS, F, content, event, note
 
-from megalite.profiling.actions import MeasuredStep, actions, measured_step
-from megalite.profiling.trace import Trace, trace_of
+from megalite.config.layout import Layout
+from megalite.profiling.actions import actions
+from megalite.profiling.measured_step import MeasuredStep, measured_step
+from megalite.profiling.ranks import RankProfile
+from megalite.profiling.trace_file import trace_of
 from megalite.schedule.actions import Action, Kind
 
 
@@ -20,14 +23,15 @@ def entry(action: str, start: float, end: float, waiting: str = "") -> dict[str,
     return note(f"{action} (entry 1 of 2){waiting}", start, end)
 
 
-def stage(rank: int, events: list[dict[str, Any]], **about: Any) -> Trace:
-    """The trace of a pipeline rank of two: a step before, and the events of the last one."""
-    coordinates = {"pp": rank, "dp": 0, "cp": 0, "tp": 0}
+def stage(rank: int, events: list[dict[str, Any]], **about: Any) -> RankProfile:
+    """The steps of a pipeline rank of two: a step before, and the events of the last one."""
     before = [note("reading a batch", 0, 10), entry(F, 10, 20), note("updating the weights", 20, 90)]
     step = [note("profiled steps", 0, 900), *before, note("reading a batch", 90, 100), *events]
     after = [note("updating the weights", 800, 850), entry(F, 850, 900)]  # an evaluation
-    told = content([*step, *after], rank=rank, first=4, pp=2, coordinates=coordinates, **about)
-    return trace_of(told)
+    told = content(
+        [*step, *after], **{"rank": rank, "first": 4, "pp": 2, "coordinates": Layout(pp=2).coordinates(rank)} | about
+    )
+    return RankProfile.of(trace_of(told))
 
 
 FIRST = [
@@ -56,7 +60,7 @@ def both(**about: Any) -> MeasuredStep:
 
 
 def test_actions_are_those_of_the_last_step_without_their_waits() -> None:
-    found = [(str(span.action.kind), span.action.micro, span.start, span.end) for span in actions(stage(1, LAST))]
+    found = [(str(span.action.kind), span.action.micro, span.start, span.end) for span in stage(1, LAST).actions]
     whole = [("F", 0, 250, 300), ("B", 0, 301, 401), ("F", 1, 401, 451), ("B", 1, 451, 551)]
     assert found == [(kind, micro, 1000 * start, 1000 * end) for kind, micro, start, end in whole]
 
@@ -87,8 +91,7 @@ def test_a_gpus_actions_are_beside_those_predicted() -> None:
 
 def test_a_pipeline_is_drawn_only_if_all_of_it_was_profiled() -> None:
     assert measured_step([stage(1, LAST)]) is None
-    other = stage(0, FIRST)
-    other.about["coordinates"]["tp"] = 1
+    other = stage(0, FIRST, coordinates={**Layout().coordinates(0), "tp": 1})
     assert measured_step([stage(1, LAST), other]) is None
     assert measured_step([stage(1, LAST), stage(0, [])]) is None
 

@@ -13,7 +13,7 @@ from trace_cases import EVENTS, F, content, event, kernel, nccl, note
 
 from megalite.base.errors import InputError
 from megalite.profiling.breakdown import Breakdown, breakdown
-from megalite.profiling.trace import read_trace, trace_of
+from megalite.profiling.trace_file import read_trace, trace_of
 
 
 def broken_down(events: list[dict[str, Any]], **about: object) -> Breakdown:
@@ -158,7 +158,7 @@ def test_events_of_another_kind_are_refused(change: dict[str, Any], tmp_path: Pa
 
 
 def test_a_name_may_have_bytes_that_json_does_not_allow(tmp_path: Path) -> None:
-    path = written(content([kernel("gemm BAD", 7, 0, 1, 0)]), tmp_path)
+    path = written(content([note("profiled steps", 0, 9), kernel("gemm BAD", 7, 0, 1, 0)]), tmp_path)
     path.write_bytes(gzip.compress(gzip.decompress(path.read_bytes()).replace(b"BAD", b"\x01\xff\n")))
     assert [event.name for event in read_trace(path).events if event.name.startswith("gemm")] == ["gemm \x01\ufffd\n"]
 

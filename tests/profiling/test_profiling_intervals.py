@@ -5,7 +5,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megalite.profiling.intervals import Interval, Intervals, common, length, union, without
+from megalite.profiling.intervals import Interval, Intervals, common, contains, length, union, without
 
 pieces = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 12)).map(lambda pair: (pair[0], sum(pair))), max_size=12)
 
@@ -30,3 +30,8 @@ def test_what_two_sets_share_and_what_only_one_has(some: list[Interval], others:
     assert moments(both) == moments(first) & moments(second)
     assert moments(rest) == moments(first) - moments(second)
     assert length(both) + length(rest) == length(first)
+
+
+@given(pieces)
+def test_moments_of_a_set_are_found(some: list[Interval]) -> None:
+    assert {moment for moment in range(-1, 60) if contains(union(some), moment)} == moments(some)

@@ -57,6 +57,7 @@ def test_kernels_of_the_project_are_known() -> None:
         "ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)",
         "ncclKernel_AllReduce_RING_LL_Sum_float(ncclWorkElem)",
         "ncclKernel_SendRecv_RING_SIMPLE_Sum_int8_t",
+        "void ncclSymAllGatherKernel_LL(ncclSymArgs)",
         "gloo:all_reduce",
     ],
 )

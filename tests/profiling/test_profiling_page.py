@@ -3,6 +3,7 @@
 import gzip
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,15 @@ from page_cases import Page
 from trace_cases import EVENTS, content
 
 from megalite.commands.main import main
+from megalite.config.layout import Layout
+from megalite.profiling.about import About
 from megalite.profiling.breakdown import breakdown
 from megalite.profiling.expected import Expected
 from megalite.profiling.memory import MAX_POINTS, memory_chart, memory_curve
 from megalite.profiling.page import MAX_RANKS, page
+from megalite.profiling.ranks import RankProfile
 from megalite.profiling.tables import parts_table, table_text
-from megalite.profiling.trace import trace_of
+from megalite.profiling.trace_file import trace_of
 
 PARTS = {"products": 0.0003, "attention": 0.0001, "passes": 5e-5, "offload": 1e-5, "tensor": 0.0, "data": 0.0001}
 EXPECTED = Expected("h100", 0.0009, PARTS | {"slowest": 2e-5, "host": 3e-4}, ((1.0, 2.0, 1.0, 1.0),), 0.5)
@@ -51,9 +55,10 @@ def test_the_rows_of_the_table_stand_beside_the_prediction() -> None:
     assert re.search(r"^step +500 µs +100\.0%$", without, re.MULTILINE)
 
 
-def test_a_prediction_comes_back_from_a_trace_as_it_was() -> None:
-    assert Expected.read({"expected": json.loads(json.dumps(EXPECTED.plain()))}) == EXPECTED
-    assert Expected.read({"expected": None}) is None
+def test_what_a_run_adds_comes_back_from_a_trace_as_it_was() -> None:
+    about = About(0, 5, 6, 1, Layout().coordinates(0), {"3": "dp"}, EXPECTED)
+    assert About.read(json.loads(json.dumps(about.plain()))) == about
+    assert About.read(replace(about, expected=None).plain()).expected is None
 
 
 def test_memory_is_that_of_the_gpu_in_the_steps_and_the_highest_of_each_while() -> None:
@@ -62,13 +67,13 @@ def test_memory_is_that_of_the_gpu_in_the_steps_and_the_highest_of_each_while() 
     assert memory_curve(trace) == [(0.5005, float(4 << 30))]
     many = trace_of(content([*EVENTS, *(memory(at / 4, at) for at in range(4000))]))
     assert len(memory_curve(many)) == MAX_POINTS
-    assert "GiB allocated" in memory_chart([trace])
-    assert memory_chart([trace_of(content(EVENTS))]) == ""
+    assert "GiB allocated" in memory_chart({0: memory_curve(trace)})
+    assert memory_chart({0: memory_curve(trace_of(content(EVENTS)))}) == ""
 
 
 def test_the_page_is_whole_and_escapes_what_it_shows() -> None:
-    traces = [trace_of(content([*EVENTS, memory(5, 10), memory(50, 30)], rank=rank)) for rank in range(MAX_RANKS + 2)]
-    shown = page("<b>", [(trace, breakdown(trace)) for trace in traces], None)
+    traces = (trace_of(content([*EVENTS, memory(5, 10), memory(50, 30)], rank=rank)) for rank in range(MAX_RANKS + 2))
+    shown = page("<b>", [RankProfile.of(trace) for trace in traces], None)
     Page(shown)
     assert "&lt;b&gt;: profiled steps 5 to 5" in shown
     assert shown.count("<h3>rank ") == MAX_RANKS
@@ -83,7 +88,7 @@ def test_the_command_tells_draws_and_names_its_files(tmp_path: Path, capsys: pyt
     (tmp_path / "profile/step-000002").mkdir()
     code, out, _ = in_process(main, capsys)("profile", tmp_path)
     assert code == 0
-    assert "steps 5 to 5, rank 0, which computes most" in out
+    assert "steps 5 to 5, rank 0, which computes most of 1 trace" in out
     assert re.search(r"matrix products +200 µs +20\.0%", out)
     assert str(folder / "index.html") in out
     assert "matrix products" in Page((folder / "index.html").read_text()).text

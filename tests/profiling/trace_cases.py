@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from megalite.config.layout import Layout
+
 GROUPS = [("0", "default_pg"), ("2", "mesh_pp"), ("3", "mesh_fsdp"), ("4", "mesh_tp"), ("5", "world")]
 F, B = "F(stage 0, micro-batch 0)", "B(stage 0, micro-batch 0)"
 
@@ -68,7 +70,9 @@ def content(events: list[dict[str, Any]] = EVENTS, **about: Any) -> dict[str, An
             "first": 5,
             "last": 5,
             "pp": 1,
-            "coordinates": {"pp": 0, "dp": 0, "cp": 0, "tp": 0},
+            "coordinates": Layout().coordinates(0),
+            "axes": {},
+            "expected": None,
             **about,
         },
         "distributedInfo": {"pg_config": [{"pg_name": name, "pg_desc": told} for name, told in GROUPS]},

@@ -5,10 +5,8 @@ from pathlib import Path
 from toy_folder import make_toy
 from warm_start import run
 
-from megalite.profiling.actions import actions, measured_step
-from megalite.profiling.breakdown import breakdown
-from megalite.profiling.memory import memory_curve
-from megalite.profiling.trace import read_trace
+from megalite.profiling.measured_step import measured_step
+from megalite.profiling.ranks import read_ranks
 from megalite.schedule.generate import build
 from megalite_launch.base.line_files import parsed
 
@@ -31,16 +29,17 @@ def test_a_pipelines_steps_are_recorded_told_and_drawn(tmp_path: Path) -> None:
     (told,) = (event for event in events if event.get("event") == "profiled")
     assert abs(sum(told["parts"].values()) - told["seconds"]) < 1e-9
 
-    traces = [read_trace(run / f"profile/step-000002/rank-{rank}.json.gz") for rank in range(2)]
-    for trace in traces:
-        found = breakdown(trace)
+    ranks = read_ranks(run / "profile/step-000002")
+    assert [rank.about.rank for rank in ranks] == [0, 1]
+    for rank in ranks:
+        found = rank.parts
         assert sum(found.parts.values()) == found.whole > 0
         assert found.axes.keys() == {"pp", "all"}  # on a CPU, all ranks have a group of their own
         assert all(0 <= each.exposed <= each.total == each.hidden + each.exposed for each in found.axes.values())
-        assert memory_curve(trace)
+        assert rank.memory
     table = build("1f1b", 2, 4)
-    assert tuple(tuple(span.action for span in actions(trace)) for trace in traces) == table.orders
-    step = measured_step(traces)
+    assert tuple(tuple(span.action for span in rank.actions) for rank in ranks) == table.orders
+    step = measured_step(ranks)
     assert step is not None
     assert min(step.simulated.makespan, step.measured.makespan) > 0
 

@@ -20,8 +20,10 @@ from megalite.config.load import load
 from megalite.config.rules.validate import validate
 from megalite.config.schema import Checkpoint, Config, Eval, Profile
 from megalite.distributed.health.activity import Activity
+from megalite.profiling.about import About
 from megalite.profiling.breakdown import breakdown
-from megalite.profiling.trace import Trace, read_trace
+from megalite.profiling.trace import Trace
+from megalite.profiling.trace_file import read_trace
 from megalite.train import recording
 from megalite.train.loop import Batches, train
 from megalite.train.profiler import Profiler
@@ -60,15 +62,7 @@ def test_the_asked_steps_are_recorded_with_all_that_was_noted(begun: int, tmp_pa
     with one_rank():
         notes, _ = run(replace(CONFIG, eval=Eval(1, 1), checkpoint=Checkpoint(3)), tmp_path, begun)
     trace = trace_of(tmp_path)
-    assert trace.about == {
-        "rank": 0,
-        "first": 3,
-        "last": 4,
-        "pp": 1,
-        "coordinates": Layout().coordinates(0),
-        "axes": {},
-        "expected": None,
-    }
+    assert trace.about == About(0, 3, 4, 1, Layout().coordinates(0), {}, None)
     assert [of_notes(trace, note) for note in ("reading a batch", "updating the weights", "saving")] == [2, 2, 1]
     found = breakdown(trace)
     assert sum(found.parts.values()) == found.whole > 0
@@ -220,7 +214,7 @@ def test_communication_is_told_by_axis(ranks: Ranks, tmp_path: Path) -> None:
     ranks.run(record_layout, tmp_path)
     for rank in range(8):
         trace = trace_of(tmp_path, rank)
-        assert trace.about["coordinates"] == Layout(pp=2, dp_shard=2, tp=2).coordinates(rank)
+        assert trace.about.coordinates == Layout(pp=2, dp_shard=2, tp=2).coordinates(rank)
         found = breakdown(trace)
         assert found.axes.keys() == {"tp", "pp", "dp", "all"}
         assert all(each.total >= each.exposed >= 0 and each.total > 0 for each in found.axes.values())

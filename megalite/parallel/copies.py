@@ -6,7 +6,8 @@ makes for a copy is added when it is made. So no step moves weights or gradients
 """
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -50,17 +51,24 @@ class Copies:
             kept.seen = kept.param._version, kept.local._version, kept.copy._version
 
     def _joint(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        """Weights that share an input, with parts of one tensor, in which their copies lie one after another."""
+        """Weights and biases of layers that share an input, with the memory of their copies."""
         for module in self.stage.modules():
-            weights = [getattr(module, name).weight for name in getattr(module, "share_input", ())]
-            if not weights:
+            layers = [getattr(module, name) for name in getattr(module, "share_input", ())]
+            if not layers:
                 continue
-            parts = [weight._local_tensor for weight in weights]
-            rows = [len(part) for part in parts]
-            joint = parts[0].new_empty(sum(rows), *parts[0].shape[1:], dtype=self.dtype)
-            setattr(weights[0], JOINT, Joint(joint, rows))
-            for weight, part, copy in zip(weights, parts, joint.split(rows), strict=True):
-                yield weight, copy.data.copy_(part)  # `data` has a version of its own, which a view has not
+            weight = yield from self._together([layer.weight for layer in layers])
+            has_biases = layers[0].bias is not None
+            bias = (yield from self._together([layer.bias for layer in layers])) if has_biases else None
+            setattr(layers[0].weight, JOINT, Joint(weight, bias, [len(layer.weight._local_tensor) for layer in layers]))
+
+    def _together(self, params: Sequence[Any]) -> Generator[tuple[nn.Parameter, Tensor], None, Tensor]:
+        """Parameters, with parts of one tensor, in which their copies lie one after another. Returns that tensor."""
+        parts = [param._local_tensor for param in params]
+        rows = list(map(len, parts))
+        joint = parts[0].new_empty(sum(rows), *parts[0].shape[1:], dtype=self.dtype)
+        for param, part, copy in zip(params, parts, joint.split(rows), strict=True):
+            yield param, copy.data.copy_(part)  # `data` has a version of its own, which a view has not
+        return joint
 
 
 class _Kept:

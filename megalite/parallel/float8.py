@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from megalite.base.errors import InputError, Problem
 from megalite.distributed.mesh import Mesh
-from megalite.parallel.product import Prepared, add_rounded
+from megalite.parallel.product import Prepared, add_rounded, sum_over_tokens
 from megalite.parallel.tensor import ColumnLinear, Linear
 from megalite_kernels.backend import wide_dtype
 from megalite_kernels.float8 import ACTIVATION, GRADIENT, amax, cast, scale_for, transpose
@@ -127,13 +127,13 @@ class Float8:
         rows, inverse = x
         return transpose(rows.flatten(0, -2)).view(ACTIVATION), inverse
 
-    def forward(self, x: Prepared, weight: Prepared, factor: float = 1.0) -> Tensor:
+    def forward(self, x: Prepared, weight: Prepared, factor: float = 1.0, bias: Tensor | None = None) -> Tensor:
         if torch.compiler.is_compiling():
-            return _Traced.apply(*x, *weight, self, factor)
+            return _Traced.apply(*x, *weight, bias, self, factor)
         rows, inverse = x
         of_rows = inverse.flatten(0, -2) if inverse.ndim else inverse
         w, of_w = self._layout(weight, by_columns=False)
-        y = self._product(rows.view(ACTIVATION).flatten(0, -2), w, of_rows, of_w, factor, fast=True)
+        y = self._product(rows.view(ACTIVATION).flatten(0, -2), w, of_rows, of_w, factor, fast=True, bias=bias)
         return y.unflatten(0, rows.shape[:-1])
 
     def input_gradient(self, grad: Prepared, weight: Prepared, total: Tensor | None, factor: float = 1.0) -> Tensor:
@@ -194,17 +194,19 @@ class Float8:
         factor: float,
         fast: bool = False,
         out: Tensor | None = None,
+        bias: Tensor | None = None,
     ) -> Tensor:
-        """factor · a bᵀ for matrices by rows.
+        """factor · a bᵀ + bias for matrices by rows.
 
         of_a, of_b: inverses of their scales. out: takes the result of products of bfloat16, in its own data type.
         """
         if self.dtype == torch.bfloat16 and (of_a.numel() == 1 or CPU_SCALES_ROWS or has_gpu_products(a)):
             scale, dtype = of_a if factor == 1 else of_a * factor, self.dtype if out is None else out.dtype
-            return torch._scaled_mm(a, b.t(), scale, of_b.t(), out_dtype=dtype, use_fast_accum=fast, out=out)
+            return torch._scaled_mm(a, b.t(), scale, of_b.t(), bias, out_dtype=dtype, use_fast_accum=fast, out=out)
         assert out is None
         wide = wide_dtype(self.dtype)
-        return (a.to(wide) @ b.to(wide).t() * ((of_a.to(wide) * of_b.to(wide).t()) * factor)).to(self.dtype)
+        made = a.to(wide) @ b.to(wide).t() * ((of_a.to(wide) * of_b.to(wide).t()) * factor)
+        return (made if bias is None else made + bias).to(self.dtype)
 
 
 class RowwiseFloat8(Float8):
@@ -236,20 +238,21 @@ class _Traced(torch.autograd.Function):
     """A product and its gradients in a form that the compiler can trace, of a 16-bit input and weight."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, product: Float8, factor: float) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, product: Float8, factor: float) -> Tensor:
         rows, inverse = product._cast(x, ACTIVATION, product._inputs, by_rows=True)
         w, of_w = product._layout((weight,), by_columns=False)
         ctx.save_for_backward(rows, inverse, weight)
         ctx.product, ctx.factor = product, factor
-        return product._product(rows, w, inverse, of_w, factor, fast=True).unflatten(0, x.shape[:-1])
+        return product._product(rows, w, inverse, of_w, factor, fast=True, bias=bias).unflatten(0, x.shape[:-1])
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         rows, inverse, weight = ctx.saved_tensors
         product, factor = ctx.product, ctx.factor
         prepared = product.prepare_gradient(grad)
         of_weight = product.weight_gradient(prepared, product.prepare_kept((rows, inverse)), factor)
-        return product.input_gradient(prepared, (weight,), None, factor), of_weight, None, None
+        of_bias = sum_over_tokens(grad) if ctx.needs_input_grad[2] else None
+        return product.input_gradient(prepared, (weight,), None, factor), of_weight, of_bias, None, None
 
 
 def _over(groups: Groups, largest: Tensor) -> Tensor:

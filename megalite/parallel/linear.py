@@ -11,6 +11,7 @@ schedule splits backward, gradients of weights are put off until the schedule as
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from megalite.distributed.collectives import Pending, all_gather, start_gather, start_reduce_scatter
 from megalite.parallel.parameter import add_gradient, copy_of, in_use, joint_copy, part, sum_of_gradients
-from megalite.parallel.product import PLAIN_PRODUCT, Prepared, Product, add_weight_gradient
+from megalite.parallel.product import PLAIN_PRODUCT, Prepared, Product, add_weight_gradient, sum_over_tokens
 from megalite.plan.parts.pieces import pieces
 
 
@@ -55,24 +56,26 @@ def linears(
     gradients: WeightGradients | None = None,
     product: Product = PLAIN_PRODUCT,
     factor: float = 1.0,
+    biases: Sequence[Tensor] = (),
 ) -> Sequence[Tensor]:
-    """factor · x Wᵀ for every weight; with a `group`, x is first gathered over it along the sequence.
+    """factor · x Wᵀ + b for every weight; with a `group`, x is first gathered over it along the sequence.
 
     x `[s/t, b, in]`, or `[…, in]` without a group. weights: sharded parameters, `[out, in]` on this rank. gradients:
     collects the weight gradients that a split backward puts off; None: backward always computes them at once. Weights
-    that are not trained get no gradients.
+    that are not trained get no gradients. biases: one for every weight, `[out]` on this rank; (): there are none.
     """
     # The compiler can trace no gradients put off, and itself decides what runs beside a collective.
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
         prepared = product.prepare(x)
         whole = tuple(each if group is None or not each.ndim else all_gather(each, group) for each in prepared)
-        return [product.forward(whole, product.prepare_weight(each, part(each)), factor) for each in weights]
+        pairs = zip(weights, biases or repeat(None), strict=False)
+        return [product.forward(whole, product.prepare_weight(w, part(w)), factor, bias) for w, bias in pairs]
     others = None if group is None or group.size() == 1 else group  # a rank alone has nothing to gather
-    return _Linears.apply(x, others, gradients, product, factor, *weights)
+    return _Linears.apply(x, others, gradients, product, factor, len(weights), *weights, *biases)
 
 
 class _Linears(torch.autograd.Function):
-    """Autograd gets gradients of x alone: backward adds those of weights to `.grad` itself, whichever pass makes them.
+    """Autograd gets gradients of x and biases: backward adds those of weights to `.grad`, whichever pass makes them.
 
     The weights are inputs all the same, so that outputs require gradients where x does not.
     """
@@ -85,18 +88,25 @@ class _Linears(torch.autograd.Function):
         gradients: WeightGradients | None,
         product: Product,
         factor: float,
-        *params: DTensor,
+        count: int,
+        *given: Any,
     ) -> tuple[Tensor, ...]:
-        ctx.group, ctx.gradients, ctx.product, ctx.factor, ctx.params = group, gradients, product, factor, params
+        """given: `count` weights, then as many biases or none."""
+        params, biases = given[:count], given[count:]
+        ctx.group, ctx.gradients, ctx.product, ctx.factor = group, gradients, product, factor
+        ctx.params, ctx.count = params, count
         mine, joint = product.prepare(x), joint_copy(params) if product is PLAIN_PRODUCT else None
         weights = [in_use(param) for param in params] if joint is None else [joint.weight]
-        kept = mine if any(ctx.needs_input_grad[5:]) else ()  # inputs are for the gradients of weights alone
+        added = biases or (None,) * count if joint is None else [joint.bias]
+        wanted = ctx.needs_input_grad[6 : 6 + count]
+        kept = mine if any(wanted) else ()  # inputs are for the gradients of weights alone
         ctx.inputs = len(kept)
         ctx.save_for_backward(*kept, *weights)
         prepared = list(map(product.prepare_weight, params, weights))
 
         def outputs(whole: Prepared) -> tuple[Tensor, ...]:
-            return tuple(product.forward(whole, weight, factor) for weight in prepared)
+            pairs = zip(prepared, added, strict=True)
+            return tuple(product.forward(whole, weight, factor, bias) for weight, bias in pairs)
 
         ranks = 1 if group is None else group.size()
         if ranks == 1 or product is not PLAIN_PRODUCT or (n := pieces(len(x), x.nbytes * ranks)) == 1:
@@ -111,26 +121,29 @@ class _Linears(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors  # asked for once: full recompute unpacks them
         x, weights = saved[: ctx.inputs], saved[ctx.inputs :]
-        group, product, factor = ctx.group, ctx.product, ctx.factor
-        prepared, wanted = [product.prepare_gradient(grad) for grad in grads], ctx.needs_input_grad[5:]
-        trained = [(param, grad) for param, grad, each in zip(ctx.params, prepared, wanted, strict=True) if each]
+        group, product, factor, params = ctx.group, ctx.product, ctx.factor, ctx.params
+        wanted, prepared = ctx.needs_input_grad[6:], [product.prepare_gradient(grad) for grad in grads]
+        trained = [(param, grad) for param, grad, each in zip(params, prepared, wanted, strict=False) if each]
         make = partial(accumulate, trained, lambda: _gather(x, group)(), product, factor)
         put_off = not trained or (ctx.gradients is not None and ctx.gradients.later(make))
         inputs = None if put_off else _gather(x, group)
-        params = ctx.params
-        if ctx.rows is not None:
-            if (joined := _joined(grads)) is None:
-                weights = weights[0].split(ctx.rows)
-            else:
-                prepared, params = [product.prepare_gradient(joined)], params[:1]
+        joined = None if ctx.rows is None else _joined(grads)
+        if joined is not None:
+            prepared, params = [product.prepare_gradient(joined)], params[:1]
+        elif ctx.rows is not None:
+            weights = weights[0].split(ctx.rows)
         of_x = None
         for grad, param, weight in zip(prepared, params, weights, strict=True) if ctx.needs_input_grad[0] else ():
             of_x = product.input_gradient(grad, product.prepare_weight(param, weight), of_x, factor)
         scattered = None if group is None or of_x is None else start_reduce_scatter(of_x, group)
         if inputs is not None:
             accumulate(trained, inputs, product, factor)
-        nothing = (None,) * (len(ctx.needs_input_grad) - 1)
-        return (of_x if scattered is None else scattered.wait(), *nothing)
+        of_biases: Sequence[Tensor | None] = ()
+        if (of_each := wanted[ctx.count :]) and joined is not None:  # in one pass
+            of_biases = sum_over_tokens(joined).split(ctx.rows)
+        elif of_each:
+            of_biases = [sum_over_tokens(grad) if each else None for grad, each in zip(grads, of_each, strict=True)]
+        return (of_x if scattered is None else scattered.wait(), *(None,) * (5 + ctx.count), *of_biases)
 
 
 def products_of_pieces(

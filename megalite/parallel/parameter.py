@@ -62,9 +62,10 @@ def in_use(param: DTensor) -> Tensor:
 
 
 class Joint(NamedTuple):
-    """Copies of weights that share an input, as one weight: the rows of one after those of another."""
+    """Copies of weights that share an input, as one weight, and of their biases: the rows of one after another's."""
 
     weight: Tensor
+    bias: Tensor | None
     rows: list[int]  # in each weight
 
 

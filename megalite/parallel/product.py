@@ -37,8 +37,8 @@ class Product(Protocol):
     def prepare_kept(self, x: Prepared) -> Prepared:
         """Prepare a kept input, once more, for gradients of weights."""
 
-    def forward(self, x: Prepared, weight: Prepared, factor: float = 1.0) -> Tensor:
-        """x Wᵀ, `[…, out]`."""
+    def forward(self, x: Prepared, weight: Prepared, factor: float = 1.0, bias: Tensor | None = None) -> Tensor:
+        """x Wᵀ, `[…, out]`, plus bias `[out]`, which is not multiplied by `factor`."""
 
     def input_gradient(self, grad: Prepared, weight: Prepared, total: Tensor | None, factor: float = 1.0) -> Tensor:
         """grad W, `[…, in]`; added to `total`, in place, if that is given."""
@@ -66,11 +66,11 @@ class Plain:
     def prepare_kept(self, x: Prepared) -> Prepared:
         return x
 
-    def forward(self, x: Prepared, weight: Prepared, factor: float = 1.0) -> Tensor:
+    def forward(self, x: Prepared, weight: Prepared, factor: float = 1.0, bias: Tensor | None = None) -> Tensor:
         (whole,), (w,) = x, weight
         if factor == 1:
-            return F.linear(whole, w)
-        return _product(whole.flatten(0, -2), w.t(), factor).unflatten(0, whole.shape[:-1])
+            return F.linear(whole, w, bias)
+        return _product(whole.flatten(0, -2), w.t(), factor, bias).unflatten(0, whole.shape[:-1])
 
     def input_gradient(self, grad: Prepared, weight: Prepared, total: Tensor | None, factor: float = 1.0) -> Tensor:
         (g,), (w,) = grad, weight
@@ -111,9 +111,16 @@ def add_rounded(total: Tensor, has_values: bool, grad: Tensor) -> None:
         put(total, grad)
 
 
-def _product(x: Tensor, y: Tensor, factor: float) -> Tensor:
-    """factor · x y, for matrices."""
-    return torch.addmm(x.new_zeros(()), x, y, beta=0, alpha=factor)
+def sum_over_tokens(grad: Tensor) -> Tensor:
+    """The gradient of a bias, from that of the output `[…, out]`."""
+    return grad.flatten(0, -2).sum(0)
+
+
+def _product(x: Tensor, y: Tensor, factor: float, bias: Tensor | None = None) -> Tensor:
+    """factor · x y + bias, for matrices."""
+    if bias is None:
+        return torch.addmm(x.new_zeros(()), x, y, beta=0, alpha=factor)
+    return torch.addmm(bias, x, y, alpha=factor)
 
 
 PLAIN_PRODUCT = Plain()

@@ -50,11 +50,12 @@ class ColumnLinear(Linear):
         self.bias = None if bias is None else parameter(bias, mesh, Shard(0))
 
 
-def columns(x: Tensor, layers: Sequence[ColumnLinear], group: dist.ProcessGroup) -> list[Tensor]:
-    """The outputs of layers that share an input: `[s/t, b, in]` → `[s, b, out/t]` each."""
+def columns(x: Tensor, layers: Sequence[ColumnLinear], group: dist.ProcessGroup) -> Sequence[Tensor]:
+    """The outputs of layers that share an input, and have biases all or none: `[s/t, b, in]` → `[s, b, out/t]` each."""
     first = layers[0]
-    outputs = linears(x, [layer.weight for layer in layers], group, first.gradients, first.product)
-    return [y if layer.bias is None else y + part(layer.bias) for layer, y in zip(layers, outputs, strict=True)]
+    biases = () if first.bias is None else [part(layer.bias) for layer in layers]
+    weights = [layer.weight for layer in layers]
+    return linears(x, weights, group, first.gradients, first.product, biases=biases)
 
 
 class RowLinear(Linear):

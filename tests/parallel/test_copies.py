@@ -1,6 +1,7 @@
 """bf16 training on one data-parallel rank: copies of parameters beside them, without FSDP2."""
 
 import shutil
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -138,14 +139,17 @@ class Sharing(nn.Module):
     def __init__(self, mesh: Mesh) -> None:
         super().__init__()
         self.mesh = mesh
-        self.first, self.second = (ColumnLinear(Weight((rows, 4), UP_PROJECTION), mesh.tp) for rows in (3, 2))
+        self.first, self.second = (
+            ColumnLinear(Weight((rows, 4), UP_PROJECTION), mesh.tp, Weight((rows,), UP_PROJECTION.bias))
+            for rows in (3, 2)
+        )
         self.double().to_empty(device="cpu")
         generator = torch.Generator().manual_seed(0)
         for weight in self.parameters():
             nn.init.normal_(weight.data.to_local(), generator=generator)
 
     def through(self, together: bool) -> tuple[Tensor, ...]:
-        """Outputs, and gradients of the input and of the weights. together: those of outputs are parts of a tensor."""
+        """Outputs, and gradients of the input and of parameters. together: those of outputs are parts of a tensor."""
         x = torch.arange(24, dtype=torch.float64).reshape(3, 2, 4).requires_grad_()
         outputs = columns(x, (self.first, self.second), self.mesh.tp.get_group())
         loss = torch.cat(outputs, dim=-1).square().sum() if together else sum(y.square().sum() for y in outputs)
@@ -153,28 +157,33 @@ class Sharing(nn.Module):
         return *outputs, x.grad, *(weight.grad.to_local() for weight in self.parameters())
 
 
-class Products(TorchDispatchMode):
-    """Counts matrix products."""
+class Operations(TorchDispatchMode):
+    """Counts operations by name."""
 
-    count = 0
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts = Counter[str]()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += func.overloadpacket.__name__ in ("mm", "addmm_")
+        self.counts[str(func).removeprefix("aten.")] += 1
         return func(*args, **kwargs or {})
 
 
 @pytest.mark.parametrize("together", [False, True])
 def test_copies_of_weights_that_share_an_input_are_one_weight(together: bool) -> None:
-    """In forward, and where their outputs' gradients lie side by side, for the gradient of the input."""
+    """In forward, which adds biases, and in backward where their outputs' gradients lie side by side."""
     with one_rank():
         mesh = Mesh.build(Layout(), torch.device("cpu"))
         assert mesh is not None
         apart, joint = Sharing(mesh), Sharing(mesh)
         Copies(joint, torch.float64).refresh()
-        with Products() as products:
+        with Operations() as operations:
             found = joint.through(together)
         torch.testing.assert_close(found, apart.through(together), rtol=1e-14, atol=1e-14)
-        assert products.count == 1 + (1 if together else 2) + 2
+        counts = operations.counts
+        assert counts["addmm.default"] == 1
+        assert counts["mm.default"] + counts["addmm_.default"] == (1 if together else 2) + 2
+        assert counts["sum.dim_IntList"] == (1 if together else 2)  # gradients of biases
 
 
 def test_checkpoints_of_either_path_resume_in_the_other(tmp_path: Path) -> None:

@@ -62,6 +62,8 @@ def test_products_are_those_of_the_rounded_operands(product: Float8, recipe: str
     wide_x, matrix = rounded(x, ACTIVATION, rows), grad.flatten(0, 1)
     expected = factor * wide_x @ rounded(weight, ACTIVATION, rows).t()
     torch.testing.assert_close(product.forward(prepared, (weight,), factor), expected, **close)
+    with_bias = product.forward(prepared, (weight,), factor, weight[:, 0])
+    torch.testing.assert_close(with_bias, expected + weight[:, 0], **close)
     expected = factor * rounded(grad, kind, rows) @ rounded(weight, ACTIVATION, columns)
     torch.testing.assert_close(product.input_gradient(of_output, (weight,), None, factor), expected, **close)
     torch.testing.assert_close(product.input_gradient(of_output, (weight,), x.clone(), factor), x + expected, **close)
@@ -106,7 +108,7 @@ def test_products_of_bfloat16_are_pytorchs_and_round_the_same_numbers(
     for product in (RECIPES[recipe](dtype, WeightCasts(held=False)) for dtype in (torch.bfloat16, WIDE)):
         prepared, of_output = product.prepare(x), product.prepare_gradient(grad)
         y, of_x = (
-            product.forward(prepared, (weight,), factor),
+            product.forward(prepared, (weight,), factor, weight[:, 0]),
             product.input_gradient(of_output, (weight,), None, factor),
         )
         found.append((y, of_x, product.weight_gradient(of_output, product.prepare_kept(prepared), factor)))
@@ -119,9 +121,11 @@ def test_products_of_bfloat16_are_pytorchs_and_round_the_same_numbers(
 def test_a_traced_product_and_its_gradients_are_those_of_others(product: Float8) -> None:
     x, weight, grad = operands()
     prepared, of_output, factor = product.prepare(x), product.prepare_gradient(grad), 0.3
-    y = float8._Traced.apply(x.requires_grad_(), weight.requires_grad_(), product, factor)
-    of_x, of_weight = torch.autograd.grad(y, (x, weight), grad)
-    assert torch.equal(y, product.forward(prepared, (weight,), factor))
+    bias = torch.ones(len(weight), dtype=WIDE, requires_grad=True)
+    y = float8._Traced.apply(x.requires_grad_(), weight.requires_grad_(), bias, product, factor)
+    of_x, of_weight, of_bias = torch.autograd.grad(y, (x, weight, bias), grad)
+    assert torch.equal(y, product.forward(prepared, (weight,), factor, bias))
+    assert torch.equal(of_bias, grad.flatten(0, 1).sum(0))
     assert torch.equal(of_x, product.input_gradient(of_output, (weight,), None, factor))
     assert torch.equal(of_weight, product.weight_gradient(of_output, product.prepare_kept(prepared), factor))
 

@@ -14,7 +14,7 @@ from megalite.base.errors import InputError
 from megalite.config.layout import Layout
 from megalite.config.rules.train import train_rules
 from megalite.distributed.mesh import Mesh
-from megalite.parallel.linear import linears
+from megalite.parallel.linear import WeightGradients, linears
 from megalite.parallel.product import PLAIN_PRODUCT, Plain, Prepared
 from megalite.parallel.tensor import ColumnLinear, Linear, columns, split_backward, use_product
 from megalite.plan.parts.part import Weight
@@ -25,8 +25,8 @@ from megalite.train.build import Job, build_product
 class Apart(Plain):
     """Products that tell apart which of the three was taken."""
 
-    def forward(self, x: Prepared, weight: Prepared, factor: float = 1.0) -> Tensor:
-        return 2 * super().forward(x, weight, factor)
+    def forward(self, x: Prepared, weight: Prepared, factor: float = 1.0, bias: Tensor | None = None) -> Tensor:
+        return 2 * super().forward(x, weight, factor, bias)
 
     def input_gradient(self, grad: Prepared, weight: Prepared, total: Tensor | None, factor: float = 1.0) -> Tensor:
         return 3 * super().input_gradient(grad, weight, None, factor) + (0 if total is None else total)
@@ -82,6 +82,23 @@ def test_outputs_are_no_views(factor: float, mesh: Mesh) -> None:
     assert not y._is_view()
 
 
+@pytest.mark.parametrize("factor", [1.0, 2.0])
+@pytest.mark.parametrize("trained", [False, True])
+def test_a_product_adds_its_bias_whose_gradient_does_not_wait(trained: bool, factor: float, mesh: Mesh) -> None:
+    x = torch.arange(24, dtype=torch.float64).reshape(3, 2, 4)
+    bias = torch.tensor([1.0, -2.0, 3.0], dtype=torch.float64, requires_grad=True)
+    (layer, _) = layers(mesh, (trained, True))
+    expected = factor * x @ layer.weight.to_local().t() + bias
+    (of_bias,) = torch.autograd.grad(expected.square().sum(), bias)
+    gradients = WeightGradients()
+    with gradients.put_off():
+        (y,) = linears(x, [layer.weight], gradients=gradients, factor=factor, biases=[bias])
+        y.square().sum().backward()
+    torch.testing.assert_close((y, bias.grad), (expected, of_bias), rtol=1e-14, atol=0)
+    with torch.no_grad():
+        assert torch.equal(linears(x, [layer.weight], factor=factor, biases=[bias])[0], y)
+
+
 @pytest.mark.parametrize("puts_off", [False, True])
 def test_a_weight_that_is_not_trained_gets_no_gradient(puts_off: bool, mesh: Mesh) -> None:
     of_x, _, (_, second) = through(layers(mesh), mesh)
@@ -129,8 +146,8 @@ class Narrow(Plain):
         size = x.detach().abs().amax(-1, keepdim=True).clamp_min(1e-9).log2().floor().exp2()  # exact in any layout
         return (x / size).bfloat16(), size
 
-    def forward(self, x: Prepared, weight: Prepared, factor: float = 1.0) -> Tensor:
-        return super().forward((self._wide(x, weight[0]),), weight, factor)
+    def forward(self, x: Prepared, weight: Prepared, factor: float = 1.0, bias: Tensor | None = None) -> Tensor:
+        return super().forward((self._wide(x, weight[0]),), weight, factor, bias)
 
     def weight_gradient(self, grad: Prepared, x: Prepared, factor: float = 1.0) -> Tensor:
         return super().weight_gradient(grad, (self._wide(x, grad[0]),), factor)

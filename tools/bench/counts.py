@@ -54,7 +54,8 @@ the graph of a compiled layer is an error.
 
 Bytes are those that kernels beside matrix products and attention read and write for a token in a layer of Llama 3 8B,
 forward and backward, with bf16 copies of parameters on one data-parallel rank, every tensor once for each kernel. A
-product counts with what it adds to. `{command} --origins bytes` lists the operations.
+product counts with a sum that it adds to in place, not with a bias. `{command} --origins bytes` lists the
+operations.
 
 Tests alone keep: 0 synchronisations in a step whose values are logged every step (`tests/cuda`), and bytes around the
 kernels of attention for documents (`tests/parallel/test_packed.py`). `kernels/compile_report.md` has registers, spills
@@ -83,6 +84,11 @@ COUNTS = (
     Count("exposed collectives per layer, tensor parallel", lambda: exposed_collectives()[0], 2),
     Count("graphs per compiled layer, tensor parallel", graphs_of_a_layer, 1),
     Count("bytes per token and layer, 8B in bf16", lambda: bytes_per_layer("llama3_8b").total(), 411_000),
+    Count(
+        "bytes per token and layer, with biases of q, k and v",
+        lambda: bytes_per_layer("llama3_8b", "model.qkv_bias=true").total(),
+        423_000,
+    ),
 )
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from megalite.config.layers import layer_kinds
 from megalite.config.layout import Layout
 from megalite.config.load import load
-from megalite.config.schema import Kernels
+from megalite.config.schema import Kernels, Model
 from megalite.distributed.mesh import Mesh
 from megalite.model.decoder import Decoder
 from megalite.model.positions import TokenPositions
@@ -29,18 +29,19 @@ DEEP, SHALLOW = 3, 2  # layers
 LONG, SHORT = 512, 256  # tokens
 
 
-def bytes_per_layer(preset: str) -> Counter[str]:
+def bytes_per_layer(preset: str, *settings: str) -> Counter[str]:
     """Bytes per token and layer of the model that `preset` names, by operation. Needs a process group."""
+    model = load([preset], settings).model
     found = Counter[str]()
     for layers, tokens, sign in ((DEEP, LONG, 1), (SHALLOW, LONG, -1), (DEEP, SHORT, -1), (SHALLOW, SHORT, 1)):
-        for name, size in _moved(preset, layers, tokens).items():
+        for name, size in _moved(model, layers, tokens).items():
             found[name] += sign * size
     return Counter({name: size // (LONG - SHORT) // (DEEP - SHALLOW) for name, size in found.items() if size})
 
 
-def _moved(preset: str, layers: int, tokens: int) -> Counter[str]:
+def _moved(model: Model, layers: int, tokens: int) -> Counter[str]:
     """Bytes that `layers` layers move for a sequence of so many tokens, by operation."""
-    model = replace(load([preset]).model, layers=layers)
+    model = replace(model, layers=layers)
     mesh = Mesh.build(Layout(), torch.device("cpu"))
     assert mesh is not None
     stage = Decoder(model, mesh.tp, range(layers), first=False, last=False, kernels=Kernels.all("triton"))

@@ -50,9 +50,12 @@ def test_calls_are_counted_exactly_and_by_where_they_come_from() -> None:
 
 
 @pytest.mark.usefixtures("world")
-def test_bytes_of_a_layer_are_those_that_its_kernels_declare() -> None:
-    """Products add to nothing: one makes queries, keys and values, one gate and up, and one each their gradients."""
-    found, half, width, hidden, heads = bytes_per_layer("llama3_8b"), torch.bfloat16, 4096, 14336, (32 + 2 * 8) * 128
+@pytest.mark.parametrize("biases", [False, True])
+def test_bytes_of_a_layer_are_those_that_its_kernels_declare(biases: bool) -> None:
+    """Products add to nothing in memory: one makes queries, keys and values with their biases, one gate and up, and one
+    each their gradients. The sum of gradients, for biases, reads them once."""
+    found = bytes_per_layer("llama3_8b", f"model.qkv_bias={biases}")
+    half, width, hidden, heads = torch.bfloat16, 4096, 14336, (32 + 2 * 8) * 128
     tables, statistic = 2 * 64 * 4, 4
     norms = [2 * (moved + statistic) for moved in norm_bytes(1, width, half)]
     turns = [moved + tables for moved in rope_bytes(1, heads, half)]
@@ -60,7 +63,7 @@ def test_bytes_of_a_layer_are_those_that_its_kernels_declare() -> None:
     expected = {
         name + after: size for name, sizes in declared for after, size in zip(("", "_backward"), sizes, strict=True)
     }
-    assert found == expected
+    assert found == expected | ({"sum": heads * half.itemsize} if biases else {})
 
 
 def test_a_count_above_its_limit_fails(

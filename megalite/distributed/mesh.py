@@ -1,11 +1,13 @@
 """The device mesh as a value: which rank this is, and which process groups it belongs to."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -13,6 +15,7 @@ from megalite.config.layout import Layout
 
 # From PyTorch 2.14 on it is public, and the private one warns.
 set_timeout = getattr(dist, "set_timeout", None) or distributed_c10d._set_pg_timeout
+AXES = ("pp", "dp_replicate", "fsdp", "tp")  # axes of the root mesh, outermost first
 
 
 @dataclass(frozen=True)
@@ -48,28 +51,31 @@ class Mesh:
 
         Collective over all processes of the job. On CUDA, all connections between ranks exist when this returns.
         timeout: of one collective of the mesh's groups; None: PyTorch's own.
-        with_stage: make `stage`. Where no other group has these ranks it is one more, for which NCCL takes memory.
+        with_stage: make `stage`; it is one more group where no other has these ranks.
         """
         replicas, shards = layout.dp_replicate, layout.dp_shard * layout.cp
         data = (replicas, shards) if sharded else (replicas * shards, 1)
-        shape = (layout.pp, *data, layout.tp)
         ranks = torch.arange(layout.world_size)
-        root = DeviceMesh(device.type, ranks.view(shape), mesh_dim_names=("pp", "dp_replicate", "fsdp", "tp"))
-        # NCCL takes memory for every group. On CPUs that costs nothing, and a dry run tells axes by their groups.
-        is_default = device.type == "cuda" and layout.world_size == dist.get_world_size()
-        world = dist.group.WORLD if is_default else dist.new_group(ranks.tolist(), group_desc="world")
-        assert world is not None
-        lines = ranks.view(-1, layout.cp, layout.tp).transpose(1, 2).reshape(-1, layout.cp).tolist()
-        cp = dist.new_subgroups_by_enumeration(lines, group_desc="cp")[0] if layout.cp > 1 else None
-        stage = _stage(root, world) if with_stage else None
+        grid = ranks.view(layout.pp, *data, layout.tp)
+        lines = {f"mesh_{name}": grid.movedim(axis, -1).flatten(0, -2) for axis, name in enumerate(AXES)}
+        lines |= {"world": ranks[None], "stage": grid.flatten(1)} if with_stage else {"world": ranks[None]}
+        found = _groups(lines)
+        # A group of its own even where fsdp or replicas are the same ranks: a group's collectives wait for one another,
+        # and keys and values would wait for the weights that are on their way beside compute.
+        blocks = ranks.view(-1, layout.cp, layout.tp).transpose(1, 2).flatten(0, 1)
+        cp = dist.new_subgroups_by_enumeration(blocks.tolist(), group_desc="cp")[0] if layout.cp > 1 else None
         experts = None
-        if layout.ep > 1:
+        if layout.ep > 1:  # groups of their own, as for cp
             same = layout.dp_shard * layout.cp * layout.tp // layout.ep
-            data = (layout.dp_replicate, same) if sharded else (layout.dp_replicate * same, 1)
+            apart = (layout.dp_replicate, same) if sharded else (layout.dp_replicate * same, 1)
             names = ("pp", "dp_replicate", "ep_fsdp", "ep")
-            experts = DeviceMesh(device.type, ranks.view(layout.pp, *data, layout.ep), mesh_dim_names=names)
-        rank = dist.get_rank()
-        mesh = Mesh(layout, device, root, world, rank, cp, stage, experts) if rank < layout.world_size else None
+            experts = DeviceMesh(device.type, ranks.view(layout.pp, *apart, layout.ep), mesh_dim_names=names)
+        rank, mesh = dist.get_rank(), None
+        if rank < layout.world_size:
+            root = DeviceMesh.from_group(
+                [found[f"mesh_{name}"] for name in AXES], device.type, grid, mesh_dim_names=AXES
+            )
+            mesh = Mesh(layout, device, root, found["world"], rank, cp, found.get("stage"), experts)
         if mesh is not None and timeout is not None:
             for group in mesh.groups:
                 set_timeout(timeout, group)
@@ -80,7 +86,7 @@ class Mesh:
     @property
     def groups(self) -> list[dist.ProcessGroup]:
         """Every group in which this rank communicates, in an order that is the same on all ranks."""
-        axes = [self.group(axis) for axis in self.root.mesh_dim_names or ()]
+        axes = [self.group(axis) for axis in AXES]
         others = [group for group in (self.cp, self.stage) if group is not None]
         if self.experts is not None:
             others += [self.experts.get_group(axis) for axis in ("dp_replicate", "ep_fsdp", "ep")]
@@ -93,7 +99,7 @@ class Mesh:
 
         A group of all processes is PyTorch's own, whose description tells no axis.
         """
-        found = {self.group(axis): axis if axis in ("pp", "tp") else "dp" for axis in self.root.mesh_dim_names or ()}
+        found = {self.group(axis): axis if axis in ("pp", "tp") else "dp" for axis in AXES}
         found |= {} if self.cp is None else {self.cp: "cp"}
         if self.experts is not None:
             found |= {self.experts.get_group("ep"): "ep"}
@@ -139,18 +145,20 @@ class Mesh:
         return self.layout.rank(**{**self.coordinates, axis: position})
 
 
-def _stage(root: DeviceMesh, world: dist.ProcessGroup) -> dist.ProcessGroup | None:
-    """The ranks with this one's position along pp: a group that is there, or a new one; None for other processes.
+def _groups(lines: Mapping[str, Tensor]) -> dict[str, dist.ProcessGroup]:
+    """The groups of this rank, by name of a division of the ranks into `lines`; those of equal ranks are one.
 
-    Collective over all processes of the job.
+    Each group takes memory in NCCL, and in gloo a connection to every other rank. Collective over all processes of the
+    job; a rank that is in no line gets None.
     """
-    pp, *inner = root.mesh.shape
-    if pp == 1:
-        return world
-    used = [axis for axis, size in enumerate(inner, 1) if size > 1]
-    if len(used) > 1:
-        return dist.new_subgroups_by_enumeration(root.mesh.flatten(1).tolist(), group_desc="stage")[0]
-    return None if root.get_coordinate() is None else root.get_group(used[0] if used else 1)
+    made: dict[tuple[tuple[int, ...], ...], Any] = {(tuple(range(dist.get_world_size())),): dist.group.WORLD}
+    found = {}
+    for name, rows in lines.items():
+        key = tuple(map(tuple, rows.tolist()))
+        if key not in made:
+            made[key] = dist.new_subgroups_by_enumeration(rows.tolist(), group_desc=name)[0]
+        found[name] = made[key]
+    return found
 
 
 def connect(groups: Iterable[dist.ProcessGroup | None], device: torch.device) -> None:

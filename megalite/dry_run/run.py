@@ -36,7 +36,7 @@ from megalite.distributed.mesh import Mesh
 from megalite.distributed.start.signals import die_with_launcher
 from megalite.dry_run.configuration import as_counted, busiest_rank
 from megalite.dry_run.live_bytes import LiveBytes
-from megalite.dry_run.transfers import CountedTransfers, axes_of
+from megalite.dry_run.transfers import CountedTransfers, axes_of, with_world_apart
 from megalite.optim.build import build_optimizer
 from megalite.plan.activations import Activations
 from megalite.plan.memory.fit import fitted
@@ -92,6 +92,7 @@ def dry_job(plan: Plan, rank: int) -> Iterator[tuple[Job, FakeTensorMode]]:
     with fake_world(rank, layout.world_size):
         mesh = build_mesh(config, CPU)
         assert mesh is not None
+        mesh = with_world_apart(mesh)
         job = build(plan, replace(mesh, device=torch.device("meta")))  # a mesh cannot be sliced in fake mode
         with fake:
             yield _materialized(job, mesh), fake

@@ -6,6 +6,7 @@ A dispatch mode sees each of them, whoever starts it: this program, FSDP2 or DTe
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -70,6 +71,15 @@ class CountedTransfers(TorchDispatchMode):
         sizes = [sum(tensor.nbytes for tensor in side) for side in sides]
         (first, *_) = sides[sizes.index(max(sizes))]
         return Transfer(KINDS[name], axes[0], max(sizes), str(first.dtype).removeprefix("torch."))
+
+
+def with_world_apart(mesh: Mesh) -> Mesh:
+    """The mesh with a group of its own for what all ranks sum, whose axis `axes_of` can tell then.
+
+    In a job that is the group of an axis too, if one has all ranks. Collective over all processes.
+    """
+    world = dist.new_group(group_desc="world")
+    return replace(mesh, world=world, stage=world if mesh.stage == mesh.world else mesh.stage)
 
 
 def axes_of(mesh: Mesh) -> dict[str, str]:

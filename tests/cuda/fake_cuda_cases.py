@@ -293,9 +293,10 @@ def trained(config: Config) -> tuple[list[str], list[bool]]:
 
 
 def groups(config: Config) -> list[Ranks]:
-    """The ranks of every group of two or more that a job makes."""
+    """The ranks of every group that a job has."""
     with _job(config):
-        return [tuple(ranks) for ranks in distributed_c10d._world.pg_group_ranks.values() if len(ranks) > 1]
+        found = distributed_c10d._world.pg_group_ranks.items()
+        return [tuple(ranks) for group, ranks in found if group is not dist.GroupMember.NON_GROUP_MEMBER]
 
 
 def timeouts(config: Config) -> set[timedelta]:

@@ -98,7 +98,7 @@ def test_copies_of_a_tied_embedding_meet_over_what_is_connected(call: Call) -> N
 
 
 @pytest.mark.parametrize(
-    "layout", [{"tp": 2}, {"pp": 2, "dp_shard": 2}, {"dp_replicate": 2, "dp_shard": 2, "tp": 2}], ids=str
+    "layout", [{}, {"tp": 2}, {"pp": 2, "dp_shard": 2}, {"dp_replicate": 2, "dp_shard": 2, "tp": 2}], ids=str
 )
 def test_no_two_groups_have_the_same_ranks(layout: dict[str, int], call: Call) -> None:
     made = call(cases.groups, spread(**layout))

@@ -1,10 +1,14 @@
+from collections import Counter
 from datetime import timedelta
 from itertools import product
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 from ranks import SIZE, Ranks
+from torch.distributed import distributed_c10d
 
 from megalite.config.layout import AXES, Layout
 from megalite.distributed.mesh import Mesh, connect
@@ -99,3 +103,25 @@ def test_ranks_meet_over_every_group_and_wait_as_long_as_they_are_told(layout: L
     patience = timedelta(seconds=55)
     told = ranks.run(timeouts, layout, patience)
     assert told == [{patience}] * layout.world_size + [None] * (SIZE - layout.world_size)
+
+
+def made_groups(layout: Layout, sharded: bool) -> list[tuple[int, ...]]:
+    """The ranks of each of this rank's groups: that of all processes, and those that building a mesh makes."""
+    found, make = [tuple(range(dist.get_world_size()))], distributed_c10d.new_group
+
+    def noted(ranks: list[int], *args: Any, **options: Any) -> Any:
+        found.extend([tuple(ranks)] * (dist.get_rank() in ranks))
+        return make(ranks, *args, **options)
+
+    with patch.object(distributed_c10d, "new_group", noted), patch.object(dist, "new_group", noted):
+        Mesh.build.__wrapped__(layout, torch.device("cpu"), sharded, with_stage=True)  # not the one that tests share
+    return found
+
+
+@pytest.mark.parametrize("sharded", [True, False], ids=["sharded", "replicas"])
+@pytest.mark.parametrize("layout", [*LAYOUTS, Layout(pp=2, cp=2, tp=2), Layout(cp=8), Layout(pp=8)], ids=str)
+def test_no_two_groups_have_the_same_ranks_but_that_of_the_context(layout: Layout, sharded: bool, ranks: Ranks) -> None:
+    for rank, made in enumerate(ranks.run(made_groups, layout, sharded)):
+        apart = [tuple(neighbours(layout, rank, "cp"))] if layout.cp > 1 else []
+        assert not Counter(made) - Counter({*made}) - Counter(apart)
+        assert made[len(made) - len(apart) :] == apart

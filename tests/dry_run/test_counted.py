@@ -15,7 +15,7 @@ from megalite.config.schema import Config
 from megalite.data.loader import Micros
 from megalite.dry_run.configuration import as_counted, busiest_rank
 from megalite.dry_run.run import dry_run, fake_world
-from megalite.dry_run.transfers import CountedTransfers, axes_of
+from megalite.dry_run.transfers import CountedTransfers, axes_of, with_world_apart
 from megalite.parallel.product import Plain
 from megalite.plan.parts import pieces
 from megalite.plan.parts.transfers import Transfer, axis_sizes
@@ -36,7 +36,7 @@ def job_of(config: Config, rank: int) -> Iterator[Job]:
     with fake_world(rank, config.parallel.layout.world_size):
         mesh = build_mesh(config, CPU)
         assert mesh is not None
-        yield build(resolve(config), mesh)
+        yield build(resolve(config), with_world_apart(mesh))
 
 
 def counted(job: Job) -> Counter[Transfer]:

@@ -63,6 +63,8 @@ def start(
         backend = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
         store = (meeting or meet(rank_info, timeout)).store
         wait = timedelta(seconds=timeout)
+        # No `device_id`: barriers would run over NCCL, which tells of no lost peer, and new groups would be split from
+        # this one by all ranks, which hold Python's lock meanwhile. `Mesh.build` connects all groups early anyway.
         dist.init_process_group(backend, None, wait, rank_info.world_size, rank_info.rank, store)
     return torch.device(kind, rank_info.local_rank) if kind == "cuda" else torch.device("cpu")
 

@@ -30,5 +30,9 @@ class Constants:
     overlap: float = 0.14
     spread: float = 0.13
 
+    def beside(self, compute: float, communication: float) -> float:
+        """Seconds of both at once: the longer, and a share of the other, which takes its multiprocessors."""
+        return max(compute, communication) + self.overlap * min(compute, communication)
+
 
 FITTED_CONSTANTS = Constants()

@@ -4,8 +4,9 @@ A pass takes as long as its kernels, one after another, and the communication th
 as the host needs to launch them, if that is longer.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from math import ceil
 from operator import add
 from typing import NamedTuple
@@ -81,7 +82,7 @@ class LayerModel:
         self, share: Share, program: Program, cluster: Cluster, constants: Constants = FITTED_CONSTANTS
     ) -> None:
         self.share, self.program, self.cluster = share, program, cluster
-        self.overlap = constants.overlap
+        self.beside = constants.beside
         fp8 = program.rowwise if share.rowwise else program.fp8
         self.kernels, self.net = Kernels(cluster.gpu, constants, fp8), Net(cluster, constants)
         self.tp, self.cp = Group(share.tp, 1), Group(share.cp, share.tp)
@@ -89,7 +90,7 @@ class LayerModel:
     def layer(self, recompute: Mode | None = None) -> LayerTime:
         """The time of a layer. recompute: in place of the share's."""
         program, recompute = self.program, recompute or self.share.recompute
-        forward, backward, weights = self._alone
+        forward, backward, weights, uncovered = self._alone
         launched = program.host, program.host * HOST_BACKWARD_RATIO
         if recompute == "full":
             backward, launched = backward + forward, (launched[0], launched[1] + launched[0])
@@ -97,7 +98,8 @@ class LayerModel:
             backward += Seconds(attention=forward.attention)
         elif recompute == "selective":
             backward += Seconds(products=(program.repeats or 0.0) * forward.products, passes=forward.passes)
-        inputs = _launched(backward._replace(products=backward.products - weights), launched[1])
+        halved = backward._replace(products=backward.products - weights, tensor=backward.tensor + uncovered)
+        inputs = _launched(halved, launched[1])
         forward, backward = _launched(forward, launched[0]), _launched(backward, launched[1])
         if program.waits:
             waits = Seconds(host=program.waits)
@@ -105,24 +107,31 @@ class LayerModel:
         return LayerTime(forward, backward, weights, inputs)
 
     @cached_property
-    def _alone(self) -> tuple[Seconds, Seconds, float]:
-        """Forward and backward without launches, with nothing made again; and what makes the gradients of weights."""
+    def _alone(self) -> tuple[Seconds, Seconds, float, float]:
+        """Forward and backward without launches, with nothing made again; what makes the gradients of weights; and how
+        much longer a split backward waits for tensor-parallel ranks."""
         share, matrices = self.share, self.share.products(_aligned(self.share.tokens))
-        products, inputs, weights = (
-            sum(self._matmul(product, *order) for product in matrices) for order in ((0, 1, 2), (0, 2, 1), (2, 1, 0))
-        )
+        products, inputs, weights = (sum(map(passed, matrices)) for passed in self._of_product)
         attention, passes = self._attention(), self._passes()
         if share.precision == "fp8":
             passes = passes[0] + self._casts(matrices)[0], passes[1] + self._casts(matrices)[1]
         tensor, context = self._tensor(), self._context(attention)
         forward = Seconds(products, attention[0], passes[0], tensor[0], context[0])
-        return forward, Seconds(inputs + weights, attention[1], passes[1], tensor[1], context[1]), weights
+        backward = Seconds(inputs + weights, attention[1], passes[1], tensor[1], context[1])
+        return forward, backward, weights, tensor[2]
 
-    def _matmul(self, product: Product, m: int, n: int, k: int) -> float:
-        """The time of a product whose sizes are these fields of `product`, or of one for each of its groups."""
+    @property
+    def _of_product(self) -> tuple[Callable[[Product], float], ...]:
+        """Seconds of a product, of that which makes its input's gradient, and of that for its weight's."""
+        orders = (0, 1, 2), (0, 2, 1), (2, 1, 0)
+        return tuple(partial(self._matmul, order=order) for order in orders)
+
+    def _matmul(self, product: Product, order: tuple[int, int, int]) -> float:
+        """The time of a product whose sizes are the fields of `product` in this order, or of one for each group."""
         sizes = (_aligned(ceil(product.rows / product.groups)) if product.groups > 1 else product.rows, *product[1:3])
         precision = self.share.precision if product.groups == 1 else self.share.outside
-        return self.kernels.matmul(sizes[m], sizes[n], sizes[k], product.groups, precision)
+        m, n, k = (sizes[at] for at in order)
+        return self.kernels.matmul(m, n, k, product.groups, precision)
 
     def _casts(self, products: list[Product]) -> tuple[float, float]:
         """Casts of what enters products in fp8: inputs in forward, and in backward inputs again and gradients."""
@@ -187,19 +196,45 @@ class LayerModel:
         )
         return there, back
 
-    def _tensor(self) -> tuple[float, float]:
-        """Exposed tensor-parallel communication: forward, backward.
+    def _tensor(self) -> tuple[float, float, float]:
+        """Exposed tensor-parallel communication: forward, backward, and what a split backward has more.
 
         Half of an all-reduce's worth gathers inputs of products, which may be in 8 bits by then; the other half
         reduces results, and so does backward with gradients.
         """
         share, program = self.share, self.program
         stream = share.element * share.tokens * share.width
+        if program.overlaps and share.pieces and share.tp > 1:
+            return self._overlapped(stream, share.pieces)
         half = self.net.collective("all_reduce", stream, self.tp) * (1 - program.hidden)
         if program.rearranges and share.tp > 1:
             half += 2 * self.kernels.passes(2 * stream) * (1 - program.hidden)
         gathers = half / (2 if program.gathers_fp8 and share.precision == "fp8" else 1)
-        return gathers + half, 2 * half + (gathers if program.gathers_again else 0.0)
+        return gathers + half, 2 * half + (gathers if program.gathers_again else 0.0), 0.0
+
+    def _overlapped(self, stream: float, n: int) -> tuple[float, float, float]:
+        """The same of collectives beside matrix products, as `parallel.linear` and `parallel.scattered` begin them.
+
+        A part's input is gathered in `n` pieces and its output scattered in as many, and so is the output's gradient
+        gathered: a product waits for the first, or is followed by the last. Backward gathers the input again beside the
+        first product, and scatters its gradient beside the second; halves of a split backward wait for these. Further
+        pieces start while those before are on their way, and pieces are taken to be multiplied as fast as the whole.
+        """
+        whole, start = (self.net.collective("all_gather", size, self.tp) for size in (stream, 0.0))
+        piece = (whole - start) / n
+        forward, inputs, weights = self._of_product
+
+        def in_pieces(product: float) -> float:
+            return start + piece + (n - 1) * (self.beside(product / n, piece) - product / n)
+
+        there = back = hidden = 0.0
+        for part in self.share.parts:
+            columns, *_, rows = part.products(_aligned(self.share.tokens), self.share.tp)
+            there += in_pieces(forward(columns)) + in_pieces(forward(rows))
+            beside = sum(self.beside(each(columns), whole) - each(columns) for each in (inputs, weights))
+            back += in_pieces(inputs(rows)) + beside
+            hidden += 2 * whole - beside
+        return there, back, hidden
 
     def _context(self, attention: tuple[float, float]) -> tuple[float, float]:
         """Exposed context-parallel communication: forward, backward.
@@ -229,7 +264,7 @@ class LayerModel:
         )
         again = 1 + (wide if self.program.wide_keys else 1)
         there, back = (
-            max(compute, sent) + self.overlap * min(compute, sent) - compute
+            self.beside(compute, sent) - compute
             for compute, sent in zip(attention, (gathered, again * gathered), strict=True)
         )
         return there, back

@@ -29,8 +29,9 @@ class Program:
     Tensor parallelism:
         sequence_parallel: passes over the residual stream are divided among the ranks. gathers_again: what was gathered
         for a matrix product in forward is gathered once more in backward. hidden: share of the communication that runs
-        beside compute. rearranges: what ranks gather or reduce is copied once, since its parts lie along another axis.
-        gathers_logits: every rank has all logits, and computes the whole loss.
+        beside compute. overlaps: collectives run beside matrix products, as those of `parallel.linear` do. rearranges:
+        what ranks gather or reduce is copied once, since its parts lie along another axis. gathers_logits: every rank
+        has all logits, and computes the whole loss.
     Context parallelism:
         wide_keys: a ring sends gradients of keys and values in float32.
     Weights:
@@ -58,6 +59,7 @@ class Program:
     logit: float = 10
     gathers_again: bool = False
     hidden: float = 0.0
+    overlaps: bool = False
     repeats: float | None = None
     optimizer: float = 28.0
     host: float = 0.0003
@@ -84,6 +86,7 @@ MEGALITE = Program(
     logit=12,
     sequence_parallel=True,
     gathers_again=True,
+    overlaps=True,
     repeats=0.0,
     optimizer=32,
     wide_keys=True,

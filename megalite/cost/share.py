@@ -9,7 +9,7 @@ from megalite.config.schema import AttentionKernel, Config
 from megalite.plan.model.weights import embedding
 from megalite.plan.parts.layer import Layer
 from megalite.plan.parts.part import Passed, Product
-from megalite.plan.parts.sizes import PRECISION_BYTES
+from megalite.plan.parts.sizes import PRECISION_BYTES, Sizes
 from megalite.plan.recompute_modes import Mode
 
 
@@ -30,7 +30,8 @@ class Share:
 
     parts: of each layer. vocab: with padding. micro: sequences. precision: of matrix products; rowwise: in 8 bits, with
     a scale for every row. documents: attention stays inside of them. deterministic, attention: as in
-    `train.deterministic` and `kernels.attention`.
+    `train.deterministic` and `kernels.attention`. pieces: in which ranks of tp gather and scatter beside products; 0:
+    they wait for each collective.
     """
 
     parts: tuple[Computed, ...]
@@ -47,6 +48,7 @@ class Share:
     deterministic: bool = False
     attention: AttentionKernel = "auto"
     rowwise: bool = False
+    pieces: int = 1
 
     @property
     def tokens(self) -> int:
@@ -101,6 +103,7 @@ def share_of(config: Config, kind: LayerKind, recompute: Mode = "none") -> Share
         recompute=recompute,
         precision=config.train.precision,
         rowwise=config.train.float8_recipe == "rowwise",
+        pieces=0 if config.train.compile else Sizes(config).pieces,  # the compiler's graphs wait at once
         method=parallel.context.method,
         documents=config.data.mask_documents,
         deterministic=config.train.deterministic,

@@ -43,11 +43,6 @@ UNSPLIT_SCHEDULES = ("1f1b", "gpipe", "interleaved_1f1b")  # backward passes are
 HOST_SHARE = 0.8  # share of the bandwidth to host memory that copies reach; an assumption
 
 
-def beside(compute: float, communication: float, constants: Constants) -> float:
-    """Seconds of both at once: the longer, and a share of the other, which takes its multiprocessors."""
-    return max(compute, communication) + constants.overlap * min(compute, communication)
-
-
 class Sent(NamedTuple):
     """Seconds that links are busy with what a rank of a stage sends: in the passes of a micro-batch, while weights are
     gathered once a step, while gradients are reduced, and while replicas sum them."""
@@ -236,7 +231,7 @@ class Timer:
         """Compute, and how much longer it takes with communication beside it, and for links that both of them need."""
         alone = compute.total
         busy = max(map(sum, zip(*links, strict=True)))
-        return compute + Seconds(data=max(beside(alone, communication, self.constants), busy) - alone)
+        return compute + Seconds(data=max(self.constants.beside(alone, communication), busy) - alone)
 
     def _links(self, config: Config, part: Part, mode: Mode) -> tuple[Links, Links]:
         """Links in both passes of a part."""

@@ -14,7 +14,7 @@ from megalite.cost.layout_choice import Choice
 from megalite.cost.network import Group
 from megalite.cost.predict import state_seconds
 from megalite.cost.schedule_tables import ROUNDS, Cost, enough
-from megalite.cost.stages import SPLIT_OVERHEAD, UNSPLIT_SCHEDULES, ZERO_BUBBLES, Shared, Timer, beside
+from megalite.cost.stages import SPLIT_OVERHEAD, UNSPLIT_SCHEDULES, ZERO_BUBBLES, Shared, Timer
 from megalite.layout_search.memory_bounds import SINGLE_REDUCTION_MODES, Estimate, mixed
 from megalite.layout_search.pipeline_bounds import (
     NO_EXTENSION,
@@ -256,8 +256,8 @@ class Least:
             choice.mode == "zero3",
         )
         reduced = (data.all.reduced + 2 * data.end.reduced) * (whole and choice.mode not in SINGLE_REDUCTION_MODES)
-        forward = beside(forward + zero3 * copied, zero3 * gathered, constants)
-        backward = beside(backward + zero3 * copied + added, zero3 * gathered + reduced, constants)
+        forward = constants.beside(forward + zero3 * copied, zero3 * gathered)
+        backward = constants.beside(backward + zero3 * copied + added, zero3 * gathered + reduced)
         return shape.micro_batches * (forward + backward) / choice.pp
 
     def _sent(self, shape: Shape, choice: Choice, data: Exchanged) -> float:
@@ -305,7 +305,7 @@ class Least:
         alone: what it takes at most without; least: if that is not known, what it takes at least.
         """
         if least is None:
-            return beside(alone, sent, self.timer.constants) - alone
+            return self.timer.constants.beside(alone, sent) - alone
         return self.timer.constants.overlap * min(least, sent)
 
     def _known(self, choice: Choice) -> bool:

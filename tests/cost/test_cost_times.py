@@ -6,12 +6,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megalite.config.layers import layer_kinds
+from megalite.config.load import load
+from megalite.config.rules.validate import check
 from megalite.cost.cluster import Level, Link, known_clusters, load_cluster
 from megalite.cost.constants import FITTED_CONSTANTS
 from megalite.cost.kernels import PEAK_SHARE, Kernels
-from megalite.cost.layer import LayerModel
+from megalite.cost.layer import LayerModel, LayerTime
 from megalite.cost.network import Group, Net
 from megalite.cost.program import MEGALITE
+from megalite.cost.share import share_of
 from megalite_tools.plan.published.work import Work
 
 H100 = load_cluster("h100_sxm")
@@ -150,3 +154,53 @@ def test_collectives_take_longer_for_more_bytes_and_more_ranks_of_a_ring(size: i
     time = NET.collective("all_gather", whole, group)
     assert time > 0
     assert NET.collective("all_gather", 2 * whole, group) >= time
+
+
+def at_tp_2(**keys: object) -> tuple[LayerTime, float]:
+    """A layer of the 8B model whose collectives start at once and slow no product, and seconds of one collective."""
+    values = {"parallel.tp": 2, "batch.micro": 1, "train.precision": "bf16", "run.device": "cuda", **keys}
+    config = check(load(["llama3_8b"], [f"{key}={value}" for key, value in values.items()]), 2)
+    constants = replace(FITTED_CONSTANTS, launch=0.0, hop=0.0, overlap=0.0)
+    share = share_of(config, layer_kinds(config.model)[0])
+    model = LayerModel(share, MEGALITE, H100, constants)
+    return model.layer(), model.net.collective("all_gather", share.element * share.tokens * share.width, model.tp)
+
+
+@pytest.mark.parametrize(
+    ("keys", "forward", "backward"),
+    [
+        ({"model.sequence_length": 8192}, 4 / 4, 2 / 4),
+        ({"model.sequence_length": 4096}, 4 / 2, 2 / 2),
+        ({"model.sequence_length": 8190}, 4, 2),  # 4,095 positions of a rank are no pieces
+        ({"model.sequence_length": 2048}, 4, 2),
+        ({"model.sequence_length": 8192, "train.compile": "true"}, 4, 6),
+    ],
+    ids=str,
+)
+def test_a_layer_waits_for_as_many_collectives_as_a_run_does(
+    keys: dict[str, object], forward: float, backward: float
+) -> None:
+    """Of ten; the counts of eager runs are those of `megalite_tools.bench.step_counts.exposed_collectives`."""
+    layer, whole = at_tp_2(**keys)
+    assert layer.forward.tensor == pytest.approx(forward * whole)
+    assert layer.backward.tensor == pytest.approx(backward * whole)
+    assert layer.inputs.tensor == pytest.approx((backward + 4 if backward < 6 else 6) * whole)  # halves hide nothing
+
+
+def test_collectives_beside_products_slow_them() -> None:
+    """Each byte that is not waited for, in its share; and on slow links, products hide no more than they take."""
+    config = check(load(["llama3_8b"], ["parallel.tp=2", "batch.micro=1", "train.precision=bf16"]), 2)
+    share, constants = share_of(config, layer_kinds(config.model)[0]), replace(FITTED_CONSTANTS, launch=0.0, hop=0.0)
+    tensor = {}
+    for overlap in (0.0, 0.25):
+        model = LayerModel(share, MEGALITE, H100, replace(constants, overlap=overlap))
+        tensor[overlap] = sum(each.tensor for each in (model.layer().forward, model.layer().backward))
+    whole = model.net.collective("all_gather", share.element * share.tokens * share.width, model.tp)
+    assert tensor[0.25] - tensor[0.0] == pytest.approx(0.25 * 8.5 * whole)
+    slow = LayerModel(share, MEGALITE, replace(H100, levels=(Level(8, Link(1e9, 1e-6)),)), constants)
+    waiting = LayerModel(share, replace(MEGALITE, overlaps=False), slow.cluster, constants)
+    products = 3 * waiting.layer().forward.products
+    for model in (slow, waiting):
+        layer = model.layer()
+        tensor[model is slow] = layer.forward.tensor + layer.backward.tensor
+    assert tensor[False] - products < tensor[True] < tensor[False] - products / 2

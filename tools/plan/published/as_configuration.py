@@ -31,7 +31,10 @@ def expressed(work: Work, program: Profile, cluster: Cluster) -> Config | None:
 
 
 def _as_ours(work: Work, program: Profile) -> Profile:
-    """The program's profile with its own kernels and fusions, but megalite's communication and overlap."""
+    """The program's profile with its own kernels and fusions, but megalite's communication and overlap.
+
+    Collectives of tensor parallelism are all waited for: a program's own share that is hidden is no configuration's.
+    """
     if work.mode in ("zero2", "zero3"):
         moved, sums = (2.0 * WEIGHT_BYTES, float(WEIGHT_BYTES + program.gradient)), 0.0
     else:

@@ -12,7 +12,6 @@ from megalite.cost.cluster import Cluster
 from megalite.cost.constants import FITTED_CONSTANTS, Constants
 from megalite.cost.layer import LayerModel, LayerTime
 from megalite.cost.network import Group
-from megalite.cost.stages import beside
 from megalite_tools.plan.published.layer_counts import stage_layers
 from megalite_tools.plan.published.profiles import Profile
 from megalite_tools.plan.published.work import Work
@@ -89,8 +88,8 @@ class StepModel:
         gather = slower * self.net.collective("all_gather", element * weights, self.shards)
         scatter = slower * self.net.collective("reduce_scatter", self.program.gradient * weights, self.shards)
         scatter += self.net.collective("all_reduce", self.program.gradient * weights / self.shards.size, self.replicas)
-        there = beside(forward, gather, self.constants)
-        back = beside(backward, gather + scatter, self.constants)
+        there = self.constants.beside(forward, gather)
+        back = self.constants.beside(backward, gather + scatter)
         return there + back, gather + scatter
 
     def _reduced(self, forward: float, backward: float) -> float:
@@ -111,9 +110,9 @@ class StepModel:
         elif self.work.mode != "ddp":
             gathered = count * self.net.collective("all_gather", self.work.element * each, self.shards)
         if program.reduces_beside:
-            reduced = beside(backward, reduced, self.constants) - backward
+            reduced = self.constants.beside(backward, reduced) - backward
         if program.gathers_beside:
-            gathered = beside(forward, gathered, self.constants) - forward
+            gathered = self.constants.beside(forward, gathered) - forward
         return reduced + gathered
 
     def _broadcasts(self, whole: float, group: Group) -> float:

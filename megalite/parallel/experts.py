@@ -112,7 +112,8 @@ class GroupedProduct(Plain):
     def __init__(self, rows: Rows) -> None:
         self.rows = rows
 
-    def forward(self, x: Prepared, weight: Prepared, factor: float = 1.0) -> Tensor:
+    def forward(self, x: Prepared, weight: Prepared, factor: float = 1.0, bias: Tensor | None = None) -> Tensor:
+        assert bias is None  # no expert has one
         (inputs,), (weights,) = x, weight
         return self._of_rows(inputs, weights.mT, None, factor)
 
@@ -155,9 +156,9 @@ class GroupedProduct(Plain):
 class WideProduct(Plain):
     """Products in float32 or wider, whatever operands are in: of a router, whose choices hang on small differences."""
 
-    def forward(self, x: Prepared, weight: Prepared, factor: float = 1.0) -> Tensor:
+    def forward(self, x: Prepared, weight: Prepared, factor: float = 1.0, bias: Tensor | None = None) -> Tensor:
         (inputs,), (wide,) = x, (weight[0].to(wide_dtype(weight[0].dtype)),)
-        return super().forward((inputs.to(wide.dtype),), (wide,), factor)
+        return super().forward((inputs.to(wide.dtype),), (wide,), factor, bias)
 
     def input_gradient(self, grad: Prepared, weight: Prepared, total: Tensor | None, factor: float = 1.0) -> Tensor:
         (of_output,), (narrow,) = grad, weight

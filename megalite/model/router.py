@@ -6,7 +6,7 @@ Scores are in float32 or wider. Of experts that suit a token equally well, the f
 choose again. Two losses may be added to the training loss, each a mean over the tokens of the step, so that neither
 depends on micro-batches or on the layout. Their gradients begin here, so they need no place in a stage's output:
 
-    balance_loss   E/K · Σᵢ fᵢ pᵢ, fᵢ the share of the choices of a token's sequence that are for expert i, pᵢ its score
+    balance_loss   E · Σᵢ fᵢ pᵢ, fᵢ the share of the choices of a token's sequence that are for expert i, pᵢ its score
                    over the sum of all (DeepSeek-V3, arXiv 2412.19437, eq. 17 to 20)
     z_loss         log(Σᵢ exp(logitᵢ))² (ST-MoE, arXiv 2202.08906, eq. 5)
 """
@@ -73,7 +73,7 @@ class Router(Linear):
         for group in losses.groups:
             dist.all_reduce(counts, group=group)
         choices = counts[:1].sum()  # as many in all sequences
-        return experts, (counts * logits.shape[-1] / choices).to(logits.dtype)
+        return experts, counts.to(logits.dtype) * logits.shape[-1] / choices
 
 
 def in_turn(logits: Tensor, active: int) -> Tensor:

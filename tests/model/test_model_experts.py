@@ -1,0 +1,230 @@
+"""A layer's experts against another implementation: loops over tokens and experts, which autograd differentiates."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megalite.config.layers import Mixture, Router
+from megalite.config.schema import Kernels
+from megalite.distributed.mesh import Mesh
+from megalite.model.experts import Experts
+from megalite.model.router import Losses
+from megalite.parallel import experts as products
+from megalite.parallel.parameter import part
+from megalite.plan.parts.experts import ExpertsPart
+
+WIDTH, LENGTH, SEQUENCES, SHARE = 16, 6, 3, 0.25
+BOTH = {"balance_loss": 0.3, "z_loss": 0.05}
+KINDS = {
+    "softmax": Mixture(5, 2, 7),
+    "softmax, not normalized": Mixture(5, 2, 7, Router(normalize=False)),
+    "softmax, both losses": Mixture(5, 2, 7, Router(**BOTH)),
+    "sigmoid": Mixture(5, 3, 7, Router("sigmoid")),
+    "sigmoid, not normalized, scaled": Mixture(5, 3, 7, Router("sigmoid", normalize=False, scale=2.5)),
+    "sigmoid, scaled, both losses": Mixture(5, 3, 7, Router("sigmoid", scale=0.5, **BOTH)),
+    "one of several": Mixture(4, 1, 7),  # the score of a single expert is 1, and has no gradient
+    "one of several, not normalized, balance loss": Mixture(4, 1, 7, Router(normalize=False, balance_loss=0.3)),
+    "one of several, sigmoid, z-loss": Mixture(4, 1, 7, Router("sigmoid", normalize=False, z_loss=0.1)),
+    "all of them": Mixture(4, 4, 7, Router(**BOTH)),
+    "all of them, sigmoid": Mixture(4, 4, 7, Router("sigmoid", scale=3.0)),
+    "in turn": Mixture(5, 2, 7, Router(force_balance=True, **BOTH)),
+}
+
+
+class Weights(NamedTuple):
+    """Weights of a router and of its experts."""
+
+    router: Tensor
+    gate: Tensor
+    up: Tensor
+    down: Tensor
+
+    @staticmethod
+    def of(module: Experts) -> list[nn.Parameter]:
+        mlps = module.experts
+        return [module.router.weight, mlps.gate.weight, mlps.up.weight, mlps.down.weight]
+
+
+def made(kind: Mixture, mesh: Mesh, dtype: torch.dtype = torch.float64, factor: float = 1.0) -> Experts:
+    module = Experts(ExpertsPart(WIDTH, kind), mesh.tp, mesh.tp, Kernels.all("torch"), factor)
+    module = module.to(dtype).to_empty(device="cpu")
+    generator = torch.Generator().manual_seed(0)
+    for weight in module.parameters():
+        nn.init.normal_(part(weight), std=0.5, generator=generator)
+    return module
+
+
+def tokens(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
+    """Tokens, and a gradient of their outputs."""
+    generator = torch.Generator().manual_seed(1)
+    x, grad = torch.randn(2, LENGTH, SEQUENCES, WIDTH, dtype=torch.float64, generator=generator).to(dtype)
+    return x.requires_grad_(), grad
+
+
+def chosen(logits: list[float], kind: Mixture, turn: int) -> list[int]:
+    """The experts of a token, the best first; of equals the one with the lower index."""
+    if kind.router.force_balance:
+        return [(turn * kind.active + place) % kind.count for place in range(kind.active)]
+    return sorted(range(kind.count), key=lambda expert: (-logits[expert], expert))[: kind.active]
+
+
+def looped(x: Tensor, weights: Weights, kind: Mixture, factor: float = 1.0) -> tuple[Tensor, Tensor]:
+    """The output, and the sum over tokens of both losses."""
+    router, sequences = kind.router, []
+    losses = torch.zeros((), dtype=torch.float64)
+    for sequence in range(x.shape[1]):
+        outputs, all_shares, counts = [], [], [0] * kind.count
+        for place in range(len(x)):
+            token = x[place, sequence]
+            logits = torch.stack([torch.dot(row, token) for row in weights.router])
+            scores = torch.stack([1 / (1 + (-z).exp()) if router.scores == "sigmoid" else z.exp() for z in logits])
+            if router.scores == "softmax":
+                scores = scores / scores.sum()
+            mine = chosen(logits.tolist(), kind, place * x.shape[1] + sequence)
+            total = sum(scores[expert] for expert in mine) if router.normalize else 1.0
+            output = torch.zeros(WIDTH, dtype=torch.float64)
+            for expert in mine:
+                gate, up = weights.gate[expert] @ token, weights.up[expert] @ token
+                hidden = gate / (1 + (-gate).exp()) * up
+                output = output + router.scale * scores[expert] / total * factor * (weights.down[expert] @ hidden)
+                counts[expert] += 1
+            outputs.append(output)
+            all_shares.append(scores / scores.sum())
+            losses = losses + router.z_loss * logits.exp().sum().log() ** 2
+        for shares in all_shares:
+            for expert, count in enumerate(counts):
+                frequency = count / (kind.active * len(x))
+                losses = losses + router.balance_loss * kind.count * frequency * shares[expert]
+        sequences.append(torch.stack(outputs))
+    return torch.stack(sequences, dim=1), losses
+
+
+class Found(NamedTuple):
+    """An output, and gradients."""
+
+    output: Tensor
+    of_x: Tensor
+    of_weights: list[Tensor]
+
+
+def expected(module: Experts, kind: Mixture, x: Tensor, grad: Tensor, factor: float = 1.0) -> Found:
+    x, weights = x.detach().double().requires_grad_(), [part(each).detach().double() for each in Weights.of(module)]
+    output, losses = looped(x, Weights(*(each.requires_grad_() for each in weights)), kind, factor)
+    objective = (output * grad.double()).sum() + SHARE * losses
+    of_x, *of_weights = torch.autograd.grad(objective, [x, *weights], materialize_grads=True)
+    return Found(output.detach(), of_x, of_weights)
+
+
+def found(module: Experts, x: Tensor, grad: Tensor) -> Found:
+    output = module(x, Losses(SHARE))
+    output.backward(grad)
+    assert x.grad is not None
+    return Found(output.detach(), x.grad, [weight.grad.to_local() for weight in Weights.of(module)])
+
+
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("factor", [1.0, 0.3])
+def test_all_numbers_are_those_of_loops(name: str, factor: float, alone: Mesh) -> None:
+    kind, (x, grad) = KINDS[name], tokens()
+    module = made(kind, alone, factor=factor)
+    reference = expected(module, kind, x, grad, factor)
+    torch.testing.assert_close(found(module, x, grad), reference, rtol=1e-12, atol=1e-12)
+    assert all(gradient.any() for gradient in reference.of_weights) or name == "one of several"
+
+
+def test_a_loss_changes_no_output(alone: Mesh) -> None:
+    x, _ = tokens()
+    kinds = Mixture(5, 2, 7), Mixture(5, 2, 7, Router(**BOTH))
+    assert torch.equal(*(made(kind, alone)(x) for kind in kinds))
+
+
+@pytest.mark.parametrize("scores", ["softmax", "sigmoid"])
+def test_of_experts_that_suit_a_token_equally_well_the_first_are_chosen(scores: str, alone: Mesh) -> None:
+    """With 40 experts: an order that is not stable shows itself beyond a few."""
+    kind, (x, grad) = Mixture(40, 3, 7, Router(scores, **BOTH)), tokens()
+    module = made(kind, alone)
+    rows = part(module.router.weight)
+    with torch.no_grad():
+        x.round_()  # so that logits are exact
+        rows.mul_(4).round_().div_(4)
+        rows[1::2] = rows[1]  # the better half and the worse half of all tokens' experts are alike
+        rows[::2] = rows[0]
+    _, experts = module.router(x, Losses())
+    assert {tuple(each) for each in experts.flatten(0, 1).tolist()} == {(0, 2, 4), (1, 3, 5)}
+    torch.testing.assert_close(found(module, x, grad), expected(module, kind, x, grad), rtol=1e-12, atol=1e-12)
+
+
+def starved(module: Experts) -> list[int]:
+    """No token chooses the third expert."""
+    part(module.router.weight)[2] = 0
+    return [0, 1, 3, 4]
+
+
+def crowded(module: Experts) -> list[int]:
+    """All tokens choose the last two."""
+    part(module.router.weight)[:-2] = 0
+    return [3, 4]
+
+
+@pytest.mark.parametrize("change", [starved, crowded])
+@pytest.mark.parametrize("grouped", [False, True])
+def test_an_expert_without_tokens_has_gradients_of_zero(
+    change: Callable[[Experts], list[int]], grouped: bool, alone: Mesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dtype = torch.bfloat16 if grouped else torch.float64
+    monkeypatch.setattr(products, "_has_grouped_products", lambda *_: grouped)
+    kind, (x, grad) = Mixture(5, 2, 16, Router(z_loss=0.05)), tokens(dtype)
+    module = made(kind, alone, dtype)
+    with torch.no_grad():
+        busy = change(module)
+        x[..., 0] = 20  # so that the first column decides which experts are chosen
+        part(module.router.weight)[:, 0] = torch.tensor([float(expert in busy) for expert in range(kind.count)])
+    _, experts = module.router(x, Losses())
+    assert experts.unique().tolist() == busy
+    reference, numbers = expected(module, kind, x, grad), found(module, x, grad)
+    tolerance = 0.05 if grouped else 1e-12
+    for gradient, correct in zip(numbers.of_weights, reference.of_weights, strict=True):
+        apart = (gradient.double() - correct).norm() / correct.norm()
+        assert apart <= tolerance
+    for gradient in numbers.of_weights[1:]:
+        assert [expert for expert in range(kind.count) if gradient[expert].any()] == busy
+
+
+def test_bf16_is_near_and_the_router_is_in_float32(alone: Mesh) -> None:
+    kind, (x, grad) = Mixture(5, 2, 7, Router(**BOTH)), tokens(torch.bfloat16)
+    module = made(kind, alone, torch.bfloat16)
+    scores, experts = module.router(x, Losses())
+    logits = x.detach().float() @ part(module.router.weight).detach().float().t()
+    assert scores.dtype == torch.float32
+    assert torch.equal(experts, logits.topk(2).indices)
+    torch.testing.assert_close(scores.detach(), logits.topk(2).values.softmax(-1), rtol=1e-6, atol=1e-6)
+    reference, numbers = expected(module, kind, x, grad), found(module, x, grad)
+    pairs = zip([numbers.output, numbers.of_x, *numbers.of_weights], [*reference[:2], *reference[2]], strict=True)
+    for number, correct in pairs:
+        assert number.dtype == torch.bfloat16
+        assert (number.double() - correct).norm() <= 2**-6 * correct.norm()
+
+
+def test_an_evaluation_is_a_forward_pass_without_counts(alone: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, _ = tokens()
+    module = made(Mixture(5, 2, 7, Router(**BOTH)), alone)
+    trained = module(x)
+    monkeypatch.setattr("megalite.model.router.rows_of_experts", None)
+    with torch.no_grad():
+        assert torch.equal(module(x), trained)
+
+
+def test_modules_have_the_weights_that_plans_name(alone: Mesh) -> None:
+    kind = KINDS["softmax"]
+    module, planned = made(kind, alone), dict(ExpertsPart(WIDTH, kind).weights())
+    assert {name: tuple(weight.shape) for name, weight in module.named_parameters()} == {
+        name: weight.shape for name, weight in planned.items()
+    }
+    used = replace(kind, count=kind.active)
+    assert sum(each.active for name, each in planned.items() if name != "router.weight") == sum(
+        each.elements for name, each in ExpertsPart(WIDTH, used).weights() if name != "router.weight"
+    )

@@ -16,6 +16,8 @@ from torch import Tensor
 from megalite.parallel.product import Plain, Prepared
 from megalite_kernels.backend import wide_dtype
 
+ALIGNED_BYTES = 16  # a row's of an operand of a grouped product
+
 
 class Rows:
     """The order of rows for the `experts` `[…, K]` that tokens `[…]` have chosen, of `count`.
@@ -123,7 +125,7 @@ class GroupedProduct(Plain):
 
     def weight_gradient(self, grad: Prepared, x: Prepared, factor: float = 1.0) -> Tensor:
         (of_output,), (inputs,) = grad, x
-        if _has_grouped_products(inputs):
+        if _has_grouped_products(of_output, inputs):
             made: Tensor = torch._grouped_mm(of_output.t(), inputs, offs=self.rows.ends)
             return made if factor == 1 else made * factor
         made = inputs.new_zeros(len(self.rows.counts), of_output.shape[1], inputs.shape[1])
@@ -133,7 +135,7 @@ class GroupedProduct(Plain):
 
     def _of_rows(self, x: Tensor, weights: Tensor, total: Tensor | None, factor: float) -> Tensor:
         """factor · x W of each row's W, added to `total` if that is given."""
-        if _has_grouped_products(x):
+        if _has_grouped_products(x, weights):
             made: Tensor = torch._grouped_mm(x, weights, offs=self.rows.ends)
             made = made if factor == 1 else made * factor
             return made if total is None else total.add_(made)
@@ -173,9 +175,12 @@ class WideProduct(Plain):
 WIDE_PRODUCT = WideProduct()
 
 
-def _has_grouped_products(x: Tensor) -> bool:
-    """Return whether one call computes the products of all experts: PyTorch has it in bf16 on CUDA.
+def _has_grouped_products(*operands: Tensor) -> bool:
+    """Return whether one call computes the products of all experts: PyTorch has it in bf16 on CUDA, for aligned rows.
 
     On a CPU it takes as long as a call for each expert.
     """
-    return x.is_cuda and x.dtype == torch.bfloat16
+    return all(
+        x.is_cuda and x.dtype == torch.bfloat16 and max(x.stride()[-2:]) * x.itemsize % ALIGNED_BYTES == 0
+        for x in operands
+    )

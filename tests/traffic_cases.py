@@ -35,6 +35,8 @@ FULL: Overrides = {"train.recompute": "full"}
 SELECTIVE: Overrides = {"train.recompute": "selective"}
 MUON: Overrides = {"optim.name": "muon"}
 WINDOW: Overrides = {"model.attention.window": 20}
+EXPERTS: Overrides = {"model.experts.count": 6, "model.experts.active": 2, "model.experts.width": 24}
+BALANCED: Overrides = {**EXPERTS, "model.experts.balance_loss": 0.1}
 DOCUMENTS: Overrides = {"data.mask_documents": True, "data.reset_positions": True, "data.end_of_document": 1}
 
 CASES: dict[str, tuple[Overrides, dict[str, int]]] = {  # name -> overrides, and the coordinates of the rank
@@ -100,6 +102,17 @@ CASES: dict[str, tuple[Overrides, dict[str, int]]] = {  # name -> overrides, and
     ),
     "muon, ddp, fp64": ({**MUON, **FP64, **data("ddp", dp_shard=2)}, {"dp_shard": 1}),
     "head in chunks, tp": ({**TP, "batch.micro": 80, "batch.global": 160}, {}),
+    "experts, ring, no balance loss": ({**EXPERTS, **context("ring", 2), **data("zero3", dp_shard=2)}, {}),
+    "experts, ring, balance loss": ({**BALANCED, **context("ring", 2), "batch.micro": 2, "batch.global": 8}, {"cp": 1}),
+    "experts, balance loss without context parallelism": ({**BALANCED, **data("zero2", dp_shard=2)}, {}),
+    "experts of every second layer, ulysses, balance loss, full recompute, dualpipev": (
+        {**BALANCED, "model.experts.every": 2, **context("ulysses", 2), **FULL, **pipeline("dualpipev")},
+        {"pp": 1},
+    ),
+    "experts, muon, uneven shards, zb_h1, selective recompute": (
+        {**EXPERTS, **MUON, **SELECTIVE, **pipeline("zb_h1"), **data("zero3", dp_shard=4)},
+        {"dp_shard": 3},
+    ),
     "all five axes": (
         {
             **pipeline("interleaved_1f1b"),

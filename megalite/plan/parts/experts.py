@@ -83,7 +83,8 @@ class ExpertsPart:
         )
 
     def forward_transfers(self, sizes: Sizes, cp: int, phase: str) -> Transfers:
-        found = self._sent(sizes, f"{phase}: tokens to their experts") + self._sent_scores(sizes, f"{phase}: scores")
+        found = self._counted(sizes, phase) + self._sent(sizes, f"{phase}: tokens to their experts")
+        found += self._sent_scores(sizes, f"{phase}: scores")
         if sizes.config.parallel.ep > 1 and phase != "recompute":
             counts = Transfer("all_to_all", "ep", INDEX_BYTES * self.kind.count, "int64")
             found[counts, f"{phase}: numbers of tokens for each expert"] += 1
@@ -111,6 +112,17 @@ class ExpertsPart:
     def _choices(self, sizes: Sizes) -> int:
         """Experts that tokens of this rank have chosen, nK."""
         return sizes.tokens // sizes.t * self.kind.active
+
+    def _counted(self, sizes: Sizes, phase: str) -> Transfers:
+        """Counts of the balance loss, summed over the parts of sequences. Full recompute remembers them."""
+        if not self.kind.router.balance_loss or phase == "recompute":
+            return Counter()
+        parallel, size = sizes.config.parallel, INDEX_BYTES * sizes.config.batch.micro_size * self.kind.count
+        purpose = f"{phase}: counts of experts for the balance loss"
+        groups = {"cp": parallel.cp, "tp": parallel.tp}
+        return Counter(
+            {(Transfer("all_reduce", axis, size, "int64"), purpose): 1 for axis, ranks in groups.items() if ranks > 1}
+        )
 
     def _logits(self, sizes: Sizes) -> int:
         """Bytes of the router's logits."""

@@ -17,8 +17,11 @@ from megalite.plan.traffic.step import step_traffic
 MOVES = {
     "tp": ("activations of every layer", "tensor"),
     "cp": ("keys and values, and their gradients", "context"),
+    "ep": ("tokens, what experts make of them, and gradients", "experts"),
     "fsdp": ("weights and gradients", "data"),
     "dp_replicate": ("gradients", "data"),
+    "ep_fsdp": ("weights and gradients of experts", "data"),
+    "ep_replicate": ("gradients of experts", "data"),
     "pp": ("activations and their gradients", "bubble"),
     "stage": ("matrices to their owners, and updates", "optimizer"),
 }

@@ -35,7 +35,7 @@ class Seconds(NamedTuple):
 
     products: matrix products. attention: scores, and what is summed by them. passes: over memory. tensor, context:
     exposed communication of these kinds of parallelism. data: that of data parallelism. host: waiting for launches.
-    offload: tensors on their way from or to host memory.
+    offload: tensors on their way from or to host memory. experts: tokens on their way to experts and back.
     """
 
     products: float = 0.0
@@ -46,6 +46,7 @@ class Seconds(NamedTuple):
     data: float = 0.0
     host: float = 0.0
     offload: float = 0.0
+    experts: float = 0.0
 
     @property
     def total(self) -> float:
@@ -116,8 +117,8 @@ class LayerModel:
         if share.precision == "fp8":
             passes = passes[0] + self._casts(matrices)[0], passes[1] + self._casts(matrices)[1]
         tensor, context = self._tensor(), self._context(attention)
-        forward = Seconds(products, attention[0], passes[0], tensor[0], context[0])
-        backward = Seconds(inputs + weights, attention[1], passes[1], tensor[1], context[1])
+        forward = Seconds(products, attention[0], passes[0], tensor[0], context[0], experts=self._dispatch())
+        backward = Seconds(inputs + weights, attention[1], passes[1], tensor[1], context[1], experts=self._dispatch())
         return forward, backward, weights, tensor[2]
 
     @property
@@ -235,6 +236,12 @@ class LayerModel:
             back += in_pieces(inputs(rows)) + beside
             hidden += 2 * whole - beside
         return there, back, hidden
+
+    def _dispatch(self) -> float:
+        """Communication of tokens with their experts in one pass, there and back, which nothing hides."""
+        share = self.share
+        tokens = share.element * share.tokens * share.passed.routed
+        return 2 * self.net.collective("all_to_all", tokens, Group(share.ep, 1)) if tokens else 0.0
 
     def _context(self, attention: tuple[float, float]) -> tuple[float, float]:
         """Exposed context-parallel communication: forward, backward.

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import Literal, get_args
 
 from megalite.config.layers import LayerKind
-from megalite.config.schema import Config, Model
+from megalite.config.schema import Config
 from megalite.cost.network import Collective, Group, Kind, Links, Net
 from megalite.plan.model.weights import embedding, final_norm, head, layer_weights
 from megalite.plan.parts.part import Weight
@@ -28,6 +28,8 @@ def groups(config: Config) -> dict[str, Group]:
         "cp": layout.tp,
         "fsdp": layout.tp,
         "dp_replicate": layout.tp * sizes["fsdp"],
+        "ep_fsdp": layout.ep,
+        "ep_replicate": layout.ep * sizes["ep_fsdp"],
         "pp": layout.world_size // layout.pp,
     }
     return {axis: Group(size, strides.get(axis, 1)) for axis, size in sizes.items()}
@@ -64,17 +66,9 @@ def end_links(config: Config, net: Net, end: End) -> tuple[Links, Links]:
     return _busy(there, config, net), _busy(back, config, net)
 
 
-def elements(model: Model, part: Part, tp: int, shards: int) -> list[int]:
-    """Parameters of a part on a rank of tp, of each group that FSDP2 gathers at once, with rows padded as it does."""
-    return [group.gathered(shards) for group in _groups(model, part, tp)]
-
-
-def partial_elements(model: Model, part: Part, shards: int) -> int:
-    """Elements of a part's gradients that are partial sums over tp, on the first rank of `shards`."""
-    return sum(group.partial(shards) for group in _groups(model, part, tp=1))
-
-
-def _groups(model: Model, part: Part, tp: int) -> list[Weights]:
+def exchanged(config: Config, part: Part) -> list[Weights]:
+    """The weights of a part, of each group that FSDP2 exchanges at once."""
+    model, layout = config.model, config.parallel.layout
     found: list[list[Weight]]
     if part == "embedding":
         found = [[embedding(model)]]
@@ -82,8 +76,14 @@ def _groups(model: Model, part: Part, tp: int) -> list[Weights]:
         norm, matrix = final_norm(model), head(model)
         found = [[norm], [matrix]] if model.tie_embeddings else [[norm, matrix]]
     else:
-        found = [[weight for _, weight in layer_weights(model, part)]]
-    return [Weights("", tuple(weights), tp) for weights in found]
+        every = [weight for _, weight in layer_weights(model, part)]
+        apart = [weight for weight in every if weight.role.of_expert and layout.ep > 1]
+        found = [apart, [weight for weight in every if weight not in apart]]
+    return [
+        Weights("", tuple(weights), layout.tp, layout.ep, apart=layout.ep > 1 and weights[0].role.of_expert)
+        for weights in found
+        if weights
+    ]
 
 
 def _busy(transfers: Transfers, config: Config, net: Net) -> Links:

@@ -24,6 +24,7 @@ from megalite.cost.stages import (
     Shared,
     StageTime,
     Timer,
+    expert_parameters,
     transfer_seconds,
 )
 from megalite.plan.activations import Activations
@@ -105,7 +106,7 @@ class Prediction:
     @property
     def exposed(self) -> float:
         """The share of a step in which communication is not hidden."""
-        return sum(self.parts[kind] for kind in ("tensor", "context", "data")) / self.seconds
+        return sum(self.parts[kind] for kind in ("tensor", "context", "experts", "data")) / self.seconds
 
 
 @dataclass(frozen=True)
@@ -372,8 +373,8 @@ def _update(plan: Plan, stages: Sequence[StageTime], timer: Timer) -> float:
     matrices = muon_matrices(plan) if muon else [[]] * layout.pp
     updated = [muon_parameters(found, layout.tp) for found in matrices]
     seconds = max(
-        state_seconds((every - whole) / shards, whole / shards, config.optim.place, timer)
-        for every, whole in zip(held, updated, strict=True)
+        state_seconds(every - whole / shards, whole / shards, config.optim.place, timer)
+        for every, whole in zip(_kept(plan, held, shards), updated, strict=True)
     )
     if muon:
         seconds += muon_seconds(plan, matrices, timer)
@@ -384,6 +385,19 @@ def _update(plan: Plan, stages: Sequence[StageTime], timer: Timer) -> float:
         for rank in range(layout.pp)
     )
     return seconds + timer.kernels.passes(max(held) * shared.last)
+
+
+def _kept(plan: Plan, held: Sequence[float], shards: int) -> list[float]:
+    """By pipeline rank: parameters whose states a rank has. held: those that it gathers, for all micro-batches."""
+    config = plan.config
+    ep, sharded = config.parallel.ep, config.parallel.data.sharded
+    same = config.parallel.expert_shards if sharded else 1
+    found = []
+    for rank, every in enumerate(held):
+        layers = [layer for stage in plan.stages_of(rank) for layer in plan.layers[stage]]
+        experts = sum(expert_parameters(config, plan.kinds[layer]) for layer in layers) / ep if ep > 1 else 0.0
+        found.append((every - experts) / shards + experts / same)
+    return found
 
 
 def state_seconds(adamw: float, muon: float, place: Place, timer: Timer) -> float:

@@ -48,6 +48,7 @@ class Share:
     deterministic: bool = False
     attention: AttentionKernel = "auto"
     rowwise: bool = False
+    ep: int = 1
     pieces: int = 1
 
     @property
@@ -99,6 +100,7 @@ def share_of(config: Config, kind: LayerKind, recompute: Mode = "none") -> Share
         sequence=model.sequence_length,
         tp=parallel.tp,
         cp=parallel.cp,
+        ep=parallel.ep,
         micro=config.batch.micro_size,
         recompute=recompute,
         precision=config.train.precision,

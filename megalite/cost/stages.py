@@ -18,7 +18,7 @@ from megalite.cost.cluster import Cluster
 from megalite.cost.constants import FITTED_CONSTANTS, Constants
 from megalite.cost.kernels import Kernels
 from megalite.cost.layer import LayerModel, LayerTime, Seconds
-from megalite.cost.link_clocks import Part, elements, end_links, groups, layer_links, partial_elements, times, total
+from megalite.cost.link_clocks import Part, end_links, exchanged, groups, layer_links, times, total
 from megalite.cost.network import Collective, Group, Links, Net
 from megalite.cost.program import MEGALITE, Program
 from megalite.cost.schedule_tables import Tables
@@ -28,6 +28,7 @@ from megalite.plan.automatic import OrderCosts
 from megalite.plan.automatic import costs_of as sizes_of
 from megalite.plan.memory.fit import GIB, TENSOR_SHARE
 from megalite.plan.model.size import layer_parameters
+from megalite.plan.model.weights import layer_weights
 from megalite.plan.parts.sizes import PRECISION_BYTES
 from megalite.plan.pipeline import micro_batches, sharding_mode, uses_copies, uses_fsdp
 from megalite.plan.recompute_modes import Mode
@@ -260,6 +261,7 @@ class Timer:
     def _layer(self, config: Config, kind: LayerKind, mode: Mode) -> Piece:
         time = self.layer(share_of(config, kind, mode))
         size = layer_parameters(config.model, kind).total / config.parallel.tp
+        size += expert_parameters(config, kind) * (1 / config.parallel.ep - 1 / config.parallel.tp)
         forward, backward, inputs = time.forward, time.backward, time.inputs
         if config.train.offload_activations:
             moved = Activations(config).layer_bytes(kind, mode) / (self.cluster.gpu.host * HOST_SHARE)
@@ -269,6 +271,11 @@ class Timer:
     def _offloaded(self, compute: Seconds, moved: float) -> Seconds:
         """Compute beside a copy, which has an engine of its own."""
         return compute + Seconds(offload=max(0.0, moved - compute.total))
+
+
+def expert_parameters(config: Config, kind: LayerKind) -> int:
+    """Parameters of the experts of a layer, of all ranks together."""
+    return sum(weight.elements for _, weight in layer_weights(config.model, kind) if weight.role.of_expert)
 
 
 class Shared:
@@ -282,13 +289,12 @@ class Shared:
 
     def __init__(self, config: Config, net: Net) -> None:
         parallel = config.parallel
-        layout, tp = parallel.layout, parallel.tp
         self._net = net
         self._element = PRECISION_BYTES[config.train.dtype]
         self._gradient = 2 if parallel.data.reduce_precision == "bf16" else max(self._element, 4)
-        self._shards = Group(layout.dp_shard * layout.cp if parallel.data.sharded else 1, tp)
-        replicas = layout.dp_replicate if parallel.data.sharded else layout.dp * layout.cp
-        self._replicas = Group(replicas, tp * self._shards.size)
+        ranks = groups(config)
+        self._ranks = {False: (ranks["fsdp"], ranks["dp_replicate"]), True: (ranks["ep_fsdp"], ranks["ep_replicate"])}
+        self._shards, replicas = ranks["fsdp"], ranks["dp_replicate"].size
         self.gathers = self._shards.size > 1
         self._config = config
         self._known: dict[Part, Moved] = {}
@@ -315,8 +321,8 @@ class Shared:
     @property
     def of_copy(self) -> float:
         """Bytes that the two ranks with a copy of a tied embedding send each other."""
-        (count,) = elements(self._config.model, "embedding", self._shards.stride, self._shards.size)
-        return max(self._element, 4) * count / self._shards.size
+        (table,) = exchanged(self._config, "embedding")
+        return max(self._element, 4) * table.gathered(self._shards.size) / self._shards.size
 
     def partial_sums(self, stages: Iterable[StageTime]) -> tuple[Collective, float, Group]:
         """The sum over tp, once a step, of partial gradients of a rank with these stages."""
@@ -332,17 +338,18 @@ class Shared:
             gather, reduce, replicas = (
                 total(self._net.links(*each) for each in of_groups) for of_groups in self._collectives(part)
             )
-            partial = partial_elements(self._config.model, part, self._shards.size)
+            partial = sum(group.partial(self._shards.size) for group in exchanged(self._config, part))
             self._known[part] = Moved(*self.seconds(part), partial, Sent(self._net.nothing, gather, reduce, replicas))
         return self._known[part]
 
     def _collectives(self, part: Part) -> list[list[tuple[Collective, float, Group]]]:
         """Gathers, reductions over the shards, and sums over replicas, each of all groups of a part."""
-        shards, counts = self._shards, elements(self._config.model, part, self._shards.stride, self._shards.size)
+        of_groups = [(group, *self._ranks[group.apart]) for group in exchanged(self._config, part)]
+        counted = [(group.gathered(shards.size), shards, replicas) for group, shards, replicas in of_groups]
         return [
-            [("all_gather", self._element * count, shards) for count in counts],
-            [("reduce_scatter", self._gradient * count, shards) for count in counts],
-            [("all_reduce", self._gradient * count / shards.size, self._replicas) for count in counts],
+            [("all_gather", self._element * count, shards) for count, shards, _ in counted],
+            [("reduce_scatter", self._gradient * count, shards) for count, shards, _ in counted],
+            [("all_reduce", self._gradient * count / shards.size, replicas) for count, shards, replicas in counted],
         ]
 
 

@@ -20,6 +20,7 @@ PARTS = {  # words for `Prediction.parts`
     "passes": "passes over memory",
     "tensor": "tensor-parallel communication",
     "context": "context-parallel communication",
+    "experts": "tokens on their way to experts and back",
     "data": "data-parallel communication, exposed",
     "bubble": "waiting for other pipeline stages",
     "host": "waiting for the host's launches",

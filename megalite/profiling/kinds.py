@@ -5,8 +5,9 @@ import re
 AXES = {  # axis -> descriptions of its process groups, see `Mesh.build`
     "tp": ("mesh_tp",),
     "cp": ("cp",),
+    "ep": ("mesh_ep",),
     "pp": ("mesh_pp",),
-    "dp": ("mesh_fsdp", "mesh_dp_replicate"),
+    "dp": ("mesh_fsdp", "mesh_dp_replicate", "mesh_ep_fsdp"),
     "all": ("world", "stage", "default_pg"),
 }
 OTHER = "other"  # axis of groups that are none of the mesh's

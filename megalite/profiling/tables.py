@@ -35,6 +35,7 @@ PREDICTED = {  # part -> the parts of a prediction that it is compared with
     "optimizer": ("optimizer",),
     "tp": ("tensor",),
     "cp": ("context",),
+    "ep": ("experts",),
     "pp": ("bubble",),
     "dp": ("data", "slowest"),
     HOST_GAP: ("host",),

@@ -29,6 +29,7 @@ RETRY_RATE = 0.1  # times a step that the allocator may give memory back and ask
 SUSPECTS = {  # parts of a prediction, and what makes each slower than predicted
     "tensor": "look at the links inside a node (nvidia-smi topo -m), and keep parallel.tp inside of it",
     "context": "look at the links between these ranks, or try another parallel.context.method",
+    "experts": "look at the links between ranks of parallel.ep, or try a smaller parallel.ep",
     "data": "look at the network (NCCL_DEBUG=INFO tells what NCCL uses), or use a larger batch.global",
     "bubble": "a rank or a stage may be slower than the others; compare the ranks' GPUs, or use more micro-batches",
     "host": "the CPU may be slow or busy; use train.compile=true or a larger batch.micro, and a core for every rank",

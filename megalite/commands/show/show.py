@@ -148,6 +148,8 @@ def _layout_table(layout: Layout) -> Table:
     for i, axis in enumerate(AXES):
         size, stride = layout.shape[i], prod(layout.shape[i + 1 :])
         shown.add_row(axis, str(size), str(stride), _steps(size, stride))
+    if layout.ep > 1:
+        shown.add_row("ep", str(layout.ep), "1", _steps(layout.ep, 1))
     shown.add_row("ranks", str(layout.world_size), "", _span(range(layout.world_size)), style="bold")
     return shown
 

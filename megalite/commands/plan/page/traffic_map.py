@@ -18,6 +18,9 @@ AXES = {  # names and colours of flows, by axis
     "fsdp": ("shards", 2),
     "dp_replicate": ("replicas", 3),
     "pp": ("pp", 4),
+    "ep": ("ep", 5),
+    "ep_fsdp": ("shards of experts", 6),
+    "ep_replicate": ("replicas of experts", 7),
     "stage": ("Muon", 9),
 }
 HIDDEN_SHARE = 1e-6  # share of the seconds that a flow takes alone: less counts as nothing

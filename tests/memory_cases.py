@@ -34,6 +34,13 @@ NORMED: Overrides = {"model.qk_norm": True, "train.recompute": "selective", "mod
 
 CHUNKED: Overrides = {"batch.micro": 24, "batch.global": 48, "model.vocab_size": 8192, "model.ffn": 256}
 
+APART: Overrides = {
+    "model.experts.count": 8,
+    "model.experts.active": 3,
+    "model.experts.width": 1024,
+    "parallel.dp_shard": 4,
+    "parallel.ep": 2,
+}
 CASES: dict[str, tuple[Overrides, int]] = {  # name -> overrides and the pipeline rank
     "fp32": ({"train.precision": "fp32"}, 0),
     "fp64, tp": ({"train.precision": "fp64", "parallel.tp": 2}, 0),
@@ -189,6 +196,20 @@ CASES: dict[str, tuple[Overrides, int]] = {  # name -> overrides and the pipelin
     "head in chunks, tp": ({**CHUNKED, "parallel.tp": 2, "parallel.dp_shard": 2}, 0),
     "head in chunks, last of 2 stages": ({**CHUNKED, "parallel.pp": 2, "batch.global": 96}, 1),
     "dualpipev": ({"parallel.pipeline.schedule": "dualpipev", "train.precision": "fp32", **PIPELINE}, 1),
+    "experts apart, zero1": ({**APART, "parallel.data.mode": "zero1"}, 0),
+    "experts apart, zero2": ({**APART, **ZERO2}, 0),
+    "experts apart, zero3": ({**APART, "parallel.data.mode": "zero3"}, 0),
+    "experts apart, ddp": ({**APART, "parallel.data.mode": "ddp"}, 0),
+    "experts apart, tp, of all ranks, full": (
+        {**APART, "parallel.tp": 2, "parallel.dp_shard": 2, "parallel.ep": 4, "train.recompute": "full"},
+        0,
+    ),
+    "experts apart, selective": ({**APART, "train.recompute": "selective"}, 0),
+    "experts apart, offloaded": ({**APART, "train.offload_activations": True}, 0),
+    "experts apart, muon": ({**APART, "optim.name": "muon"}, 0),
+    "experts apart, replicas": ({**APART, "parallel.dp_replicate": 2, "batch.global": 16}, 0),
+    "experts apart, zbv": ({**APART, **ZERO2, "parallel.pipeline.schedule": "zbv", **PIPELINE}, 0),
+    "experts apart, zb_h1": ({**APART, "parallel.pipeline.schedule": "zb_h1", **PIPELINE}, 0),
 }
 
 

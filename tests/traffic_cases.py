@@ -37,6 +37,7 @@ MUON: Overrides = {"optim.name": "muon"}
 WINDOW: Overrides = {"model.attention.window": 20}
 EXPERTS: Overrides = {"model.experts.count": 6, "model.experts.active": 2, "model.experts.width": 24}
 BALANCED: Overrides = {**EXPERTS, "model.experts.balance_loss": 0.1}
+APART: Overrides = {"parallel.ep": 2, "model.experts.count": 8}  # which divides the tokens of a micro-batch
 DOCUMENTS: Overrides = {"data.mask_documents": True, "data.reset_positions": True, "data.end_of_document": 1}
 
 CASES: dict[str, tuple[Overrides, dict[str, int]]] = {  # name -> overrides, and the coordinates of the rank
@@ -113,6 +114,25 @@ CASES: dict[str, tuple[Overrides, dict[str, int]]] = {  # name -> overrides, and
         {**EXPERTS, **MUON, **SELECTIVE, **pipeline("zb_h1"), **data("zero3", dp_shard=4)},
         {"dp_shard": 3},
     ),
+    "experts apart": ({**EXPERTS, **APART, **data("zero3", dp_shard=4)}, {"dp_shard": 3}),
+    "experts apart, zero2, more micro-batches": (
+        {**EXPERTS, **APART, **data("zero2", dp_shard=4), "batch.global": 12},
+        {},
+    ),
+    "experts apart, ddp, muon": ({**EXPERTS, **APART, **MUON, **data("ddp", dp_shard=4)}, {}),
+    "experts apart, full recompute, replicas": (
+        {**BALANCED, **APART, **FULL, **data("zero3", dp_shard=2, dp_replicate=2)},
+        {"dp_replicate": 1},
+    ),
+    "experts apart, tp, muon, balance loss": (
+        {**BALANCED, **APART, **TP, **MUON, **data("zero1", dp_shard=2), "parallel.ep": 4},
+        {"tp": 1},
+    ),
+    "experts apart, ring, zbv": (
+        {**EXPERTS, **APART, **context("ring", 2), **data("zero2", dp_shard=2), **pipeline("zbv")},
+        {"cp": 1, "pp": 1},
+    ),
+    "experts apart, zb_h1, zero3": ({**EXPERTS, **APART, **data("zero3", dp_shard=4), **pipeline("zb_h1")}, {}),
     "all five axes": (
         {
             **pipeline("interleaved_1f1b"),

@@ -25,10 +25,10 @@ class Dispatch:
         dist.all_to_all_single(theirs, mine, group=group)
         if rows.known is None:
             sent, arriving = torch.stack((mine, theirs)).tolist()
-        else:  # all ranks know the same
-            each = len(rows.known) // ranks
-            sent = [rows.known[rank * each : (rank + 1) * each] for rank in range(ranks)]
+        else:  # those of all ranks
+            sent = [rows.known[at : at + mine.shape[1]] for at in range(0, len(rows.known), mine.shape[1])]
             arriving = [sent[group.rank()]] * ranks
+            theirs = torch.tensor(arriving, device=mine.device)
         self.sent, self.arriving = ([sum(counts) for counts in table] for table in (sent, arriving))
         numbers = torch.arange(mine.shape[1], device=mine.device).repeat(ranks)
         experts = numbers.repeat_interleave(theirs.flatten(), output_size=sum(self.arriving))

@@ -1,0 +1,92 @@
+"""Layers whose experts ranks share out train in every layout as in one process."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import Ranks
+from torch import Tensor
+
+from megalite.commands.verify import compare
+from megalite.config.layout import Layout
+from megalite.config.rules.validate import validate
+from megalite.config.schema import Batch, Config, DataParallel, Experts, Model, Optim, Parallel, Pipeline, Train
+from megalite.parallel.dispatch import Dispatch
+from megalite.parallel.experts import Rows
+
+KINDS = {
+    "softmax": Experts(8, 2, 7, first_dense=1, balance_loss=0.1, z_loss=0.01),
+    "sigmoid": Experts(8, 3, 9, scores="sigmoid", every=2, scale=1.5, balance_loss=0.2),  # stages without experts
+    "many": Experts(64, 2, 5, normalize=False, balance_loss=0.1, z_loss=0.02),  # most have no token of a micro-batch
+}
+CASES = [  # ranks along ep, layout, mode of data parallelism, schedule, experts, recompute, optimizer
+    (2, Layout(dp_shard=2), "ddp", "1f1b", "softmax", "none", "adamw"),
+    (2, Layout(tp=2), "zero1", "1f1b", "many", "full", "muon"),
+    (4, Layout(dp_shard=2, tp=2), "zero1", "1f1b", "sigmoid", "none", "muon"),
+    (4, Layout(dp_shard=4, cp=2), "zero3", "1f1b", "softmax", "none", "adamw"),
+    (8, Layout(dp_shard=2, cp=2, tp=2), "zero2", "1f1b", "many", "selective", "adamw"),
+    (2, Layout(dp_replicate=2, dp_shard=2, tp=2), "zero3", "1f1b", "softmax", "full", "muon"),
+    (4, Layout(dp_replicate=2, dp_shard=4), "zero2", "1f1b", "sigmoid", "none", "adamw"),
+    (2, Layout(pp=2, dp_shard=4), "ddp", "zbv", "sigmoid", "none", "adamw"),
+    (2, Layout(pp=2, dp_shard=4), "zero2", "zb_h1", "many", "selective", "muon"),
+    (4, Layout(pp=2, cp=2, tp=2), "zero1", "dualpipev", "softmax", "full", "adamw"),
+    (2, Layout(pp=2, dp_shard=2, tp=2), "zero3", "dualpipev", "sigmoid", "none", "muon"),
+    (2, Layout(pp=2, dp_shard=2, cp=2), "zero3", "zbv", "many", "full", "adamw"),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: ", ".join(map(str, case)))
+def test_training_is_that_of_one_process(case: tuple, ranks: Ranks) -> None:
+    ep, layout, mode, schedule, kind, recompute, optimizer = case
+    config = Config(
+        model=Model(4, 12, 2, 2, None, 20, 40, 16, experts=KINDS[kind], init_std=0.2),
+        parallel=Parallel(*layout.shape, ep, Pipeline(schedule), data=DataParallel(mode)),
+        batch=Batch(1, layout.dp * (3 if layout.pp == 1 else 4)),
+        train=Train(3, "fp64", recompute),
+        optim=Optim(optimizer, lr=0.01, weight_decay=0.3, clip_norm=0.01),
+    )
+    assert validate(config, layout.world_size) == []
+    told = ranks.run(compare, config, 3, 1e-11)  # losses and norms must then agree to 1e-13, gradients to 1e-12
+    assert [difference for difference in told[0] if not difference.passed] == []
+
+
+def exchanged(choices: list[list[list[int]]]) -> tuple[Tensor, Tensor, Tensor]:
+    """What two ranks make of tokens that choose so among four experts, of which expert e multiplies by e + 1.
+
+    Returns the results, the gradients of tokens, and the numbers of rows that came to the rank's experts.
+    """
+    group, _ = dist.new_subgroups(2)
+    rank = group.rank()
+    experts = torch.tensor(choices[rank])
+    x = (torch.arange(3 * len(experts), dtype=torch.float64).view(-1, 3) + 100 * rank).requires_grad_()
+    rows = Rows(experts, 4)
+    dispatch = Dispatch(rows, group)
+
+    def compute(taken: Tensor, scores: Tensor, mine: Rows) -> Tensor:
+        factors = torch.arange(2 * rank + 1, 2 * rank + 3).repeat_interleave(torch.tensor(mine.counts))
+        return taken * factors[:, None] * scores[:, None]
+
+    scores = torch.ones(len(rows.order), dtype=torch.float64)
+    y = rows.collect(dispatch.compute(compute, rows.spread(x), scores))
+    y.sum().backward()
+    assert x.grad is not None
+    return y.detach(), x.grad, torch.tensor(dispatch.rows.counts)
+
+
+@pytest.mark.parametrize(
+    "choices",
+    [
+        [[[0, 3], [2, 1], [3, 0]], [[1, 2], [0, 1], [2, 3]]],
+        [[[0, 1]] * 3, [[1, 0]] * 3],  # all to one rank: nothing goes to the other
+        [[[3], [3], [3]], [[3], [3], [3]]],  # all to one expert
+    ],
+    ids=["mixed", "one rank", "one expert"],
+)
+def test_rows_reach_their_experts_and_come_back(choices: list[list[list[int]]], ranks: Ranks) -> None:
+    told = ranks.run(exchanged, choices)[:2]
+    for rank, (y, grad, _) in enumerate(told):
+        sums = torch.tensor([sum(expert + 1 for expert in token) for token in choices[rank]], dtype=torch.float64)
+        x = torch.arange(9, dtype=torch.float64).view(-1, 3) + 100 * rank
+        assert y.equal(x * sums[:, None])
+        assert grad.equal(sums[:, None].expand(3, 3))
+    flat = [expert for rank in choices for token in rank for expert in token]
+    assert torch.cat([counts for _, _, counts in told]).tolist() == [flat.count(expert) for expert in range(4)]

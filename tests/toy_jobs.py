@@ -38,7 +38,7 @@ def config_of(layout: Layout, model: Model = MODEL, schedule: str = "1f1b") -> C
         pipeline.split = [0, 1, 1, 0]
     return Config(
         model=model,
-        parallel=Parallel(layout.pp, layout.dp_replicate, layout.dp_shard, layout.cp, layout.tp, pipeline),
+        parallel=Parallel(layout.pp, layout.dp_replicate, layout.dp_shard, layout.cp, layout.tp, layout.ep, pipeline),
         batch=Batch(micro=max(1, 4 // layout.dp), global_=8),
         train=Train(steps=6, precision="fp64"),
         optim=Optim(lr=0.01),

@@ -19,8 +19,11 @@ Step = Callable[[Tensor, int], tuple[float, float]]  # (batch [m, b, s + 1], ste
 
 
 def build_peer(job: Job, how: dict[str, Any]) -> Step:
-    """The same training step with transformers. how: further arguments of `torch.optim.AdamW`."""
-    optim = job.config.optim
+    """The same training step with transformers: of float32 weights, under autocast if it computes in bf16.
+
+    how: further arguments of `torch.optim.AdamW`.
+    """
+    optim, narrow = job.config.optim, job.config.train.dtype == "bf16"
     model = llama(job.config.model, {name: _plain(each) for name, each in job.named_parameters()}, torch.device("cpu"))
     optimizer = adamw(model, optim, **how)
 
@@ -28,7 +31,8 @@ def build_peer(job: Job, how: dict[str, Any]) -> Step:
         total = 0.0
         for micro in batch:
             tokens, targets = micro[:, :-1].contiguous(), micro[:, 1:].contiguous()
-            loss = model(tokens, labels=targets, shift_labels=targets).loss / len(batch)
+            with torch.autocast("cpu", torch.bfloat16, enabled=narrow):
+                loss = model(tokens, labels=targets, shift_labels=targets).loss / len(batch)
             loss.backward()
             total += loss.item()
         norm = nn.utils.clip_grad_norm_(model.parameters(), optim.clip_norm)

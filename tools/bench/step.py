@@ -3,6 +3,9 @@
 Every variant runs in a separate process. Variants take their steps in turn, so that other load on the machine slows all
 of them. A time ratio is that of two steps of the same round; the median over rounds is shown. Results are shown only if
 losses and gradient norms agree.
+
+With train.precision=bf16 both compute in bf16 and update float32 weights: transformers under autocast, as it is
+commonly trained on one device.
 """
 
 import argparse
@@ -11,7 +14,7 @@ import shlex
 import statistics
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
@@ -23,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megalite.base.entry import exit_code
-from megalite.base.errors import InputError
+from megalite.base.errors import InputError, listing
 from megalite.base.exit_codes import ExitCode
 from megalite.base.files import write_object
 from megalite.config.layout import Layout
@@ -40,6 +43,7 @@ from megalite.train.build import Job, build
 from megalite.train.recompute_costs import plan_for
 from megalite.train.step import train_step
 from megalite_tools.bench.peer import Step, build_peer, llama
+from megalite_tools.bench.training.agreement import NORM_TOLERANCE
 from megalite_tools.report_file import add_out, header
 from megalite_tools.terminal import Terminal
 
@@ -52,13 +56,16 @@ BASE_SETTINGS = (
     "train.precision=fp32",
     "schedule.name=constant",
 )
-MEGALITE = "megalite"
+MEGALITE, FUSED = "megalite", "transformers, fused AdamW"
 PEERS: dict[str, dict[str, Any]] = {  # further arguments of torch.optim.AdamW
     "transformers, AdamW": {},
-    "transformers, fused AdamW": {"fused": True},
+    FUSED: {"fused": True},
 }
 COMPARED_STEPS = 3  # the first steps: losses and gradient norms are compared; not timed, since they warm up
-TOLERANCE = 1e-5  # relative
+TOLERANCES = {  # by precision: relative differences of losses and of norms; bf16 rounds activations differently
+    "fp32": {"loss": 1e-5, "norm": 1e-5},
+    "bf16": {"loss": 2e-3, "norm": NORM_TOLERANCE},
+}
 
 
 @dataclass
@@ -85,7 +92,7 @@ def _run(arguments: Sequence[str]) -> int:
     options = _parser().parse_args(arguments)
     try:
         config = _config(options)
-        variants = _measure(config, options.steps)
+        variants = _measure(config, options.steps, [FUSED] if options.fused else PEERS)
         report = _report(config, variants, shlex.join([COMMAND, *arguments]))
         _show(report)
         write_object(Path(options.out), report)
@@ -104,6 +111,9 @@ def _parser() -> argparse.ArgumentParser:
         "inputs", nargs="*", metavar="CONFIG | key=value", help=f"as for megalite train (default: {MODEL})"
     )
     parser.add_argument("--steps", type=int, default=20, help="timed steps of every variant (default: %(default)s)")
+    parser.add_argument(
+        "--fused", action="store_true", help="compare with fused AdamW alone, which takes a process less of memory"
+    )
     add_out(parser, "step_cpu.json")
     return parser
 
@@ -123,16 +133,16 @@ def _config(options: argparse.Namespace) -> Config:
             "model.qkv_bias, model.rope_scaling, model.rotary_width and what is in model.attention must be off, "
             "as in transformers' Llama"
         )
-    if config.train.precision != "fp32" or config.optim.clip_norm == 0:
-        raise InputError("train.precision must be fp32 and optim.clip_norm above 0, as they are for transformers")
+    if config.train.precision not in TOLERANCES or config.optim.clip_norm == 0:
+        raise InputError(f"train.precision must be {listing([*TOLERANCES])}, and optim.clip_norm above 0")
     if options.steps < 1:
         raise InputError(f"--steps={options.steps}: must be at least 1")
     return config
 
 
-def _measure(config: Config, steps: int) -> list[Variant]:
+def _measure(config: Config, steps: int, peers: Iterable[str]) -> list[Variant]:
     """Let all variants take their steps in turn, the order reversed every other round."""
-    variants = [Variant(name) for name in (MEGALITE, *PEERS)]
+    variants = [Variant(name) for name in (MEGALITE, *peers)]
     context = get_context("spawn")
     pipes: dict[str, Connection] = {}
     processes = []
@@ -147,7 +157,7 @@ def _measure(config: Config, steps: int) -> list[Variant]:
             for variant in variants if step % 2 else variants[::-1]:
                 _take_step(variant, step, pipes[variant.name])
             if step == COMPARED_STEPS - 1:
-                _compare(variants[0], variants[1:])
+                _compare(variants[0], variants[1:], TOLERANCES[config.train.precision])
         for variant in variants:
             pipes[variant.name].send(None)
             variant.peak_bytes = pipes[variant.name].recv()
@@ -168,11 +178,11 @@ def _take_step(variant: Variant, step: int, pipe: Connection) -> None:
         variant.seconds.append(seconds)
 
 
-def _compare(ours: Variant, peers: Iterable[Variant]) -> None:
+def _compare(ours: Variant, peers: Iterable[Variant], tolerances: Mapping[str, float]) -> None:
     for peer in peers:
         for quantity, expected, got in (("loss", peer.losses, ours.losses), ("norm", peer.norms, ours.norms)):
             for step, (a, b) in enumerate(zip(expected, got, strict=True)):
-                if not abs(a - b) <= TOLERANCE * abs(a):
+                if not abs(a - b) <= tolerances[quantity] * abs(a):
                     raise Disagreement(f"step {step}: the {quantity} is {b!r} in {ours.name}, {a!r} in {peer.name}")
 
 
@@ -222,7 +232,8 @@ def _report(config: Config, variants: Sequence[Variant], command: str) -> dict[s
         "model": asdict(config.model),
         "batch": {"micro": config.batch.micro, "global": config.batch.global_},
         "optim": asdict(config.optim),
-        "tolerance": TOLERANCE,
+        "precision": config.train.precision,
+        "tolerances": TOLERANCES[config.train.precision],
         "threads": torch.get_num_threads(),
         "variants": [asdict(variant) | _summary(variants[0], variant, tokens) for variant in variants],
     }
@@ -240,12 +251,12 @@ def _summary(ours: Variant, variant: Variant, tokens: int) -> dict[str, float]:
 
 
 def _show(report: dict[str, Any]) -> None:
-    model = report["model"]
+    model, precision = report["model"], report["precision"]
     terminal, rows = Terminal(), []
     terminal.line(
-        f"One training step in fp32: {model['layers']} layers of {model['width']}, vocabulary {model['vocab_size']:,}, "
-        f"{report['batch']['global']} × {model['sequence_length']} tokens; {report['machine']['cpu']}, "
-        f"{report['threads']} threads. Ratios are megalite / row."
+        f"One training step in {precision}: {model['layers']} layers of {model['width']}, vocabulary "
+        f"{model['vocab_size']:,}, {report['batch']['global']} × {model['sequence_length']} tokens; "
+        f"{report['machine']['cpu']}, {report['threads']} threads. Ratios are megalite / row."
     )
     for row in report["variants"]:
         numbers = (row["median_seconds"], row["tokens_per_second"], row["time_ratio"])

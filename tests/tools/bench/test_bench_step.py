@@ -2,10 +2,11 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from megalite_tools.bench.step import COMPARED_STEPS, Disagreement, Variant, _compare, main
+from megalite_tools.bench.step import COMPARED_STEPS, FUSED, PEERS, TOLERANCES, Disagreement, Variant, _compare, main
 
 pytest.importorskip("transformers")
 SIZES = {"layers": 2, "width": 32, "heads": 4, "kv_heads": 2, "ffn": 48, "vocab_size": 96, "sequence_length": 16}
@@ -19,35 +20,45 @@ def config(tmp_path: Path) -> str:
     return str(path)
 
 
-def test_both_implementations_compute_the_same(config: str, tmp_path: Path) -> None:
-    more = ["model.tie_embeddings=true", "batch.micro=2", "optim.clip_norm=0.01"]
-    out = tmp_path / "new" / "step.json"
-    assert main([config, *TINY, *more, "--steps", "2", "--out", str(out)]) == 0
-    report = json.loads(out.read_text())
-    assert report["model"]["width"] == 32
-    assert {"python", "torch", "transformers"} <= report["versions"].keys()
+def measured(config: str, out: Path, *more: str) -> dict[str, Any]:
+    assert main([config, *TINY, *more, "--out", str(out)]) == 0
+    assert [path.name for path in out.parent.iterdir()] == [out.name]
+    report: dict[str, Any] = json.loads(out.read_text())
     ours, *peers = report["variants"]
     assert ours["name"] == "megalite"
-    assert [peer["name"] for peer in peers] == ["transformers, AdamW", "transformers, fused AdamW"]
+    assert ours["time_ratio"] == 1
     assert len(set(ours["losses"])) == COMPARED_STEPS
     for peer in peers:
-        assert peer["losses"] == pytest.approx(ours["losses"], rel=1e-5)
-        assert peer["norms"] == pytest.approx(ours["norms"], rel=1e-5)
+        for quantity, key in (("loss", "losses"), ("norm", "norms")):
+            tolerance = TOLERANCES[report["precision"]][quantity]
+            assert peer[key] == pytest.approx(ours[key], rel=tolerance)
+    return report
+
+
+def test_both_implementations_compute_the_same(config: str, tmp_path: Path) -> None:
+    more = ["model.tie_embeddings=true", "batch.micro=2", "optim.clip_norm=0.01", "--steps", "2"]
+    report = measured(config, tmp_path / "new" / "step.json", *more)
+    assert report["model"]["width"] == 32
+    assert {"python", "torch", "transformers"} <= report["versions"].keys()
+    assert [each["name"] for each in report["variants"]] == ["megalite", *PEERS]
     for variant in report["variants"]:
         assert len(variant["seconds"]) == 2
         assert variant["tokens_per_second"] == pytest.approx(4 * 16 / variant["median_seconds"])
-    assert ours["time_ratio"] == 1
-    assert [path.name for path in out.parent.iterdir()] == ["step.json"]
+
+    narrow = measured(config, tmp_path / "bf16" / "step.json", "train.precision=bf16", *more, "--fused")
+    assert [each["name"] for each in narrow["variants"]] == ["megalite", FUSED]
+    for variant in narrow["variants"]:  # both round
+        assert variant["losses"] != pytest.approx(report["variants"][0]["losses"], rel=1e-5)
 
 
 @pytest.mark.parametrize("loss", [2.001, float("nan")])
 def test_other_losses_are_refused(loss: float) -> None:
     good = Variant("peer", [1.0, 2.0], [3.0, 3.0])
-    _compare(Variant("megalite", [1.0, 2.0], [3.0, 3.0]), [good])
+    _compare(Variant("megalite", [1.0, 2.0], [3.0, 3.0]), [good], TOLERANCES["fp32"])
     with pytest.raises(Disagreement, match="step 1: the loss is"):
-        _compare(Variant("megalite", [1.0, loss], [3.0, 3.0]), [good])
+        _compare(Variant("megalite", [1.0, loss], [3.0, 3.0]), [good], TOLERANCES["fp32"])
     with pytest.raises(Disagreement, match="step 0: the norm is"):
-        _compare(Variant("megalite", [1.0, 2.0], [loss, 3.0]), [good])
+        _compare(Variant("megalite", [1.0, 2.0], [loss, 3.0]), [good], TOLERANCES["fp32"])
 
 
 @pytest.mark.parametrize(
@@ -56,7 +67,7 @@ def test_other_losses_are_refused(loss: float) -> None:
         ("model.qk_norm=true", "model.qk_norm"),
         ("model.norm=post", "model.norm"),
         ("model.attention.nope_every=2", "model.attention"),
-        ("train.precision=bf16", "train.precision"),
+        ("train.precision=fp64", "train.precision must be fp32 or bf16"),
         ("optim.clip_norm=0", "optim.clip_norm"),
         ("model.heads=3", "model.heads"),
         ("--steps=0", "--steps=0"),

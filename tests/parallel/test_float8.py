@@ -16,7 +16,7 @@ from toy_jobs import advance, config_of, make, one_rank, parts, restorer, save
 from megalite.base.errors import InputError
 from megalite.config.layout import Layout
 from megalite.config.schema import Batch, Config, DataMode, Model
-from megalite.parallel import float8
+from megalite.parallel import float8, linear
 from megalite.parallel.float8 import RECIPES, Float8, RowwiseFloat8, WeightCasts, check_float8, use_float8
 from megalite.parallel.product import PLAIN_PRODUCT
 from megalite.parallel.tensor import Linear
@@ -148,11 +148,12 @@ EVEN = replace(MODEL, width=32, heads=2, ffn=48)  # sizes are multiples of 16
 
 
 def scales_and_losses(
-    recipe: str, layout: Layout, schedule: str = "1f1b"
+    recipe: str, layout: Layout, schedule: str = "1f1b", traced: bool = False
 ) -> tuple[set[tuple[torch.dtype, str]], list[float]]:
     """The largest values of all that this rank casts in a first step, from which scales follow; the losses of three.
 
-    All but products is in float64. A micro-batch is one sequence. On a CPU, sizes may be any.
+    All but products is in float64. A micro-batch is one sequence. On a CPU, sizes may be any. traced: products are
+    those of compiled layers.
     """
     found, original = set(), float8.scale_for
 
@@ -164,12 +165,13 @@ def scales_and_losses(
     job.casts = WeightCasts(held=True)
     for stage in job.stages.values():
         use_float8(stage.layers, (), WIDE, job.mesh, job.casts, recipe)
-    float8.scale_for = noted
-    try:
-        losses = advance(job, 0, 1)
-    finally:
-        float8.scale_for = original
-    return found, losses + advance(job, 1, 3)
+    with pytest.MonkeyPatch.context() as patched:
+        for module in (float8, linear) if traced else ():
+            patched.setattr(module.torch.compiler, "is_compiling", lambda: True)
+        with pytest.MonkeyPatch.context() as noting:
+            noting.setattr(float8, "scale_for", noted)
+            losses = advance(job, 0, 1)
+        return found, losses + advance(job, 1, 3)
 
 
 def test_all_layouts_have_the_same_scales_and_train_alike(recipe: str, ranks: Ranks) -> None:
@@ -178,9 +180,11 @@ def test_all_layouts_have_the_same_scales_and_train_alike(recipe: str, ranks: Ra
         plain = advance(make(config_of(Layout(), MODEL)), 0, 3)
     assert expected != pytest.approx(plain, rel=1e-6)
     assert expected == pytest.approx(plain, rel=0.02)
-    for layout, schedule in ((Layout(dp_shard=2, tp=2, cp=2), "1f1b"), (Layout(pp=2, dp_shard=2, tp=2), "zb_h1")):
+    three = Layout(dp_shard=2, tp=2, cp=2)
+    cases = ((three, "1f1b", False), (Layout(pp=2, dp_shard=2, tp=2), "zb_h1", False), (three, "1f1b", True))
+    for layout, schedule, traced in cases:
         everywhere = set[tuple[torch.dtype, str]]()
-        for found, losses in ranks.run(scales_and_losses, recipe, layout, schedule):
+        for found, losses in ranks.run(scales_and_losses, recipe, layout, schedule, traced):
             assert losses == pytest.approx(expected, rel=1e-12)
             everywhere |= found
         assert everywhere == scales

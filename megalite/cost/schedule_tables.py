@@ -6,7 +6,7 @@ from typing import NamedTuple
 from megalite.config.schema import Config
 from megalite.cost.held_bytes import steps_of
 from megalite.plan.automatic import Costing
-from megalite.plan.pipeline import as_full, sharded, sharding_mode, table_of, uses_fsdp
+from megalite.plan.pipeline import as_full, placing_times, sharded, sharding_mode, table_of, uses_fsdp
 from megalite.schedule.actions import Action, Kind, Orders, Table
 from megalite.schedule.clock import Clock, Timed, clock_of
 from megalite.schedule.communication import communicate
@@ -76,12 +76,12 @@ class Tables:
         """
         if config.parallel.pipeline.schedule not in NAMES:
             return table_of(config, m, self._costing)
-        key = *self._named(config, m), _when(config), transfers
+        times = placing_times(config) if transfers else None
+        key = *self._named(config, m), _when(config), transfers, times
         if key not in self._tables:
             placement, orders = self.orders(config, m)
-            table = Table(
-                config.parallel.pipeline.schedule, m, placement, communicate(orders, placement) if transfers else orders
-            )
+            programs = communicate(orders, placement, times) if transfers else orders
+            table = Table(config.parallel.pipeline.schedule, m, placement, programs)
             self._tables[key] = sharded(table, sharding_mode(config))
         return self._tables[key]
 

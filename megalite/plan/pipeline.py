@@ -6,9 +6,9 @@ from pathlib import Path
 from megalite.base.errors import InputError, Problem
 from megalite.config.schema import SCHEDULES, Config
 from megalite.plan import automatic
-from megalite.plan.automatic import Costing, Wanted, check_limit, wanted
+from megalite.plan.automatic import Costing, Wanted, check_limit, costs_of, wanted
 from megalite.plan.batches import batch_sizes
-from megalite.schedule.actions import MAX_ACTIONS, Table
+from megalite.schedule.actions import MAX_ACTIONS, Table, Times
 from megalite.schedule.check import check
 from megalite.schedule.communication import add_sharding
 from megalite.schedule.file import read
@@ -72,10 +72,19 @@ def table_of(config: Config, m: int | None = None, costing: Costing | None = Non
         table = _searched(wanted(config, m, costing), mode)
     else:
         version = None if pipeline.schedule in SCHEDULES else _version(Path(pipeline.schedule))
-        table = _checked(pipeline.schedule, p, m, pipeline.stages_per_rank, mode, version)
+        table = _checked(pipeline.schedule, p, m, pipeline.stages_per_rank, placing_times(config), mode, version)
     if table.splits_backward:
         _refuse_compiled(config)
     return table
+
+
+def placing_times(config: Config) -> Times | None:
+    """Times of stages by which the transfers of a named schedule are placed; None: there are none, or a file says.
+
+    Each exchange of a rank waits for those before it, so they should come in the order in which results are there.
+    """
+    named = config.parallel.pipeline.schedule in SCHEDULES and config.parallel.pp > 1
+    return tuple(stage.times for stage in costs_of(config)) if named else None
 
 
 def _refuse_compiled(config: Config) -> None:
@@ -151,12 +160,15 @@ def _refuse_endless(config: Config, m: int) -> None:
 
 
 @lru_cache(maxsize=8)  # tables of large pipelines take seconds to make, and commands ask for one several times
-def _checked(schedule: str, p: int, m: int, v: int, mode: str | None, version: tuple[int, ...] | None) -> Table:
+def _checked(
+    schedule: str, p: int, m: int, v: int, times: Times | None, mode: str | None, version: tuple[int, ...] | None
+) -> Table:
     """`table_of`, cached by everything that the table depends on.
 
-    mode: of data parallelism; None without FSDP2. version: of a schedule file, so that a changed file is read again.
+    times: by which transfers are placed. mode: of data parallelism; None without FSDP2. version: of a schedule file, so
+    that a changed file is read again.
     """
-    return _ready(build(schedule, p, m, v), schedule, mode)
+    return _ready(build(schedule, p, m, v, times), schedule, mode)
 
 
 @lru_cache(maxsize=8)

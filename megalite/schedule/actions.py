@@ -165,7 +165,7 @@ class Table:
     micro_batches: int
     placement: tuple[int, ...]  # stage -> the pipeline rank that owns it
     programs: tuple[Program, ...]  # one for every pipeline rank
-    times: Times | None = None  # times that it is made for, and by which transfers are placed; None: UNIT of `simulate`
+    times: Times | None = None  # times that its order is made for; None: UNIT of `simulate`
 
     @property
     def ranks(self) -> int:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from megalite.base.errors import InputError, counted
 from megalite.config.rules.parallel import SCHEDULE_FILES
-from megalite.schedule.actions import Orders, Table
+from megalite.schedule.actions import Orders, Table, Times
 from megalite.schedule.communication import communicate
 from megalite.schedule.file import read
 from megalite.schedule.orders import forward_only, gpipe, interleaved, one_f_one_b
@@ -24,19 +24,19 @@ AUTO_SCHEDULE = "auto"  # not one of NAMES: `search` makes it for given costs, a
 NAMES = ("gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zb_h2", "zbv", "dualpipev")
 
 
-def build(name: str, p: int, m: int, v: int | None = None) -> Table:
+def build(name: str, p: int, m: int, v: int | None = None, times: Times | None = None) -> Table:
     """The schedule `name`, one of NAMES or the path of a file, for p pipeline ranks and m micro-batches.
 
-    v: virtual stages per rank; None: as many as the schedule has, which is 2 for interleaved_1f1b. "forward" is
-    evaluation with one stage per rank. Raises InputError for an unknown name, a size that the schedule cannot have, or
-    a bad file.
+    v: virtual stages per rank; None: as many as the schedule has, which is 2 for interleaved_1f1b. times: of stages, by
+    which transfers of a named schedule are placed, as in `communicate`. "forward" is evaluation with one stage per
+    rank. Raises InputError for an unknown name, a size that the schedule cannot have, or a bad file.
     """
     if p >= 1 and m >= 1 and name.endswith(SCHEDULE_FILES):
         return _from_file(name, p, m, v)
     if p >= 1 and m >= 1 and name == "forward":
         return build_forward(range(p), m)
     placement, orders = orders_of(name, p, m, v)
-    return _table(name, m, placement, orders)
+    return Table(name, m, placement, communicate(orders, placement, times))
 
 
 def orders_of(name: str, p: int, m: int, v: int | None = None) -> tuple[tuple[int, ...], Orders]:
@@ -101,11 +101,7 @@ def bubble_of(name: str, p: int, m: int, v: int) -> Fraction:
 
 def build_forward(placement: Sequence[int], m: int) -> Table:
     """The schedule of an evaluation, on the stages of a training schedule with this placement."""
-    return _table("forward", m, tuple(placement), forward_only(placement, m))
-
-
-def _table(name: str, m: int, placement: tuple[int, ...], orders: Orders) -> Table:
-    return Table(name, m, placement, communicate(orders, placement))
+    return Table("forward", m, tuple(placement), communicate(forward_only(placement, m), placement))
 
 
 def _from_file(path: str, p: int, m: int, v: int | None) -> Table:

@@ -39,6 +39,7 @@ LONG = {
 }
 ORIGINAL = "original_max_position_embeddings"
 SLIDING = {"use_sliding_window": True, "sliding_window": 5}
+EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2}
 ALTERNATING = ["sliding_attention", "full_attention"] * 2
 
 
@@ -50,7 +51,7 @@ class Case:
     def make(self, dtype: Any = torch.float32, seed: int = 0) -> Any:
         """transformers' model with random weights, norms and biases included."""
         config = getattr(transformers, f"{self.family}Config")(**{**SIZES, **self.options})
-        config._attn_implementation = "eager"
+        config._attn_implementation = config._experts_implementation = "eager"
         model = getattr(transformers, f"{self.family}ForCausalLM")(config)
         generator = torch.Generator().manual_seed(seed)
         with torch.no_grad():
@@ -101,6 +102,18 @@ CASES = {
         "Llama",
         {"rope_parameters": LONG | {"short_factor": [1.0] * 4, "long_factor": [1.0, 2.0, 3.0, 4.0], ORIGINAL: 16}},
     ),
+    "mixtral": Case("Mixtral", EXPERTS | {"router_jitter_noise": 0.1}),
+    "mixtral, window, tied": Case("Mixtral", EXPERTS | {"sliding_window": 5, "tie_word_embeddings": True}),
+    "qwen3_moe": Case("Qwen3Moe", EXPERTS | {"head_dim": 12, "moe_intermediate_size": 20, "norm_topk_prob": True}),
+    "qwen3_moe, some layers": Case(
+        "Qwen3Moe",
+        EXPERTS | {"head_dim": 8, "moe_intermediate_size": 20, "decoder_sparse_step": 2, "mlp_only_layers": [0, 1]},
+    ),
+    "qwen3_moe, window, tied": Case(
+        "Qwen3Moe", EXPERTS | SLIDING | {"head_dim": 8, "moe_intermediate_size": 20, "tie_word_embeddings": True}
+    ),
+    "olmoe": Case("Olmoe", EXPERTS),
+    "olmoe, scores of a sum of 1": Case("Olmoe", EXPERTS | {"num_key_value_heads": 4, "norm_topk_prob": True}),
     "llama, dynamic": Case("Llama", {"rope_parameters": DYNAMIC}),
     "qwen2, dynamic, stretched": Case("Qwen2", {"rope_parameters": DYNAMIC, "max_position_embeddings": 8}),
 }

@@ -1,5 +1,6 @@
 """Hugging Face's models with random weights, of which ours are given a copy: what both compute must be the same."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -9,8 +10,10 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from megalite.checkpoint.weights.maps.families import FAMILIES
-from megalite.config.schema import Attention, Base, Model, RopeScaling
+from megalite.checkpoint.weights.maps.family import Family
+from megalite.config.schema import Attention, Base, Experts, Model, RopeScaling
 from megalite.model.decoder import Decoder
+from megalite.plan.model.weights import weights
 
 transformers = pytest.importorskip("transformers")
 
@@ -20,6 +23,8 @@ LLAMA = Model(layers=2, width=32, heads=4, kv_heads=4, ffn=48, vocab_size=61, se
 # Of the 4 pairs of features of a head: one left alone, one interpolated, two stretched.
 SCALING = RopeScaling(factor=8.0, low_frequency_factor=1.0, high_frequency_factor=4.0, original_length=32)
 OLMO2 = replace(LLAMA, norm="post", qk_norm=True, qk_norm_width="all")
+OLMOE = replace(OLMO2, norm="pre")
+QWEN3_MOE = replace(LLAMA, kv_heads=2, qk_norm=True, head_width=12)
 # One pair left alone, one interpolated, two stretched.
 YARN = RopeScaling("yarn", factor=8.0, original_length=64, beta_fast=8.0, beta_slow=1.0)
 # Four pairs of features of a head; sequences of the tests are longer than a single token.
@@ -68,6 +73,22 @@ MODELS = {
         "Qwen3",
         replace(LLAMA, layers=4, qk_norm=True, attention=Attention(window=7, full_every=2, softcap=0.5)),
     ),
+    "mixtral": ("Mixtral", replace(LLAMA, kv_heads=2, experts=Experts(5, 2))),
+    "mixtral_window": (
+        "Mixtral",
+        replace(LLAMA, head_width=12, attention=Attention(window=5), experts=Experts(4, 2, width=20)),
+    ),
+    "mixtral_all_experts_tied": ("Mixtral", replace(LLAMA, tie_embeddings=True, experts=Experts(3, 3))),
+    "qwen3_moe": ("Qwen3Moe", replace(QWEN3_MOE, experts=Experts(7, 3, width=20))),
+    "qwen3_moe_scores_as_they_are": ("Qwen3Moe", replace(QWEN3_MOE, experts=Experts(7, 3, width=20, normalize=False))),
+    "qwen3_moe_some_layers": (
+        "Qwen3Moe",
+        replace(QWEN3_MOE, layers=6, tie_embeddings=True, experts=Experts(4, 2, width=20, first_dense=2, every=2)),
+    ),
+    "qwen3_moe_window": ("Qwen3Moe", replace(QWEN3_MOE, attention=Attention(window=7), experts=Experts(4, 2))),
+    "olmoe": ("Olmoe", replace(OLMOE, experts=Experts(8, 3, normalize=False))),
+    "olmoe_one_expert_of_a_token": ("Olmoe", replace(OLMOE, experts=Experts(8, 1, normalize=False))),
+    "olmoe_grouped_queries_tied": ("Olmoe", replace(OLMOE, kv_heads=2, tie_embeddings=True, experts=Experts(5, 2))),
     "qwen3_wide_heads_tied": ("Qwen3", replace(LLAMA, qk_norm=True, head_width=20, tie_embeddings=True)),
 }
 FACTORS = {"parametrization": "completep", "base": Base(8, 1, 2), "embedding_multiplier": 3.0, "logits_multiplier": 2.0}
@@ -110,8 +131,9 @@ def oracle_of(family: str, model: Model) -> Any:
     """transformers' model with random weights, norms included."""
     plain = replace(model, attention=replace(model.attention, softcap=None))  # Gemma 2's caps are added to others
     options = {
-        **FAMILIES[family.lower()].config(plain, "float64"),
+        **_family(family).config(plain, "float64"),
         "attn_implementation": "eager",
+        "experts_implementation": "eager",
         "pad_token_id": None,
     }
     config = getattr(transformers, f"{family}Config")(**options)
@@ -124,18 +146,29 @@ def oracle_of(family: str, model: Model) -> Any:
     return oracle
 
 
-def their_names(family: str, model: Model) -> dict[str, str]:
-    """The names that our weights have in transformers, in a family that fuses none."""
-    table = FAMILIES[family.lower()].table(model)
-    return {strip.name: name for name, theirs in table.items() for strip in theirs.strips}
+def as_ours(family: str, model: Model, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors of all parameters of transformers' model, by the names of our weights and in their shapes."""
+    table = _family(family).table(model, stacked_experts=model.experts is not None)
+    assert table.keys() == tensors.keys()
+    parts: dict[str, list[Tensor]] = {}
+    for name, theirs in table.items():
+        rows = tensors[name].reshape(-1, theirs.strips[0].width)
+        for strip, part in zip(theirs.strips, rows.split([strip.height for strip in theirs.strips]), strict=True):
+            parts.setdefault(strip.name, []).append(part)
+    ours = weights(model)
+    assert parts.keys() == ours.keys()
+    return {name: torch.cat(found).view(ours[name].shape) for name, found in parts.items()}
 
 
 def copy_weights(decoder: Decoder, oracle: Any) -> None:
     """Give our model the oracle's weights."""
-    weights = dict(oracle.named_parameters())
-    names = their_names(oracle.config.model_type, decoder.model)
-    ours = {names[name]: param for name, param in decoder.named_parameters()}
-    assert ours.keys() == weights.keys()
+    found = as_ours(oracle.config.model_type, decoder.model, dict(oracle.named_parameters()))
     with torch.no_grad():
-        for name, param in ours.items():
-            param.to_local().copy_(weights[name])
+        for name, param in decoder.named_parameters():
+            param.to_local().copy_(found[name])
+
+
+def _family(name: str) -> Family:
+    """The family of a name such as Qwen3Moe, or qwen3_moe."""
+    (found,) = (each for kind, each in FAMILIES.items() if kind.replace("_", "") == name.replace("_", "").lower())
+    return found

@@ -1,5 +1,6 @@
 """Exports of a run: due at the end and at every n-th step, never stale, made up for where they are missing."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from megalite.base.errors import InputError
 from megalite.checkpoint.run.resume import check_export
 from megalite.checkpoint.weights.export import is_due
 from megalite.config.layout import Layout
-from megalite.config.schema import Attention, Checkpoint, Config, Model
+from megalite.config.schema import Attention, Checkpoint, Config, Experts, Model
 from megalite.train.build import Job
 
 transformers = pytest.importorskip("transformers")
@@ -60,6 +61,23 @@ def test_exports_are_of_their_checkpoints(tmp_path: Path) -> None:
             assert torch.equal(found, dict(job.named_parameters())["layers.0.attention.q.weight"].full_tensor())
         assert not torch.equal(seen[1], seen[2])
     assert sorted(path.name for path in (tmp_path / "export").iterdir()) == ["step-00000002", "step-00000004"]
+
+
+def test_experts_are_exported_as_they_were_trained(tmp_path: Path) -> None:
+    """Without factors of losses, which transformers weighs otherwise."""
+    mixed = config()
+    mixed.model = replace(mixed.model, qkv_bias=False, experts=Experts(3, 2, width=20, balance_loss=0.01, z_loss=0.01))
+    check_export(mixed)
+    with one_rank():
+        job = make(mixed)
+        advance(job, 0, 1)
+        assert save(job, tmp_path, 2) == ()
+        ours = dict(job.named_parameters())
+        found = their_weights(tmp_path / "export/step-00000002")
+        own = "layers.1.mlp."
+        both = [ours[f"{own}experts.{name}.weight"].full_tensor() for name in ("gate", "up")]
+        assert torch.equal(found[f"model.{own}experts.gate_up_proj"], torch.cat(both, 1))
+        assert torch.equal(found[f"model.{own}gate.weight"], ours[f"{own}router.weight"].full_tensor())
 
 
 def test_what_is_missing_is_made_when_the_run_goes_on(tmp_path: Path) -> None:

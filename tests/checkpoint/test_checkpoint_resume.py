@@ -17,7 +17,7 @@ from megalite.checkpoint.store.disk import DamagedError, File, share_of
 from megalite.checkpoint.store.manifest import INDEX, MANIFEST, Manifest, Source, complete
 from megalite.checkpoint.store.retain import damaged, retain, set_aside
 from megalite.config.convert import to_plain
-from megalite.config.schema import Attention, Checkpoint, Config, Model, RopeScaling, Run
+from megalite.config.schema import Attention, Checkpoint, Config, Experts, Model, RopeScaling, Run
 
 MODEL = Model(layers=2, width=16)
 CONFIG = Config(model=MODEL, run=Run(seed=3))
@@ -108,6 +108,15 @@ def test_weights_do_not_depend_on_sequence_length_and_initialization() -> None:
         )
         == []
     )
+
+
+def test_weights_do_not_depend_on_losses_of_a_router() -> None:
+    there = replace(MODEL, experts=Experts(width=MODEL.ffn))
+    here = replace(MODEL, experts=Experts(balance_loss=0.01, z_loss=0.001))
+    assert refused(refuse_other_model, Path("x"), there, Config(model=here)) == []
+    here = replace(here, experts=Experts(width=1, normalize=False))
+    keys = ["model.experts.width", "model.experts.normalize"]
+    assert refused(refuse_other_model, Path("x"), there, Config(model=here)) == keys
 
 
 @pytest.mark.parametrize(

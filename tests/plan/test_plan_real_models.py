@@ -28,6 +28,8 @@ def test_parameters_and_flops_are_those_of_the_real_model(preset: Path) -> None:
     model = replace(load([str(preset)]).model, layers=LAYERS)
     # A window saves FLOPs only where blocks are left out; test_plan_size.py counts the pairs that it leaves.
     whole = replace(model, attention=replace(model.attention, window=None, full_every=None))
+    if model.experts is not None:  # without numbers, nothing can be chosen
+        whole = replace(whole, experts=replace(model.experts, force_balance=True))
     with one_rank():
         mesh = Mesh.build(Layout(), CPU)
         assert mesh is not None

@@ -11,7 +11,12 @@ from megalite.config.convert import to_plain
 from megalite.config.schema import Config, Model
 from megalite.data.order import integer_weights
 
-FREE_KEYS = {"model.sequence_length", "model.init_std"}  # no tensor's shape or meaning depends on them
+FREE_KEYS = {  # no tensor's shape or meaning depends on them
+    "model.sequence_length",
+    "model.init_std",
+    "model.experts.balance_loss",
+    "model.experts.z_loss",
+}
 
 
 def refuse_other_model(path: Path, there: Model, here: Config) -> None:
@@ -19,6 +24,9 @@ def refuse_other_model(path: Path, there: Model, here: Config) -> None:
     old, new = (to_plain(Config(model=model))["model"] for model in (there, here.model))
     if there.head_size == here.model.head_size:  # where it is width / heads, it may be left out
         old["head_width"] = new["head_width"]
+    for plain in (old, new):
+        if plain["experts"] is not None:
+            plain["experts"]["width"] = plain["experts"]["width"] or plain["ffn"]
     problems = [
         Problem(key, f"the checkpoint {path} has {json.dumps(had)}", "use that, or begin a run with new weights", value)
         for key, had, value in _differences(old, new, "model")

@@ -16,6 +16,7 @@ from megalite.checkpoint.weights.formats.opened import Weights, refuse_differenc
 from megalite.checkpoint.weights.formats.output import Output, OutputPlan, Put, Stream
 from megalite.checkpoint.weights.formats.safetensors import INDEX, ONE_FILE, find, header, listed
 from megalite.checkpoint.weights.formats.tokenizer import tokenizer_files
+from megalite.checkpoint.weights.maps.experts import are_stacked
 from megalite.checkpoint.weights.maps.families import CONFIG, MAX_CONFIG_BYTES, family_of, read_config
 from megalite.checkpoint.weights.maps.family import Family
 from megalite.checkpoint.weights.maps.models import lost
@@ -36,7 +37,7 @@ def open_folder(path: Path) -> Weights:
     """The weights in a folder. Raises InputError for a model that megalite lacks, DamagedError for damaged files."""
     family, model = read_config(path)
     files = find(path)
-    table = family.table(model)
+    table = family.table(model, are_stacked(files.index.tensors))
     found = {
         name: stored
         for name, stored in files.index.tensors.items()

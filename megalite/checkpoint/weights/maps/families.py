@@ -9,18 +9,22 @@ from megalite.checkpoint.weights.maps.family import Family
 from megalite.checkpoint.weights.maps.fields import Fields
 from megalite.checkpoint.weights.maps.llama import LLAMA
 from megalite.checkpoint.weights.maps.mistral import MISTRAL
+from megalite.checkpoint.weights.maps.mixtral import MIXTRAL
 from megalite.checkpoint.weights.maps.models import checked, lost
 from megalite.checkpoint.weights.maps.olmo2 import OLMO2
+from megalite.checkpoint.weights.maps.olmoe import OLMOE
 from megalite.checkpoint.weights.maps.phi3 import PHI3
 from megalite.checkpoint.weights.maps.qwen2 import QWEN2
 from megalite.checkpoint.weights.maps.qwen3 import QWEN3
+from megalite.checkpoint.weights.maps.qwen3_moe import QWEN3_MOE
 from megalite.checkpoint.weights.maps.smollm3 import SMOLLM3
 from megalite.config.schema import Model
 
 CONFIG = "config.json"
 MAX_CONFIG_BYTES = 1 << 24  # bytes of a config.json
 FAMILIES = {
-    family.model_type: family for family in (LLAMA, MISTRAL, QWEN2, QWEN3, SMOLLM3, OLMO2, PHI3)
+    family.model_type: family
+    for family in (LLAMA, MISTRAL, QWEN2, QWEN3, SMOLLM3, OLMO2, PHI3, MIXTRAL, QWEN3_MOE, OLMOE)
 }  # the first that fits is taken
 UNSUPPORTED_FAMILIES = {  # families that people may try, and what of theirs megalite's layers do not have
     "arcee": "squared ReLU without a gate",
@@ -28,8 +32,8 @@ UNSUPPORTED_FAMILIES = {  # families that people may try, and what of theirs meg
     "bloom": "ALiBi, layer norms with biases, and GELU",
     "cohere": "parallel attention and feed-forward, layer norms, and RoPE of neighbouring features",
     "cohere2": "parallel attention and feed-forward, layer norms, and RoPE of neighbouring features",
-    "deepseek_v2": "experts and latent attention",
-    "deepseek_v3": "experts and latent attention",
+    "deepseek_v2": "shared experts and latent attention",
+    "deepseek_v3": "shared experts and latent attention",
     "ernie4_5": "RoPE of neighbouring features",
     "falcon": "parallel attention and feed-forward, layer norms with biases, and GELU",
     "falcon_h1": "state-space layers",
@@ -40,37 +44,34 @@ UNSUPPORTED_FAMILIES = {  # families that people may try, and what of theirs meg
     "gemma3n": "images, sound, an embedding for every layer, and GELU",
     "glm": "RoPE of neighbouring features",
     "glm4": "norms before and after attention and feed-forward, and RoPE of neighbouring features",
-    "glm4_moe": "experts",
+    "glm4_moe": "shared experts, and a bias of each expert in the choice",
     "gpt2": "learned positions, layer norms with biases, and GELU",
     "gpt_neox": "parallel attention and feed-forward, layer norms with biases, and GELU",
-    "gpt_oss": "experts and attention sinks",
+    "gpt_oss": "experts with biases and bounded activations, and attention sinks",
     "gptj": "parallel attention and feed-forward, layer norms with biases, GELU, and RoPE of neighbouring features",
     "granite": "multipliers of embeddings, residuals and logits",
-    "granitemoe": "experts, and multipliers of embeddings, residuals and logits",
+    "granitemoe": "multipliers of embeddings, residuals and logits",
     "helium": "RoPE of neighbouring features",
-    "jamba": "experts and state-space layers",
-    "llama4": "images, experts, attention in chunks, and queries that are scaled by their positions",
-    "llama4_text": "experts, attention in chunks, and queries that are scaled by their positions",
+    "jamba": "state-space layers",
+    "llama4": "images, shared experts, attention in chunks, and queries that are scaled by their positions",
+    "llama4_text": "shared experts, attention in chunks, and queries that are scaled by their positions",
     "mamba": "state-space layers",
     "mamba2": "state-space layers",
     "ministral3": "queries that are scaled by their positions",
     "mistral3": "images",
-    "mixtral": "experts",
     "mpt": "ALiBi, layer norms, and GELU",
     "nemotron": "squared ReLU without a gate, and layer norms of 1 + weight",
     "olmo": "layer norms, which have no weights",
     "olmo3": "RoPE whose scaling differs between layers with windows and without",
-    "olmoe": "experts",
     "opt": "learned positions, layer norms with biases, and ReLU",
     "phi": "parallel attention and feed-forward, layer norms with biases, and GELU",
     "phi4_multimodal": "images, sound and low-rank adapters",
-    "phimoe": "experts, and layer norms with biases",
+    "phimoe": "layer norms with biases, and scores of experts that are masked by thresholds",
     "qwen2_5_vl": "images",
-    "qwen2_moe": "experts",
+    "qwen2_moe": "shared experts",
     "qwen2_vl": "images",
     "qwen3_5": "images and linear attention",
-    "qwen3_moe": "experts",
-    "qwen3_next": "experts and linear attention",
+    "qwen3_next": "shared experts and linear attention",
     "qwen3_vl": "images",
     "stablelm": "layer norms with biases",
     "starcoder2": "layer norms with biases, biases of all projections, and GELU without a gate",
@@ -95,6 +96,8 @@ def family_of(model: Model, preferred: str | None = None) -> Family:
     found: list[tuple[list[str], Family]] = []
     first = [FAMILIES[preferred]] if preferred in FAMILIES else []
     for family in [*first, *FAMILIES.values()]:
+        if bool(family.experts) != (model.experts is not None):
+            continue
         missing = _lost(family, model)
         if not missing:
             return family

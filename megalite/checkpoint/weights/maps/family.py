@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
 
+from megalite.checkpoint.weights.maps.experts import STACKED_EXPERTS, of_experts
 from megalite.checkpoint.weights.maps.fields import Fields
 from megalite.checkpoint.weights.maps.rope import ROTARY_FACTOR, rope, rope_fields, rows_of_heads
 from megalite.checkpoint.weights.maps.strips import Table, Theirs, stacked, whole
@@ -48,7 +49,8 @@ class Family:
     """One family.
 
     layer: their tensors of a layer, without `model.layers.N.`, and our weights that each holds, one upon another.
-    Weights that a model does not have, such as biases, are left out. defaults: what transformers takes for keys that a
+    Weights that a model does not have, such as biases, are left out. experts: the same of a layer's experts; empty: the
+    family has none, else all of its models have some. defaults: what transformers takes for keys that a
     config.json may leave out. features: the model's keys beyond sizes, from the fields and the sizes. fields: the
     inverse. scalings: the kinds of RoPE scaling that transformers knows of it. partial: whether it can turn a part of
     every head.
@@ -60,18 +62,22 @@ class Family:
     features: Callable[[Fields, Model], Mapping[str, Any]]
     fields: Callable[[Model], Mapping[str, Any]]
     layer: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: LAYER)
+    experts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     scalings: Collection[str] = tuple(SCALING_KEYS)
     partial: bool = False
 
-    def table(self, model: Model) -> Table:
-        """Return how their tensors are made of our weights, in transformers' order."""
-        ours = weights(model)
+    def table(self, model: Model, stacked_experts: bool = False) -> Table:
+        """Return how their tensors are made of our weights, in transformers' order but for experts.
+
+        stacked_experts: whether one tensor has all experts of a layer, as in transformers' memory.
+        """
+        ours, layer = weights(model), {**self.layer, **(STACKED_EXPERTS if stacked_experts else self.experts)}
         table = {"model.embed_tokens.weight": stacked([("embed.weight", ours["embed.weight"])])}
         for number in range(model.layers):
-            for name, parts in self.layer.items():
+            for name, parts in layer.items():
                 there = [f"layers.{number}.{each}" for each in parts if f"layers.{number}.{each}" in ours]
                 if there:
-                    table[f"model.layers.{number}.{name}"] = _stacked(model, {each: ours[each] for each in there})
+                    table |= _named(model, f"model.layers.{number}.{name}", {each: ours[each] for each in there})
         table["model.norm.weight"] = stacked([("head.norm.weight", ours["head.norm.weight"])])
         if not model.tie_embeddings:
             table["lm_head.weight"] = stacked([("head.output.weight", ours["head.output.weight"])])
@@ -135,6 +141,13 @@ class Family:
             return None
         width, heads, found = (fields.whole(key) for key in ("hidden_size", "num_attention_heads", "head_dim"))
         return None if found * heads == width else found
+
+
+def _named(model: Model, name: str, parts: Mapping[str, Weight]) -> Table:
+    """Their tensors called `name` that hold our weights: one, or one for each expert."""
+    if any(weight.role.of_expert for weight in parts.values()):
+        return dict(of_experts(name, parts))
+    return {name: _stacked(model, parts)}
 
 
 def _stacked(model: Model, parts: Mapping[str, Weight]) -> Theirs:

@@ -7,7 +7,7 @@ from typing import Any
 from megalite.base.errors import InputError, listing
 from megalite.checkpoint.weights.maps.fields import Fields
 from megalite.checkpoint.weights.maps.megatron import VOCABULARY_STEP, Split
-from megalite.checkpoint.weights.maps.models import checked, lost
+from megalite.checkpoint.weights.maps.models import EXPERTS_RULE, checked, lost
 from megalite.config.schema import Attention, Model, RopeScaling
 
 DEFAULTS = {  # values that Megatron takes for arguments that checkpoints of older versions do not have
@@ -25,7 +25,6 @@ NEUTRAL_VALUES: dict[str, tuple[Any, str]] = {  # the only value that megalite's
     "swiglu": (True, "means another activation than SwiGLU"),
     "add_bias_linear": (False, "means biases of all linear layers"),
     "apply_layernorm_1p": (False, "means norms of 1 + weight"),
-    "num_experts": (None, "means experts"),
     "multi_latent_attention": (False, "means latent attention"),
     "rotary_percent": (1.0, "turns a part of every head only"),
     "rotary_interleaved": (False, "turns neighbouring elements of a head"),
@@ -55,6 +54,8 @@ def model_of(arguments: Mapping[str, Any], file: str) -> Model:
     fields = Fields(f"{file}: args", values)
     for key, (value, why) in NEUTRAL_VALUES.items():
         fields.refuse(key, value, why)
+    if fields.get("num_experts") is not None:
+        raise fields.wrong("num_experts", EXPERTS_RULE)
     heads = fields.whole("num_attention_heads")
     width = fields.whole("hidden_size")
     head = fields.whole("kv_channels") if fields.get("kv_channels") is not None else None

@@ -10,7 +10,7 @@ from typing import Any
 
 from megalite.base.errors import InputError, listing
 from megalite.checkpoint.weights.maps.fields import Fields
-from megalite.checkpoint.weights.maps.models import checked, lost
+from megalite.checkpoint.weights.maps.models import EXPERTS_RULE, checked, lost, refuse_experts
 from megalite.checkpoint.weights.maps.strips import Strip, Theirs, part, stacked
 from megalite.config.schema import Model, RopeScaling
 from megalite.plan.model.weights import weights
@@ -86,7 +86,10 @@ def model_of(values: Mapping[str, Any], file: str, vocabulary: int, ffn: int, ti
     The file does not tell the context length; taken is that of the Llama with such positions.
     """
     fields = Fields(file, values)
-    for key in ("moe_args", "moe", "quantization_args", "lora_args", "vision_chunk_size"):
+    for key in ("moe_args", "moe"):
+        if fields.get(key) is not None:
+            raise fields.wrong(key, EXPERTS_RULE)
+    for key in ("quantization_args", "lora_args", "vision_chunk_size"):
         fields.refuse(key, None, "means another kind of model")
     heads = fields.whole("n_heads")
     scaled, theta = fields.flag("use_scaled_rope"), fields.number("rope_theta", 10_000.0)
@@ -136,6 +139,7 @@ def params_of(model: Model) -> dict[str, Any]:
 
 def check_files(model: Model, files: int) -> None:
     """Raises InputError where the tensors of a model cannot be divided among so many files."""
+    refuse_experts(model, "Meta's files")
     sizes = {key: getattr(model, key) for key in ("heads", "kv_heads", "ffn", "vocab_size")}
     for key, size in sizes.items():
         if size % files:

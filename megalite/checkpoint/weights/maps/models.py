@@ -5,9 +5,12 @@ from typing import Any
 
 from megalite.base.errors import InputError
 from megalite.config.convert import leaves, to_plain
+from megalite.config.layers import Mixture, layer_kinds
 from megalite.config.rules.model import model_rules
 from megalite.config.rules.ranges import range_rules
 from megalite.config.schema import Config, Model
+
+EXPERTS_RULE = "model.experts are read from and written to hf and megalite alone; use one of these"
 
 
 def checked(model: Model, file: str) -> Model:
@@ -19,11 +22,20 @@ def checked(model: Model, file: str) -> Model:
 
 
 def plain_model(model: Model) -> dict[str, Any]:
-    """The model's keys and values, where a head's width is always told, and a window only if some layer has it."""
-    attention = model.attention
+    """The model's keys and values, but for those that say nothing of what its weights compute.
+
+    The widths of a head and of an expert are always told, a window only if some layer has it, and the feed-forward's
+    width only if some layer has no experts.
+    """
+    attention, experts, ffn = model.attention, model.experts, model.ffn
     if attention.full_every == 1:
         attention = replace(attention, window=None, full_every=None)
-    told = replace(model, head_width=model.head_size, attention=attention)
+    if experts is not None:
+        width = experts.width or ffn
+        experts = replace(experts, width=width, balance_loss=0.0, z_loss=0.0)
+        if all(isinstance(kind.feed_forward, Mixture) for kind in layer_kinds(model)):
+            ffn = width
+    told = replace(model, head_width=model.head_size, attention=attention, experts=experts, ffn=ffn)
     return dict(leaves(to_plain(Config(model=told))["model"], "model"))
 
 
@@ -31,3 +43,9 @@ def lost(model: Model, again: Model) -> list[str]:
     """The keys of `model`, with their values, that `again`, which came back from another description, does not have."""
     ours, theirs = plain_model(model), plain_model(again)
     return [f"{key} = {value}" for key, value in ours.items() if key not in theirs or theirs[key] != value]
+
+
+def refuse_experts(model: Model, files: str) -> None:
+    """Raises InputError for a model with experts, of which these files are neither read nor written."""
+    if model.experts is not None:
+        raise InputError(f"{files}: {EXPERTS_RULE}")

@@ -84,6 +84,17 @@ def test_trained_parameters_are_shown_apart(show: Show) -> None:
     assert ", 4 · those that are not trained, +" in output
 
 
+def test_active_parameters_are_shown_beside_all(show: Show) -> None:
+    assert " active " not in show(LLAMA3_8B)
+    output = show("qwen3_30b_a3b", "model.experts.first_dense=1")
+    dense, experts, router = 3 * 2048 * 6144, 3 * 2048 * 768, 128 * 2048
+    whole, active = (dense + 47 * (count * experts + router) for count in (128, 8))
+    assert row(output, "mlp")[:3] == [f"{whole:,}", f"{active:,}", f"{128 * experts + router:,}"]
+    others = 2 * 151936 * 2048 + 48 * (2 * 2048 * 4096 + 2 * 2048 * 512 + 2 * 2048 + 2 * 128) + 2048
+    assert row(output, "total")[:2] == [f"{others + whole:,}", f"{others + active:,}"]
+    assert "6 · active weights of matrices, with the head, without the embedding" in output
+
+
 def test_factors_of_a_parametrization_by_parameter(show: Show) -> None:
     assert "Parametrization" not in show()
     overrides = ["model.parametrization=completep", "model.base={width: 32, layers: 2, head_width: 16}"]

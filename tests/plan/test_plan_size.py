@@ -12,6 +12,7 @@ from megalite.config.schema import Model
 from megalite.plan.model.size import (
     Attention,
     Parameters,
+    active_parameters,
     flops_per_token,
     head_forward_flops,
     layer_forward_flops,
@@ -52,6 +53,12 @@ COUNTS = {
     "tiny_qwen": 1_115_776,
     "tiny_olmo": 1_050_496,
 }
+ACTIVE_COUNTS = {
+    "mixtral_8x7b": 12_879_925_248,
+    "qwen3_30b_a3b": 3_353_032_704,
+    "qwen3_235b_a22b": 22_190_763_520,
+    "olmoe_1b_7b": 1_282_017_280,
+}
 
 
 def first(model: Model) -> LayerKind:
@@ -65,7 +72,11 @@ def preset(name: str) -> Model:
 @pytest.mark.parametrize("name", sorted(path.stem for path in PRESETS.glob("*.yaml")))
 def test_presets_have_the_published_number_of_parameters(name: str) -> None:
     assert model_parameters(preset(name)).total == COUNTS[name]
-    assert f" {COUNTS[name]:,} parameters" in (PRESETS / f"{name}.yaml").read_text()
+    text = (PRESETS / f"{name}.yaml").read_text()
+    assert f" {COUNTS[name]:,} parameters" in text
+    active = ACTIVE_COUNTS.get(name, COUNTS[name])
+    assert active_parameters(preset(name)).total == active
+    assert active == COUNTS[name] or f"\n# {active:,} of them active." in text
 
 
 def test_untied_head_counts_on_its_own() -> None:
@@ -87,6 +98,13 @@ def test_every_weight_of_a_small_model_by_hand() -> None:
     assert whole.total == sum(astuple(whole)) == 3 * layer.total + 230
     together = replace(model, qk_norm_width="all")
     assert layer_parameters(together, first(together)).norms == 2 * 10 + 24 + 12
+
+
+def test_a_token_costs_the_active_weights_of_matrices() -> None:
+    model = preset("qwen3_30b_a3b")
+    active = active_parameters(model)
+    matrices = active.attention + active.mlp + active.head
+    assert flops_per_token(model, "full") == 6 * matrices + 12 * 48 * 4096 * 4096
 
 
 def test_llama3_8b_costs_the_published_flops() -> None:

@@ -2,6 +2,7 @@
 
 import argparse
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from math import prod
@@ -36,6 +37,7 @@ from megalite.plan.memory.peak import Memory, actions_of_peaks, memory_of_ranks
 from megalite.plan.model.size import (
     Attention,
     Parameters,
+    active_parameters,
     flops_per_token,
     layer_parameters,
     model_parameters,
@@ -155,14 +157,15 @@ def _layout_table(layout: Layout) -> Table:
 
 
 def _parameter_table(model: Model) -> Table:
-    whole, layer = model_parameters(model), layer_parameters(model, layer_kinds(model)[0])
-    trained = trained_parameters(model)
-    apart = ["trained"] if trained != whole else []
+    ((usual, _),) = Counter(layer_kinds(model)).most_common(1)
+    whole, layer = model_parameters(model), layer_parameters(model, usual)
+    others = {"trained": trained_parameters(model), "active": active_parameters(model)}
+    apart = {heading: some for heading, some in others.items() if some != whole}
     shown = table("component", "parameters", *apart, "in one layer", "share", text=("component",))
     for component in (*(field.name for field in fields(Parameters)), "total"):
         count, inside = getattr(whole, component), getattr(layer, component)
         name = "head (the embedding's weight)" if component == "head" and model.tie_embeddings else component
-        counts = [f"{count:,}", *(f"{getattr(trained, component):,}" for _ in apart)]
+        counts = [f"{count:,}", *(f"{getattr(some, component):,}" for some in apart.values())]
         shown.add_row(name, *counts, f"{inside:,}" if inside else "", f"{count / whole.total:.1%}")
     return shown
 
@@ -191,7 +194,8 @@ def _flops_table(model: Model) -> RenderableType:
     for attention in ATTENTION_FACTOR:
         shown.add_row(attention, f"{flops_per_token(model, attention):,}")
     factors = " or ".join(f"{factor} ({attention})" for attention, factor in ATTENTION_FACTOR.items())
-    weights = "6 · weights of matrices, with the head, without the embedding"
+    which = "weights of matrices" if model.experts is None else "active weights of matrices"
+    weights = f"6 · {which}, with the head, without the embedding"
     if trained_parameters(model) != model_parameters(model):
         weights += ", 4 · those that are not trained"
     formula = f"{weights}, + {factors} · layers · q · s"

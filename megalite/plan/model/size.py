@@ -61,6 +61,11 @@ def model_parameters(model: Model) -> Parameters:
     return alone
 
 
+def active_parameters(model: Model) -> Parameters:
+    """Parameters of the whole model without the experts that a token does not choose; all of the embedding count."""
+    return Parameters.of(weights(model).values(), attrgetter("active"))
+
+
 def trained_parameters(model: Model) -> Parameters:
     """Parameters of the whole model that training changes."""
     return Parameters.of(weight for weight in weights(model).values() if weight.trained)
@@ -128,8 +133,9 @@ def flops_per_token(model: Model, attention: Attention = "causal") -> int:
     """Floating-point operations to train on one token; backward takes twice as many as forward if all is trained.
 
     With L layers without windows, each weight of a matrix takes 6, the head's included, or 4 if it is not trained and
-    has no gradient. Attention takes 6·L·q·s (causal) or 12·L·q·s (full), q being the width of all query heads and s the
-    sequence length. The embedding lookup, norms and recomputation are not counted (PaLM, arXiv 2204.02311, app. B).
+    has no gradient; of experts, only those of a token count. Attention takes 6·L·q·s (causal) or 12·L·q·s (full), q
+    being the width of all query heads and s the sequence length. The embedding lookup, norms and recomputation are not
+    counted (PaLM, arXiv 2204.02311, app. B).
     """
     found = 2 * head_forward_flops(model) + head_weight_flops(model)
     for kind, count in Counter(layer_kinds(model)).items():

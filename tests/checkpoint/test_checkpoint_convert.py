@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from hf_families import CASES, Case
+from hf_families import CASES, EXPERTS, Case
 from tampering import tamper
 
 from megalite.base.errors import InputError
@@ -19,9 +19,11 @@ from megalite.checkpoint.store.disk import DamagedError
 from megalite.checkpoint.store.index import Index
 from megalite.checkpoint.store.manifest import INDEX
 from megalite.checkpoint.weights import convert as engine
+from megalite.checkpoint.weights import read
 from megalite.checkpoint.weights.convert import convert
 from megalite.checkpoint.weights.formats import dcp, huggingface
 from megalite.checkpoint.weights.formats.opened import Weights
+from megalite.checkpoint.weights.maps.families import FAMILIES
 from megalite.checkpoint.weights.maps.strips import Theirs, part
 from megalite.checkpoint.weights.read import reader_of
 from megalite.checkpoint.weights.sources import open_weights
@@ -309,6 +311,27 @@ def test_blocks_bound_the_memory_and_padding_repeats_the_last_row(
         found_blocks = list(engine.blocks(reader, theirs, "float32"))
         assert torch.equal(torch.cat(found_blocks).view(20, 17), expected)
         assert max(block.numel() for block in found_blocks) <= max(17, size // 4)
+
+
+def test_no_byte_of_a_stack_is_read_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks are smaller than the matrix of an expert, which lies alone in their files, and in ours with the others."""
+    Case("Mixtral", EXPERTS | {"intermediate_size": 100}).save(tmp_path / "hf")
+    found = open_weights(str(tmp_path / "hf"))
+    convert(found, dcp.plan(found, tmp_path / "ours", None, 1), tmp_path / "ours", {})
+    counted: list[int] = []
+    work = read.read_at
+
+    def counting(path: Path, name: str, descriptor: int, target: memoryview, position: int) -> None:
+        counted.append(len(target))
+        work(path, name, descriptor, target, position)
+
+    monkeypatch.setattr(read, "read_at", counting)
+    monkeypatch.setattr(engine, "BLOCK", 4000)
+    for folder in ("hf", "ours"):
+        reader = reader_of(open_weights(str(tmp_path / folder)))
+        for theirs in FAMILIES["mixtral"].table(found.model).values():
+            counted.clear()
+            assert sum(block.nbytes for block in engine.blocks(reader, theirs, "float32")) == sum(counted)
 
 
 def test_kills_lose_nothing(tmp_path: Path) -> None:

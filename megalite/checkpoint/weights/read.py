@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from megalite.base.errors import InputError
 from megalite.checkpoint.store.disk import DamagedError, damage_of, opened, read_at, read_whole
-from megalite.checkpoint.store.index import MAX_INDEX_BYTES, Index, Stored
+from megalite.checkpoint.store.index import ITEM_BYTES, MAX_INDEX_BYTES, Index, Stored
 from megalite.checkpoint.store.manifest import INDEX, Manifest
 from megalite.checkpoint.weights.formats.opened import Weights
 from megalite.parallel.parameter import box
@@ -151,12 +151,19 @@ def _pieces(stored: Stored, part: Tensor, offset: Sequence[int], factor: float) 
     last = np.minimum(stored.offsets + stored.sizes, low + np.array(part.shape, np.int64))
     for row in np.flatnonzero((first < last).all(axis=1)):
         target = part[tuple(slice(a, b) for a, b in zip(first[row] - low, last[row] - low, strict=True))]
+        sizes, start = stored.sizes[row].tolist(), (first[row] - stored.offsets[row]).tolist()
+        position = int(stored.rows[row, 1])
+        while target.ndim > 1 and len(target) == 1:  # rows are those inside, so that no more than these are read
+            number, *start = start
+            sizes = sizes[1:]
+            position += number * math.prod(sizes) * ITEM_BYTES[stored.dtype]
+            target = target[0]
         yield WantedPart(
             file=int(stored.rows[row, 0]),
-            position=int(stored.rows[row, 1]),
+            position=position,
             dtype=getattr(torch, stored.dtype),
-            sizes=tuple(stored.sizes[row].tolist()) or (1,),
-            first=tuple((first[row] - stored.offsets[row]).tolist()) or (0,),
+            sizes=tuple(sizes) or (1,),
+            first=tuple(start) or (0,),
             target=target if target.ndim else target.reshape(1),
             factor=factor,
         )

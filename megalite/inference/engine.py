@@ -32,8 +32,8 @@ def check_layout(model: Model, layout: Layout) -> None:
     for name in ("heads", "kv_heads", "ffn"):
         if (size := getattr(model, name)) % layout.tp:
             raise InputError(f"--tp {layout.tp}: must divide model.{name} = {size}")
-    if model.experts is not None and model.experts.count % layout.tp:
-        raise InputError(f"--tp {layout.tp}: must divide model.experts.count = {model.experts.count}")
+    if model.experts is not None and (count := model.experts.count) % layout.tp:
+        raise InputError(f"--tp {layout.tp}: must divide model.experts.count = {count}")
     if layout.pp > model.layers:
         raise InputError(f"--pp {layout.pp}: the model has {model.layers} layers; use {model.layers} or fewer")
 

@@ -5,17 +5,22 @@ from typing import Any
 
 import inference_cases
 import pytest
+import torch
 from ranks import Ranks
 
+from megalite.base.errors import InputError
 from megalite.config.layout import Layout
+from megalite.config.schema import Experts
 from megalite.distributed.mesh import Mesh
 from megalite.inference.draw import Draw
+from megalite.inference.engine import check_layout
 from megalite.inference.generate import Request, Timing, generate
 
+EXPERTS = Experts(8, 3, 24, first_dense=1, scores="sigmoid", balance_loss=0.1)
 LAYOUTS = [Layout(tp=2), Layout(pp=2), Layout(pp=2, tp=2), Layout(tp=4), Layout(pp=4), Layout(dp_shard=2, pp=2, tp=2)]
 
 
-@pytest.mark.parametrize("change", [{}, {"tie_embeddings": True}, {"vocab_size": 61}], ids=str)
+@pytest.mark.parametrize("change", [{}, {"tie_embeddings": True}, {"vocab_size": 61}, {"experts": EXPERTS}], ids=str)
 def test_every_layout_writes_the_same_texts(change: dict[str, Any], ranks: Ranks) -> None:
     """Greedily and at random; with windows in some layers, whose prompts come in several lengths at once."""
     model = replace(inference_cases.MODEL, **change)
@@ -63,3 +68,20 @@ def test_of_equal_prompts_one_is_read(alone: Mesh) -> None:
     list(generate(engine, asked, Draw(1.0), 6, 64, None, timing))
     assert timing.prompt_tokens == 6
     assert timing.tokens == 6 * 3
+
+
+@torch.inference_mode()
+def test_a_model_with_experts_writes_what_a_forward_pass_of_the_whole_text_would(alone: Mesh) -> None:
+    engine = inference_cases.engine_of(alone, replace(inference_cases.MODEL, experts=EXPERTS))
+    written = inference_cases.texts(engine, inference_cases.requests(8), Draw(0), 3)
+    for index, prompt in enumerate(inference_cases.prompts()):
+        text = [*prompt, *written[index, 0]]
+        best = engine.decoder(torch.tensor(text[:-1])[:, None])[:, 0].argmax(-1)
+        assert best[len(prompt) - 1 :].tolist() == written[index, 0]
+
+
+def test_ranks_share_out_whole_experts() -> None:
+    model = replace(inference_cases.MODEL, experts=replace(EXPERTS, count=6))
+    check_layout(model, Layout(tp=2))
+    with pytest.raises(InputError, match=r"--tp 4: must divide model.experts.count = 6"):
+        check_layout(model, Layout(tp=4))

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megalite.base.errors import InputError
 from megalite.config.layout import Layout
+from megalite.config.schema import Experts
 from megalite.distributed.mesh import Mesh
 from megalite.inference.engine import Engine
 from megalite.inference.flat import Stem
@@ -46,6 +47,19 @@ def test_what_begins_alike_is_scored_as_if_alone(case: str, alone: Mesh, monkeyp
         for found, (likelihood, greedy) in zip(scores, expected(engine, stem), strict=True):
             assert found.log_likelihood == pytest.approx(likelihood, abs=1e-11)
             assert found.greedy == greedy
+
+
+@torch.inference_mode()
+def test_a_model_with_experts_is_scored_alike(alone: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A token's experts are chosen by it alone, whatever shares its pass."""
+    experts = Experts(6, 2, 24, every=2, balance_loss=0.1)
+    engine = inference_cases.engine_of(alone, replace(inference_cases.MODEL, experts=experts))
+    monkeypatch.setattr("megalite.inference.score.PASS_TOKENS", 50)
+    stems = inference_cases.stems(engine.model.vocab_size)
+    for stem, scores in zip(stems, score(engine, stems), strict=True):
+        found = [(each.log_likelihood, each.greedy) for each in scores]
+        for one, other in zip(found, expected(engine, stem), strict=True):
+            assert one == pytest.approx(other, abs=1e-11)
 
 
 @pytest.mark.parametrize("vocabulary", [64, 61])

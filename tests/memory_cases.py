@@ -32,6 +32,18 @@ FP8: Overrides = {"train.precision": "fp8"}
 ROWWISE: Overrides = {"train.float8_recipe": "rowwise"}
 NORMED: Overrides = {"model.qk_norm": True, "train.recompute": "selective", "model.sequence_length": 4096}
 
+EXPERTS: Overrides = {"model.experts.count": 8, "model.experts.active": 3, "model.experts.width": 1024}
+# Tokens at their experts take more than weights do.
+NARROW_EXPERTS: Overrides = {
+    "model.experts.count": 32,
+    "model.experts.active": 8,
+    "model.experts.width": 32,
+    "model.vocab_size": 64,
+    "batch.micro": 4,
+    "batch.global": 32,
+}
+BALANCED: Overrides = {"model.experts.balance_loss": 0.01}
+
 CHUNKED: Overrides = {"batch.micro": 24, "batch.global": 48, "model.vocab_size": 8192, "model.ffn": 256}
 
 APART: Overrides = {
@@ -195,6 +207,47 @@ CASES: dict[str, tuple[Overrides, int]] = {  # name -> overrides and the pipelin
     "head in chunks, fp32": ({**CHUNKED, "train.precision": "fp32"}, 0),
     "head in chunks, tp": ({**CHUNKED, "parallel.tp": 2, "parallel.dp_shard": 2}, 0),
     "head in chunks, last of 2 stages": ({**CHUNKED, "parallel.pp": 2, "batch.global": 96}, 1),
+    "experts": (EXPERTS, 0),
+    "experts, 8 of 128": (
+        {"model.experts.count": 128, "model.experts.active": 8, "model.experts.width": 64, **BALANCED},
+        0,
+    ),
+    "experts, narrow": (NARROW_EXPERTS, 0),
+    "experts, narrow, selective": ({**NARROW_EXPERTS, "train.recompute": "selective"}, 0),
+    "experts, narrow, full, 1f1b": (
+        {**NARROW_EXPERTS, **BALANCED, **PIPELINE, "model.layers": 8, "batch.global": 32, "train.recompute": "full"},
+        0,
+    ),
+    "experts, narrow, offloaded": ({**NARROW_EXPERTS, "train.offload_activations": True}, 0),
+    "experts, narrow, zb_h1, selective": (
+        {
+            **NARROW_EXPERTS,
+            **PIPELINE,
+            "batch.global": 32,
+            "parallel.pipeline.schedule": "zb_h1",
+            "train.recompute": "selective",
+        },
+        0,
+    ),
+    "experts, full, balance loss": ({**EXPERTS, **BALANCED, "train.recompute": "full"}, 0),
+    "experts of later layers, full, dualpipev": (
+        {
+            **EXPERTS,
+            **PIPELINE,
+            "model.layers": 8,
+            "model.experts.first_dense": 3,
+            "parallel.pipeline.schedule": "dualpipev",
+            "train.recompute": "full",
+        },
+        0,
+    ),
+    "experts, zero2": ({**EXPERTS, **ZERO2, "parallel.dp_shard": 4}, 0),
+    "experts, zero3, muon": ({**EXPERTS, "optim.name": "muon", "parallel.dp_shard": 4}, 0),
+    "experts, zbv, zero2": ({**EXPERTS, **ZERO2, "parallel.pipeline.schedule": "zbv", **SHARDED, **PIPELINE}, 0),
+    "experts, ring, balance loss, fp32": (
+        {**EXPERTS, **BALANCED, "parallel.cp": 2, "train.precision": "fp32", "model.experts.scores": "sigmoid"},
+        0,
+    ),
     "dualpipev": ({"parallel.pipeline.schedule": "dualpipev", "train.precision": "fp32", **PIPELINE}, 1),
     "experts apart, zero1": ({**APART, "parallel.data.mode": "zero1"}, 0),
     "experts apart, zero2": ({**APART, **ZERO2}, 0),

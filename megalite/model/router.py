@@ -106,23 +106,23 @@ def losses_of(logits: Tensor, shares: Tensor | None, kind: layers.Router) -> Ten
 
 
 class _Scores(torch.autograd.Function):
-    """`scores_of`, whose backward adds the gradient of share · `losses_of`. Only logits and choices are kept."""
+    """`scores_of`, whose backward adds the gradient of share · `losses_of`. Logits and choices are kept."""
 
     @staticmethod
     def forward(
         ctx: Any, logits: Tensor, experts: Tensor, shares: Tensor | None, kind: layers.Router, share: float
     ) -> Tensor:
-        ctx.save_for_backward(logits, experts, *([] if shares is None else [shares]))
-        ctx.kind, ctx.share = kind, share
+        ctx.save_for_backward(logits)
+        ctx.experts, ctx.shares, ctx.kind, ctx.share = experts, shares, kind, share
         return scores_of(logits, experts, kind)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        logits, experts, *shares = ctx.saved_tensors
+        (logits,) = ctx.saved_tensors
         with torch.enable_grad():
             leaf = logits.detach().requires_grad_()
-            objective = (scores_of(leaf, experts, ctx.kind) * grad).sum()
-            if shares or ctx.kind.z_loss:
-                objective = objective + ctx.share * losses_of(leaf, shares[0] if shares else None, ctx.kind)
+            objective = (scores_of(leaf, ctx.experts, ctx.kind) * grad).sum()
+            if ctx.shares is not None or ctx.kind.z_loss:
+                objective = objective + ctx.share * losses_of(leaf, ctx.shares, ctx.kind)
             (found,) = torch.autograd.grad(objective, leaf)
         return found, None, None, None, None

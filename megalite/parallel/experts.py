@@ -71,15 +71,16 @@ def rows_of_experts(experts: Tensor, count: int) -> Tensor:
 
 
 class _Spread(torch.autograd.Function):
+    """The order of rows is not saved for backward, as `Rows` has it anyway: nobody needs to make or fetch it again."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, order: Tensor, places: Tensor) -> Tensor:
-        ctx.save_for_backward(places)
+        ctx.places = places
         return _spread(x, order, places)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        (places,) = ctx.saved_tensors
-        return _added_up(grad, places), None, None
+        return _added_up(grad, ctx.places), None, None
 
 
 class _Collect(torch.autograd.Function):

@@ -80,15 +80,17 @@ class Activations(Sizes):
         remade, cheap = tuple(again) if mode == "full" else (), tuple(again) if mode == "selective" else ()
         left = [kept for kept in everything if not _is_made_again(kept, mode)]
         least = self.stream // OFFLOAD_SHARE if self.config.train.offload_activations else math.inf
-        offloaded = tuple(kept for kept in left if kept.bytes >= least)
+        stays = [kept for kept in left if kept.bytes < least or kept.remembered]
+        offloaded = tuple(kept for kept in left if kept not in stays)
         passing = (*remade, *cheap, *offloaded)
-        last = layer.parts[-1].name
+        of_last = layer.parts[-1]
+        made = sum(kept.bytes for kept in passing if kept.component == of_last.name)
         return Unit(
             "layer",
             self._weights(own),
             newest=self._newest(own),
-            kept=tuple(kept for kept in left if kept.bytes < least),
-            forward=2 * self.stream + self.gathered + sum(x.bytes for x in passing if x.component == last),
+            kept=tuple(stays),
+            forward=2 * self.stream + of_last.forward(self, made),
             backward=layer.backward(self),
             remade=remade,
             cheap=cheap,

@@ -70,12 +70,21 @@ class ExpertsPart:
             Kept("mlp", hidden, "down", for_weights="down", cheap=True),
         )
 
+    def forward(self, sizes: Sizes, passing: int) -> int:
+        rows, hidden = self._rows(sizes)
+        total = sizes.stream * sizes.z // sizes.w
+        return rows + passing + (max(total - hidden, 0) if passing else total)  # the last matrix's input has passed
+
     def backward(self, sizes: Sizes, own: int) -> tuple[Moment, ...]:
         rows, hidden = self._rows(sizes)
         router, gate, up, down = (
             sizes.w * weight.gradient(sizes.t, sizes.config.parallel.ep) for _, weight in self.weights()
         )
+        # Full recompute begins when a gradient of rows is there, and makes what experts return once more.
+        makes_again = sizes.config.train.recompute in ("full", "budget")
+        again = [Moment("made again", own + 2 * rows)] if makes_again else []
         return (
+            *again,
             Moment("down", own + rows + hidden, down, put_off=rows),
             Moment("swiglu", 3 * hidden),
             Moment("gate and up", 2 * hidden + rows, gate + up, put_off=2 * hidden),

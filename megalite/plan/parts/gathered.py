@@ -42,6 +42,9 @@ class Gathered(ABC):
         into = whole + inputs // sizes.w + once_more[1] if sizes.in_8_bits(self.weights(), into_stream=True) else 0
         return columns, into
 
+    def forward(self, sizes: Sizes, passing: int) -> int:
+        return sizes.gathered + passing
+
     def forward_transfers(self, sizes: Sizes, cp: int, phase: str) -> Transfers:
         return sizes.over_tp("all_gather", f"{phase}: gather of the input of {self.title}", sizes.pieces)
 

@@ -97,7 +97,7 @@ class Kept:
     for_weights: str = ""  # the moment whose weight gradients need the tensor; a split backward keeps it until W
     cheap: bool = False  # selective recompute makes the tensor again when backward needs it
     given: bool = False  # the input of a layer, which full recompute keeps
-    remembered: bool = False  # a choice that full recompute does not make again
+    remembered: bool = False  # a choice: it stays on the device, and full recompute does not make it again
 
 
 @dataclass(frozen=True)
@@ -139,6 +139,12 @@ class Part(Protocol):
 
     def kept(self, sizes: Sizes) -> tuple[Kept, ...]:
         """Tensors that a forward pass keeps for backward, the part's input aside."""
+
+    def forward(self, sizes: Sizes, passing: int) -> int:
+        """Temporaries when a forward pass makes its output, but for two as large as that.
+
+        passing: bytes of tensors that backward needs, but that forward does not keep on the device.
+        """
 
     def backward(self, sizes: Sizes, own: int) -> tuple[Moment, ...]:
         """The moments of backward, in order, with what they take beside the gradient of the residual stream.

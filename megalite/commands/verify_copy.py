@@ -4,7 +4,18 @@ from dataclasses import asdict, replace
 from math import lcm
 from typing import Any
 
-from megalite.config.schema import SCHEDULES, Base, Batch, Config, Curriculum, Model, Parallel, Rampup, RopeScaling
+from megalite.config.schema import (
+    SCHEDULES,
+    Base,
+    Batch,
+    Config,
+    Curriculum,
+    Experts,
+    Model,
+    Parallel,
+    Rampup,
+    RopeScaling,
+)
 from megalite.plan.activations import Activations
 from megalite.plan.automatic import as_tight
 from megalite.plan.pipeline import tables_of
@@ -100,6 +111,7 @@ def _shrink_model(model: Model, layers: int, parallel: Parallel) -> Model:
     return replace(
         model,
         attention=attention,
+        experts=_shrink_experts(model, width, parallel.ep),
         rotary_width=rotary_width,
         rope_scaling=_shrink_scaling(model, rotary_width or head_width or 8, length),
         base=_shrink_base(model, width, head_width or 8, layers),
@@ -111,6 +123,26 @@ def _shrink_model(model: Model, layers: int, parallel: Parallel) -> Model:
         ffn=_side(model.ffn, model.width, width, tp, 24),
         vocab_size=_shrink_vocabulary(model, width, tp),
         sequence_length=length,
+    )
+
+
+def _shrink_experts(model: Model, width: int, ep: int) -> Experts | None:
+    """Eight experts or so, as many on every rank; more than are active, if so at full size; layers without, if any are.
+
+    They are not forced to be chosen equally often: whom a token gets would depend on its place on a rank.
+    """
+    experts = model.experts
+    if experts is None:
+        return None
+    count = ep * min(experts.count // ep, max(2, 8 // ep))
+    return replace(
+        experts,
+        count=count,
+        active=count if experts.active == experts.count else min(experts.active, 2, count - 1),
+        width=None if experts.width is None else _side(experts.width, model.width, width, 1, 24),
+        first_dense=min(experts.first_dense, 1),
+        every=min(experts.every, 2),
+        force_balance=False,
     )
 
 
@@ -178,10 +210,13 @@ def not_compared(config: Config, steps: int) -> list[str]:
         for name in sizes
         if getattr(model, name) != getattr(small.model, name)
     ]
-    attention, in_small = model.attention, small.model.attention
+    sections = {"attention": (model.attention, small.model.attention)}
+    if model.experts is not None:
+        sections["experts"] = replace(model.experts, force_balance=False), small.model.experts
     shrunk += [
-        f"attention.{name} {value:,} as {getattr(in_small, name):,}"
-        for name, value in vars(attention).items()
+        f"{section}.{name} {value:,} as {getattr(in_small, name):,}"
+        for section, (full, in_small) in sections.items()
+        for name, value in vars(full).items()
         if value != getattr(in_small, name)
     ]
     apex = "apex" in vars(config.kernels_by_operation).values()
@@ -198,6 +233,7 @@ def not_compared(config: Config, steps: int) -> list[str]:
         f"optim.lr {config.optim.lr:g} as {small.optim.lr:g}": config.optim.lr != small.optim.lr,
         f"the roundings of train.precision {train.precision}": train.precision != "fp64",
         "which layers train.recompute_budget chooses at full size": train.recompute == "budget",
+        "model.experts.force_balance": model.experts is not None and model.experts.force_balance,
         "the order that auto finds at full size, which --schedule FILE.yaml of megalite show writes": (
             config.parallel.pipeline.schedule == AUTO_SCHEDULE
         ),

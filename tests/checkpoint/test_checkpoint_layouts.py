@@ -147,7 +147,7 @@ def test_layers_with_experts_go_on_in_another_layout(optimizer: str, ranks: Rank
 
     wrote = ranks.run(train_and_save, configured(Layout(pp=2, dp_shard=2, cp=2)), tmp_path, 2, 4)
     straight = assemble([there for _, there in wrote])
-    for shape in (configured(WIDE), configured(Layout(pp=2, dp_replicate=2, dp_shard=2), "zbv")):
+    for shape in (configured(WIDE), configured(Layout(pp=2, dp_replicate=2, dp_shard=2), "zb_h1")):
         read = ranks.run(load_and_train, shape, complete(tmp_path)[-1], 4)
         after = assemble([there for *_, there in read])
         assert after.keys() == straight.keys()

@@ -32,6 +32,7 @@ from megalite.config.schema import (
     Batch,
     Config,
     Curriculum,
+    Experts,
     Kernels,
     Model,
     Optim,
@@ -444,6 +445,45 @@ def test_a_shrunken_copy_has_layers_of_every_kind(key: str) -> None:
     rare = replace(configuration(), model=replace(model, attention=replace(model.attention, **{key: 31})))
     assert getattr(shrink(rare).model.attention, key) == 31
     assert f"attention.{key}" not in "; ".join(not_compared(rare, 3))
+
+
+@pytest.mark.parametrize(
+    ("full", "ep", "small"),
+    [
+        (Experts(128, 8, 1536, first_dense=3, every=4), 1, Experts(8, 2, 24, first_dense=1, every=2)),
+        (Experts(16, 1), 1, Experts(8, 1)),
+        (Experts(4, 3, 64), 1, Experts(4, 2, 36)),
+        (Experts(16, 16), 1, Experts(8, 8)),
+        (Experts(128, 8, 64), 2, Experts(8, 2, 36)),
+        (Experts(64, 6, scale=2.5, scores="sigmoid"), 8, Experts(16, 2, scale=2.5, scores="sigmoid")),
+        (Experts(2, 1, force_balance=True), 2, Experts(2, 1)),
+    ],
+)
+def test_a_shrunken_copy_has_fewer_experts_and_layers_with_and_without(full: Experts, ep: int, small: Experts) -> None:
+    """Experts here are wider than the model, or as wide as its other feed-forwards."""
+    degrees = {"dp_shard": 8, "ep": ep}
+    config = configuration(**degrees)
+    model = replace(config.model, layers=30, width=32 if full.width == 64 else 1024, experts=full)
+    config = replace(config, model=model, batch=Batch(1, 8))
+    shrunk = shrink(config)
+    assert validate(config, 8) == validate(shrunk, 8) == []
+    found = shrunk.model.experts
+    assert replace(found, width=None) == replace(small, width=None)
+    assert (found.width is None) == (full.width is None)
+    if full.width is not None:
+        assert found.width > shrunk.model.width
+    kinds = [{type(kind.feed_forward) for kind in layer_kinds(each)} for each in (model, shrunk.model)]
+    assert kinds[0] == kinds[1]
+    told = "; ".join(not_compared(config, 3))
+    assert (f"experts.count {full.count} as {small.count}" in told) == (full.count != small.count)
+    assert ("model.experts.force_balance" in told) == full.force_balance
+
+
+def test_experts_that_are_forced_to_be_balanced_are_no_false_alarm(ranks: Ranks) -> None:
+    config = configuration(dp_shard=2, cp=2)
+    experts = Experts(16, 3, first_dense=1, balance_loss=0.1, force_balance=True)
+    config = shrink(replace(config, model=replace(config.model, experts=experts)))
+    assert [difference for difference in ranks.run(compare, config, 3, 1e-10)[0] if not difference.passed] == []
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from megalite.commands.verify import compare, random_batch
 from megalite.config.layout import Layout
 from megalite.config.rules.validate import validate
 from megalite.config.schema import Batch, Config, DataParallel, Experts, Model, Optim, Parallel, Pipeline, Train
-from megalite.train.step import gradients
+from megalite.train.step import gradients, update
 
 MODES = {  # pure, or replicas of shards
     "ddp": ("ddp", Layout(dp_shard=2)),
@@ -94,3 +94,23 @@ def test_losses_depend_on_no_micro_batches(kind: str) -> None:
             each.append({name: param.grad.to_local() for name, param in job.named_parameters()})
     for found in each[1:]:
         torch.testing.assert_close(found, each[0], rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_experts_without_tokens_only_decay(optimizer: str) -> None:
+    config = configuration("ddp", 1, "", "many", "none", optimizer)
+    with one_rank():
+        job = make(replace(config, parallel=Parallel(dp_shard=1), batch=Batch(1, 1)))
+        gate = next(param for name, param in job.named_parameters() if "experts.gate" in name)
+        before = gate.to_local().detach().clone()
+        loss = gradients(job, random_batch(job, 0))
+        idle = ~gate.grad.to_local().flatten(1).any(1)
+        assert 20 < idle.sum() < 64
+        update(job, loss, 0)
+        states = [each.to_local() for name, each in job.optimizer.states_of(gate).items() if name != "step"]
+        (rate,) = {group["lr"] for group in job.optimizer.param_groups}
+        left = before * (1 - rate * config.optim.weight_decay)
+        torch.testing.assert_close(gate.to_local()[idle], left[idle], rtol=1e-14, atol=0)
+        assert not any(state[idle].any() for state in states)
+        assert all(state[~idle].any() for state in states)
+        assert (gate.to_local() - left)[~idle].abs().amax((1, 2)).min() > 0

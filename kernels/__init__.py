@@ -14,6 +14,7 @@ from megalite_kernels.qk_norm_rope import qk_norm_rope
 from megalite_kernels.rms_norm import rms_norm
 from megalite_kernels.rope import rope
 from megalite_kernels.rope_of_parts import rope_of_parts
+from megalite_kernels.routed_rows import collect_rows, spread_rows
 from megalite_kernels.swiglu import swiglu
 from megalite_kernels.symmetric_product import symmetric_product
 from megalite_kernels.weighted_swiglu import weighted_swiglu
@@ -22,6 +23,7 @@ __all__ = [
     "FusedAdamW",
     "adamw",
     "add_rms_norm",
+    "collect_rows",
     "cross_entropy",
     "fastest_adamw",
     "fused_adamw",
@@ -33,6 +35,7 @@ __all__ = [
     "rms_norm",
     "rope",
     "rope_of_parts",
+    "spread_rows",
     "swiglu",
     "symmetric_product",
     "weighted_swiglu",

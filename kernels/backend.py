@@ -36,6 +36,9 @@ HAS_TRITON = triton is not None
 USES_INTERPRETER = HAS_TRITON and triton.knobs.runtime.interpret  # fixed when Triton is imported
 
 
+LEAST_TILE = 256  # columns: a load of 16 bytes by each thread of a warp, in 16 bits
+
+
 class Program(NamedTuple):
     """The size of a kernel's programs. Launch functions choose it, unless they are given one."""
 
@@ -117,6 +120,12 @@ def as_rows(x: Tensor) -> Tensor:
 
 def power_of_2(at_least: int) -> int:
     return 1 << max(at_least - 1, 0).bit_length()
+
+
+def row_block(width: int, program: Program) -> dict[str, int]:
+    """The block of a program: rows, and as many columns as fill tiles of rows of `width`, but for part of the last."""
+    tile = min(power_of_2(width), max(width & -width, LEAST_TILE), program.elements)
+    return {"ROWS": program.elements // tile, "TILE": tile, "num_warps": program.warps}
 
 
 @jit

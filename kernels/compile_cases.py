@@ -30,6 +30,27 @@ LLAMAS = {
 
 
 @dataclass(frozen=True)
+class MixtureShape:
+    """The sizes of a model with experts on which their kernels depend."""
+
+    width: int
+    hidden: int  # of one expert
+    active: int  # experts of a token
+
+    @property
+    def rows(self) -> int:
+        return TOKENS * self.active
+
+
+MIXTURES = {
+    "Qwen3 30B-A3B": MixtureShape(2048, 768, 8),
+    "gpt-oss 20B": MixtureShape(2880, 2880, 4),
+    "Mixtral 8x7B": MixtureShape(4096, 14336, 2),
+    "DeepSeek-V3": MixtureShape(7168, 2048, 8),
+}
+
+
+@dataclass(frozen=True)
 class CompileCase:
     """One pass of an operation to compile.
 
@@ -47,6 +68,13 @@ class CompileCase:
 def models() -> Iterator[tuple[str, ModelShape, torch.dtype]]:
     """The models of the cases: all in bfloat16, and the largest also in float32, which needs the most registers."""
     for name, shape in LLAMAS.items():
+        yield name, shape, torch.bfloat16
+    yield name, shape, torch.float32
+
+
+def mixtures() -> Iterator[tuple[str, MixtureShape, torch.dtype]]:
+    """The models with experts, in the data types of `models`."""
+    for name, shape in MIXTURES.items():
         yield name, shape, torch.bfloat16
     yield name, shape, torch.float32
 

@@ -42,8 +42,10 @@ OPS = (
     "qk_norm_rope",
     "rms_norm",
     "rope",
+    "routed_rows",
     "swiglu",
     "symmetric_product",
+    "weighted_swiglu",
 )
 ARCHITECTURES = (80, 90, 100)
 SHARED_BYTES = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}  # bytes that a program may use

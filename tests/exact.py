@@ -7,7 +7,7 @@ by default as many as there are terms.
 from typing import Any
 
 import torch
-from rounding import assert_rounded
+from rounding import UNITS, assert_rounded
 from torch import Tensor
 
 from megalite_kernels.adamw import reference as adamw
@@ -58,6 +58,27 @@ def assert_swiglu(y: Tensor, dgate: Tensor | None, dup: Tensor | None, gate: Ten
     assert_rounded(dup, silu * grad, (silu * grad).abs(), outer=2, inner=12 + 2 * g.abs())
     slope, magnitude = sigmoid * (1 + g * (1 - sigmoid)), sigmoid * (1 + g.abs() * (1 - sigmoid))
     assert_rounded(dgate, grad * u * slope, (grad * u).abs() * magnitude, outer=2, inner=16 + 8 * g.abs())
+
+
+def assert_weighted_swiglu(
+    y: Tensor, dgate: Tensor | None, dup: Tensor | None, dscores: Tensor | None, gate: Tensor, up: Tensor,
+    scores: Tensor, dy: Tensor, rounded: int = 0,
+) -> None:  # fmt: skip
+    """rounded: how often what is added up for dscores is rounded to the data type of gate, which y may be as well."""
+    assert dgate is not None
+    assert dup is not None
+    assert dscores is not None
+    g, u, s, grad = gate.double(), up.double(), scores.double()[:, None], dy.double()
+    sigmoid = 1 / (1 + torch.exp(-g))
+    silu, outer = g * sigmoid, max(rounded, 2)
+    assert (y.dtype, dscores.dtype) == (gate.dtype, scores.dtype)
+    assert_rounded(y, s * silu * u, (s * silu * u).abs(), outer, inner=13 + 2 * g.abs())
+    assert_rounded(dup, s * silu * grad, (s * silu * grad).abs(), outer, inner=13 + 2 * g.abs())
+    slope, magnitude = sigmoid * (1 + g * (1 - sigmoid)), sigmoid * (1 + g.abs() * (1 - sigmoid))
+    assert_rounded(dgate, s * grad * u * slope, (s * grad * u).abs() * magnitude, outer, inner=17 + 8 * g.abs())
+    terms = silu * u * grad
+    inner = gate.shape[1] + 12 + 2 * g.abs() + rounded * UNITS[gate.dtype] / UNITS[scores.dtype]
+    assert_rounded(dscores, terms.sum(1), (terms.abs() * inner).sum(1), outer=0, inner=1)
 
 
 def pairs(x: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:

@@ -14,11 +14,13 @@ from megalite_kernels.adamw import reference as adamw_reference
 from megalite_kernels.add_rms_norm import bytes_moved as add_rms_norm_bytes
 from megalite_kernels.add_rms_norm import reference as add_rms_norm_reference
 from megalite_kernels.benchmarks.inputs import (
+    ACTIVE,
     STEP,
     Inputs,
     Model,
     Random,
     add_norm_inputs,
+    collect_inputs,
     cross_entropy_inputs,
     flat,
     float8_inputs,
@@ -30,7 +32,9 @@ from megalite_kernels.benchmarks.inputs import (
     product_inputs,
     qk_norm_inputs,
     rope_inputs,
+    spread_inputs,
     swiglu_inputs,
+    weighted_swiglu_inputs,
 )
 from megalite_kernels.cross_entropy import bytes_moved as cross_entropy_bytes
 from megalite_kernels.cross_entropy import reference as cross_entropy_reference
@@ -47,9 +51,12 @@ from megalite_kernels.rms_norm import bytes_moved as rms_norm_bytes
 from megalite_kernels.rms_norm import reference as rms_norm_reference
 from megalite_kernels.rope import bytes_moved as rope_bytes
 from megalite_kernels.rope import reference as rope_reference
+from megalite_kernels.routed_rows import bytes_moved as routed_rows_bytes
 from megalite_kernels.swiglu import bytes_moved as swiglu_bytes
 from megalite_kernels.swiglu import reference as swiglu_reference
 from megalite_kernels.symmetric_product import reference as symmetric_product_reference
+from megalite_kernels.weighted_swiglu import bytes_moved as weighted_swiglu_bytes
+from megalite_kernels.weighted_swiglu import reference as weighted_swiglu_reference
 
 EPS = 1e-5  # epsilon of norms
 
@@ -198,6 +205,14 @@ def _parameters(model: Model) -> str:
     return f"{len(model.parameters())} tensors, {model.elements:,} elements"
 
 
+def _routed_rows(model: Model) -> str:
+    return f"{model.tokens} × {ACTIVE} × {model.shape.width}"
+
+
+def _routed_rows_bytes(model: Model) -> tuple[int, int]:
+    return routed_rows_bytes(model.tokens, ACTIVE, model.shape.width, torch.bfloat16)
+
+
 FLOAT8 = _Op(
     float8_inputs,
     _float8_reference,
@@ -224,6 +239,16 @@ OPS = {
         swiglu_reference,
         _rows(lambda model: model.shape.ffn),
         lambda model: swiglu_bytes(model.tokens, model.shape.ffn, torch.bfloat16),
+    ),
+    "weighted_swiglu": _Op(
+        weighted_swiglu_inputs,
+        weighted_swiglu_reference,
+        lambda model: " × ".join(map(str, model.routed)),
+        lambda model: weighted_swiglu_bytes(*model.routed, torch.bfloat16),
+    ),
+    "spread_rows": _Op(spread_inputs, lambda x, places, tokens: x[tokens], _routed_rows, _routed_rows_bytes),
+    "collect_rows": _Op(
+        collect_inputs, lambda rows, places, tokens: rows[places].sum(1), _routed_rows, _routed_rows_bytes
     ),
     "rope": _Op(rope_inputs, _rope_reference, _heads, partial(_of_heads, rope_bytes)),
     "qk_norm_rope": _Op(qk_norm_inputs, _qk_norm_rope_reference, _heads, partial(_of_heads, qk_norm_rope_bytes)),

@@ -12,6 +12,7 @@ from megalite_kernels.compile_cases import LLAMAS, TOKENS, ModelShape
 from megalite_kernels.float8 import ACTIVATION, amax, scale_for
 
 STEP = 10  # updates that the optimizer has made before
+EXPERTS, ACTIVE = 64, 8  # in place of a feed-forward: those of a token are together as wide
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,11 @@ class Model:
     def elements(self) -> int:
         """Number of elements of all parameters on this rank."""
         return sum(math.prod(size) for size in self.parameters())
+
+    @property
+    def routed(self) -> tuple[int, int]:
+        """Rows of all experts, and hidden features of one."""
+        return ACTIVE * self.tokens, self.shape.ffn // ACTIVE
 
     def parameters(self) -> list[tuple[int, ...]]:
         """Sizes of this rank's parts, split by rows; both ends of the model are here."""
@@ -130,6 +136,29 @@ def swiglu_inputs(model: Model, random: Random) -> Inputs:
     size = model.tokens, model.shape.ffn
     leaves = {"gate": random.normal(*size), "up": random.normal(*size)}
     return Inputs(leaves, (), [random.normal(*size)])
+
+
+def weighted_swiglu_inputs(model: Model, random: Random) -> Inputs:
+    leaves = {name: random.normal(*model.routed) for name in ("gate", "up")}
+    scores = random.normal(model.routed[0], dtype=torch.float32)
+    return Inputs({**leaves, "scores": scores}, (), [random.normal(*model.routed)])
+
+
+def spread_inputs(model: Model, random: Random) -> Inputs:
+    x, grad = random.normal(model.tokens, model.shape.width), random.normal(model.routed[0], model.shape.width)
+    return Inputs({"x": x}, _routes(model, random), [grad])
+
+
+def collect_inputs(model: Model, random: Random) -> Inputs:
+    rows, grad = random.normal(model.routed[0], model.shape.width), random.normal(model.tokens, model.shape.width)
+    return Inputs({"rows": rows}, _routes(model, random), [grad])
+
+
+def _routes(model: Model, random: Random) -> tuple[Tensor, Tensor]:
+    """Places of every token's rows among those of all experts, and the token of every row."""
+    experts = random.normal(model.tokens, EXPERTS, dtype=torch.float32).topk(ACTIVE).indices
+    order = experts.flatten().argsort(stable=True)
+    return order.argsort().view(-1, ACTIVE), order // ACTIVE
 
 
 def float8_inputs(model: Model, random: Random, rowwise: bool = False) -> Inputs:

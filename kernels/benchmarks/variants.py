@@ -19,6 +19,7 @@ from torch import Tensor
 from megalite_kernels import (
     adamw,
     add_rms_norm,
+    collect_rows,
     cross_entropy,
     grad_norm,
     linear_cross_entropy,
@@ -27,8 +28,10 @@ from megalite_kernels import (
     qk_norm_rope,
     rms_norm,
     rope,
+    spread_rows,
     swiglu,
     symmetric_product,
+    weighted_swiglu,
 )
 from megalite_kernels.add_rms_norm import reference as add_rms_norm_reference
 from megalite_kernels.backend import Backend
@@ -38,6 +41,7 @@ from megalite_kernels.float8 import ACTIVATION, cast
 from megalite_kernels.float8 import reference as float8_reference
 from megalite_kernels.rms_norm import reference as rms_norm_reference
 from megalite_kernels.swiglu import reference as swiglu_reference
+from megalite_kernels.weighted_swiglu import reference as weighted_swiglu_reference
 
 MEGALITE, TORCH_COMPILE, EAGER_TORCH, LIGER, MATMULS = "megalite", "torch.compile", "eager", "Liger", "matmuls alone"
 LARGE_CHUNK_FACTOR = 16  # times the memory that Liger gives a chunk's logits: chunks are of 4096 tokens at least
@@ -231,6 +235,24 @@ VARIANTS = {
         _compiled(swiglu_reference),
         _eager(lambda gate, up: F.silu(gate) * up),
         _liger(lambda liger, gate, up: liger.liger_swiglu(gate, up), overwrites=True),
+    ],
+    "weighted_swiglu": [
+        _ours(lambda gate, up, scores: weighted_swiglu(gate, up, scores, "triton")),
+        _compiled(weighted_swiglu_reference),
+        _eager(lambda gate, up, scores: (F.silu(gate) * up * scores[:, None]).to(gate.dtype)),
+        NO_LIGER,
+    ],
+    "spread_rows": [
+        _ours(lambda x, places, tokens: spread_rows(x, places, "triton")),
+        _compiled(lambda x, places, tokens: x[tokens]),
+        _eager(lambda x, places, tokens: x[tokens]),
+        NO_LIGER,
+    ],
+    "collect_rows": [
+        _ours(lambda rows, places, tokens: collect_rows(rows, places, "triton")),
+        _compiled(lambda rows, places, tokens: rows[places].sum(1)),
+        _eager(lambda rows, places, tokens: rows[places].sum(1)),
+        NO_LIGER,
     ],
     "rope": [
         _ours(partial(_rope, backend="triton")),

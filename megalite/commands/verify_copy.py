@@ -210,7 +210,7 @@ def not_compared(config: Config, steps: int) -> list[str]:
         for name in sizes
         if getattr(model, name) != getattr(small.model, name)
     ]
-    sections = {"attention": (model.attention, small.model.attention)}
+    sections: dict[str, tuple[Any, Any]] = {"attention": (model.attention, small.model.attention)}
     if model.experts is not None:
         sections["experts"] = replace(model.experts, force_balance=False), small.model.experts
     shrunk += [

@@ -294,6 +294,7 @@ class Kernels:
     rms_norm: Literal["auto", "triton", "torch", "apex"] = "auto"  # with the residual's addition before it
     rope: Literal["auto", "triton", "torch"] = "auto"  # with the norm of queries and keys before it
     swiglu: Literal["auto", "triton", "torch"] = "auto"
+    experts: Literal["auto", "triton", "torch"] = "auto"  # SwiGLU of their rows, which are brought to them and back
     cross_entropy: Literal["auto", "triton", "torch"] = "auto"  # with the output layer before it
     adamw: Literal["auto", "triton", "torch", "apex"] = "auto"  # torch: PyTorch's fused one; auto: that without a GPU
     muon: Literal["auto", "triton", "torch"] = "auto"  # passes over memory, and products that are symmetric

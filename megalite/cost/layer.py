@@ -23,7 +23,7 @@ from megalite.plan.parts.window import attended_pairs
 from megalite.plan.recompute_modes import Mode
 
 MERGE_BYTES = (12, 8)  # for each element of attention's result, to add what other ranks' keys give: forward, backward
-ROUTED_BYTES = 4  # for each element of a token at one of its experts, forward or backward: it is written, and read back
+ROUTED_BYTES = 4  # for each element of a token and of its rows, forward or backward: it is read once, and written once
 LOOKUP_ELEMENTS = 6  # read and written for each of the embedding's output, forward and backward
 OVERLAP_EXPONENT = 3  # higher: the longer of device and host decides more sharply; from Megatron's layers
 ATTENTION_BACKWARD = 2.5  # operations of fused attention's backward, in those of its forward: scores are made again

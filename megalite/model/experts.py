@@ -42,7 +42,7 @@ class Experts(nn.Module):
         weights, self.kind = dict(part.weights()), part.kind
         self.router = Router(weights["router.weight"], self.kind.router, self.kind.active, tp)
         self.experts = ExpertMLPs(weights, ep, kernels, factor)
-        self.spread, self.group = Cheap(Rows.spread), ep.get_group()
+        self.spread, self.group, self.kernels = Cheap(Rows.spread), ep.get_group(), kernels.experts
 
     def forward(self, x: Tensor, losses: Losses = NO_LOSSES) -> Tensor:
         """Output `[s/t, b, d]` of tokens `[s/t, b, d]`."""
@@ -55,7 +55,7 @@ class Experts(nn.Module):
 
     def _routes(self, experts: Tensor) -> tuple[Rows, Dispatch | None]:
         """The order of rows, and their way to ranks with other experts."""
-        rows = Rows(experts, self.kind.count, self._known_counts(experts.numel()))
+        rows = Rows(experts, self.kind.count, self._known_counts(experts.numel()), self.kernels)
         return rows, None if self.group.size() == 1 else Dispatch(rows, self.group)
 
     def _known_counts(self, choices: int) -> list[int] | None:
@@ -74,7 +74,7 @@ class ExpertMLPs(nn.Module):
         self.gate = ExpertLinear(weights["experts.gate.weight"], ep)
         self.up = ExpertLinear(weights["experts.up.weight"], ep)
         self.down = ExpertLinear(weights["experts.down.weight"], ep, factor)
-        self.swiglu = Cheap(partial(weighted_swiglu, backend=kernels.swiglu))
+        self.swiglu = Cheap(partial(weighted_swiglu, backend=kernels.experts))
 
     def forward(self, x: Tensor, scores: Tensor, rows: Rows) -> Tensor:
         """Outputs `[nK, d]` of rows `[nK, d]`, each times its score, `[nK]`."""

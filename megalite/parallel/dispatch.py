@@ -33,7 +33,7 @@ class Dispatch:
         numbers = torch.arange(mine.shape[1], device=mine.device).repeat(ranks)
         experts = numbers.repeat_interleave(theirs.flatten(), output_size=sum(self.arriving))
         counts = [sum(of_rank) for of_rank in zip(*arriving, strict=True)]
-        self.rows = Rows(experts[:, None], mine.shape[1], counts)  # of this rank's experts
+        self.rows = Rows(experts[:, None], mine.shape[1], counts, rows.backend)  # of this rank's experts
 
     def compute(self, experts: Callable[[Tensor, Tensor, Rows], Tensor], x: Tensor, scores: Tensor) -> Tensor:
         """What `experts` of all ranks make of rows `[n, d]` with their scores `[n]`."""

@@ -8,13 +8,13 @@ in which a token chose its experts.
 from collections.abc import Sequence
 from functools import cached_property
 from itertools import accumulate
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from megalite.parallel.product import Plain, Prepared
-from megalite_kernels.backend import wide_dtype
+from megalite_kernels import collect_rows, spread_rows
+from megalite_kernels.backend import Backend, wide_dtype
 
 ALIGNED_BYTES = 16  # a row's of an operand of a grouped product
 
@@ -22,14 +22,17 @@ ALIGNED_BYTES = 16  # a row's of an operand of a grouped product
 class Rows:
     """The order of rows for the `experts` `[…, K]` that tokens `[…]` have chosen, of `count`.
 
-    counts: by expert, its rows, where the host knows them; None: the host waits for them if it has to.
+    counts: by expert, its rows, where the host knows them; None: the host waits for them if it has to. backend: of
+    `spread_rows` and `collect_rows`.
     """
 
-    def __init__(self, experts: Tensor, count: int, counts: Sequence[int] | None = None) -> None:
-        flat = experts.flatten()
-        self.order = flat.argsort(stable=True)  # by row: token · K + place among the token's experts
-        self.places = torch.empty_like(self.order)  # the inverse
-        self.places[self.order] = torch.arange(len(flat), device=flat.device)
+    def __init__(
+        self, experts: Tensor, count: int, counts: Sequence[int] | None = None, backend: Backend = "auto"
+    ) -> None:
+        order = experts.flatten().argsort(stable=True)  # by row: token · K + place among the token's experts
+        places = torch.empty_like(order)  # the inverse
+        places[order] = torch.arange(len(order), device=order.device)
+        self.places, self.backend = places.view_as(experts), backend
         self._experts, self._count, self.known = experts, count, counts
 
     @cached_property
@@ -50,63 +53,21 @@ class Rows:
 
     def spread(self, x: Tensor) -> Tensor:
         """The rows `[nK, d]` of tokens `[…, d]`."""
-        spread: Tensor = _Spread.apply(x, self.order, self.places.view_as(self._experts))
-        return spread
+        return spread_rows(x, self.places, self.backend)
 
     def collect(self, rows: Tensor) -> Tensor:
         """The sums `[…, d]` of the rows of every token."""
-        collected: Tensor = _Collect.apply(rows, self.order, self.places.view_as(self._experts))
-        return collected
+        return collect_rows(rows, self.places, self.backend)
 
     def permuted(self, choices: Tensor) -> Tensor:
         """Numbers `[nK]` of rows, from those of choices `[…, K]`."""
-        permuted: Tensor = _Spread.apply(choices.flatten(), self.order, self.places[:, None])
-        return permuted
+        return spread_rows(choices.reshape(-1, 1), self.places.view(-1, 1), self.backend).squeeze(-1)
 
 
 def rows_of_experts(experts: Tensor, count: int) -> Tensor:
     """How many of `experts`, numbers below `count`, are which: `[count]`, or `[b, count]` of rows `[b, …]`. Int64."""
     found = experts.new_zeros(*experts.shape[:-1], count)
     return found.scatter_add_(-1, experts, torch.ones_like(experts))
-
-
-class _Spread(torch.autograd.Function):
-    """The order of rows is not saved for backward, as `Rows` has it anyway: nobody needs to make or fetch it again."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, order: Tensor, places: Tensor) -> Tensor:
-        ctx.places = places
-        return _spread(x, order, places)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _added_up(grad, ctx.places), None, None
-
-
-class _Collect(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, order: Tensor, places: Tensor) -> Tensor:
-        # Not among saved tensors: full recompute ends with the last of these, and what brings rows back need not run.
-        ctx.order, ctx.places = order, places
-        return _added_up(rows, places)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _spread(grad, ctx.order, ctx.places), None, None
-
-
-def _spread(x: Tensor, order: Tensor, places: Tensor) -> Tensor:
-    """The rows `[nK, …]` of x, which has the dimensions of `places` `[…, K]` but for the last, and perhaps features."""
-    return x.flatten(0, places.ndim - 2)[order // places.shape[-1]]
-
-
-def _added_up(rows: Tensor, places: Tensor) -> Tensor:
-    """The sums of the rows at `places` `[…, K]`, one choice of all tokens after another, in float32 or wider."""
-    first, *others = places.unbind(-1)
-    total = rows[first].to(wide_dtype(rows.dtype))
-    for place in others:
-        total += rows[place]
-    return total.to(rows.dtype)
 
 
 class GroupedProduct(Plain):

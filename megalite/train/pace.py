@@ -180,6 +180,7 @@ def _known_slow(config: Config) -> str:
     if config.train.deterministic:
         return "train.deterministic"
     kernels = config.kernels_by_operation
-    as_fast = ("adamw",) if config.optim.name == "muon" else ("adamw", "muon")  # or unused
+    unused = [("muon", config.optim.name != "muon"), ("experts", config.model.experts is None)]
+    as_fast = ["adamw", *(name for name, is_unused in unused if is_unused)]
     slow = [name for name, chosen in vars(kernels).items() if chosen == "torch" and name not in as_fast]
     return f"PyTorch's kernels of {', '.join(slow)} in place of Triton's" if slow else ""

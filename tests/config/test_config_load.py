@@ -198,7 +198,7 @@ def test_an_unknown_key_brings_the_nearest_name(override: str, meant: str) -> No
         (
             "kernels=apex",
             'kernels = "apex": must be auto, triton or torch or a section with keys from rms_norm, rope, swiglu, '
-            "cross_entropy, adamw, muon or attention",
+            "experts, cross_entropy, adamw, muon or attention",
         ),
         (
             "parallel.pipeline=null",

@@ -9,18 +9,20 @@ from hypothesis import strategies as st
 
 import megalite.cost.predict as predicting
 from megalite.base.errors import InputError
-from megalite.config.layers import layer_kinds
+from megalite.config.layers import Mixture, layer_kinds
 from megalite.config.load import load
 from megalite.config.rules.validate import check
 from megalite.config.schema import Config
 from megalite.cost.cluster import Cluster, Link, load_cluster
 from megalite.cost.flows import flows
+from megalite.cost.layer import ROUTED_BYTES
 from megalite.cost.network import Group
 from megalite.cost.predict import HOST_BANDWIDTH, HOST_UPDATE_BYTES, Trial, predict, seconds_of, timeline
 from megalite.cost.program import MEGALITE
 from megalite.cost.schedule_tables import Cost
 from megalite.cost.share import share_of
 from megalite.cost.stages import HOST_SHARE, SPLIT_OVERHEAD, Shared, Timer
+from megalite.plan.parts.experts import ExpertsPart
 from megalite.plan.resolved import resolve
 from megalite.schedule.actions import Kind
 from megalite.schedule.generate import NAMES
@@ -28,7 +30,9 @@ from megalite_kernels.adamw import bytes_moved as adamw_bytes
 from megalite_kernels.add_rms_norm import bytes_moved as norm_bytes
 from megalite_kernels.grad_norm import bytes_moved as grad_norm_bytes
 from megalite_kernels.linear_cross_entropy import bytes_moved as loss_bytes
+from megalite_kernels.routed_rows import bytes_moved as routed_bytes
 from megalite_kernels.swiglu import bytes_moved as swiglu_bytes
+from megalite_kernels.weighted_swiglu import bytes_moved as weighted_bytes
 
 H100 = load_cluster("h100_sxm")
 TIMER = Timer(H100)
@@ -242,6 +246,13 @@ def test_bytes_of_passes_are_those_that_kernels_declare() -> None:
     columns = 2 * width  # that the up and gate projections make
     there, back = (moved / tokens / columns for moved in swiglu_bytes(tokens, width, half))
     assert (MEGALITE.forward_ffn, MEGALITE.backward_ffn) == (there, back)
+    scores, places = 3 * 4, 3 * 8  # of three experts for a token
+    mixture = ExpertsPart(width, Mixture(4, 3, columns)).passed(1)
+    there, back = (moved / tokens for moved in weighted_bytes(3 * tokens, columns, half))
+    found = mixture.hidden * MEGALITE.forward_ffn, mixture.hidden * MEGALITE.backward_ffn
+    assert found == (there - scores, back - 2 * scores)
+    there, back = (moved / tokens - places for moved in routed_bytes(tokens, 3, width, half))
+    assert mixture.routed * ROUTED_BYTES == there + back  # spread and collected, each way
     fewer, more = (sum(loss_bytes(tokens, 8, columns, tokens, half)) for columns in (1, 2))
     weight = 3 * 8 * half.itemsize  # of a further column: it is read twice, and its gradient is written
     assert MEGALITE.logit == (more - fewer - weight) / tokens

@@ -11,7 +11,16 @@ import torch
 from rounding import DEVICE, random
 from torch import Tensor
 
-from megalite_kernels import add_rms_norm, qk_norm_rope, rms_norm, rope, swiglu
+from megalite_kernels import (
+    add_rms_norm,
+    collect_rows,
+    qk_norm_rope,
+    rms_norm,
+    rope,
+    spread_rows,
+    swiglu,
+    weighted_swiglu,
+)
 from megalite_kernels.backend import USES_INTERPRETER, Backend, as_rows, on_device, power_of_2, use_triton
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -74,7 +83,9 @@ heads, angles, targets = torch.ones(2, 1, 1, 4), torch.ones(2, 1, 1, 2), torch.z
 print(torch.equal(rms_norm(x, weight, 0.0), x))
 results = [
     *add_rms_norm(x, x, weight, 0.0), swiglu(x, x), rope(heads, angles, angles),
-    qk_norm_rope(heads, weight, angles, angles, 0.0), cross_entropy(x * 1, targets), linear_cross_entropy(x, x, targets)
+    qk_norm_rope(heads, weight, angles, angles, 0.0), cross_entropy(x * 1, targets),
+    linear_cross_entropy(x, x, targets), collect_rows(weighted_swiglu(x, x, torch.ones(2)), targets.view(1, 2)),
+    spread_rows(x, torch.tensor([[1], [0]])),
 ]
 sum(result.sum() for result in results).backward()
 FusedAdamW([x, weight]).step()
@@ -124,7 +135,10 @@ def _layer(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, backend: Backend
     """Every operation of a decoder's layer."""
     y = qk_norm_rope(x, weight, cos, sin, 1e-5, 1, "interleaved", backend)
     normal, total = add_rms_norm(x, rope(y, cos, sin, 1, backend=backend), weight, 1e-5, backend)
-    return swiglu(rms_norm(normal, weight, 1e-5, backend), total, backend)
+    y = rms_norm(swiglu(rms_norm(normal, weight, 1e-5, backend), total, backend), weight, 1e-5, backend)
+    places = torch.arange(y[..., 0].numel() * 2, device=y.device).flip(0).view(*y.shape[:-1], 2)
+    rows = spread_rows(y, places, backend)
+    return collect_rows(weighted_swiglu(rows, rows, rows.mean(1).sigmoid(), backend), places, backend)
 
 
 def test_compiled_as_one_graph() -> None:

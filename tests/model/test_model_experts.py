@@ -2,11 +2,12 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megalite.config.layers import Mixture, Router
 from megalite.config.schema import Kernels
@@ -18,6 +19,7 @@ from megalite.parallel.parameter import part
 from megalite.plan.parts.experts import ExpertsPart
 
 WIDTH, LENGTH, SEQUENCES, SHARE = 16, 6, 3, 0.25
+TORCH = Kernels.all("torch")
 BOTH = {"balance_loss": 0.3, "z_loss": 0.05}
 KINDS = {
     "softmax": Mixture(5, 2, 7),
@@ -49,8 +51,10 @@ class Weights(NamedTuple):
         return [module.router.weight, mlps.gate.weight, mlps.up.weight, mlps.down.weight]
 
 
-def made(kind: Mixture, mesh: Mesh, dtype: torch.dtype = torch.float64, factor: float = 1.0) -> Experts:
-    module = Experts(ExpertsPart(WIDTH, kind), mesh.tp, mesh.tp, Kernels.all("torch"), factor)
+def made(
+    kind: Mixture, mesh: Mesh, dtype: torch.dtype = torch.float64, factor: float = 1.0, kernels: Kernels = TORCH
+) -> Experts:
+    module = Experts(ExpertsPart(WIDTH, kind), mesh.tp, mesh.tp, kernels, factor)
     module = module.to(dtype).to_empty(device="cpu")
     generator = torch.Generator().manual_seed(0)
     for weight in module.parameters():
@@ -228,3 +232,29 @@ def test_modules_have_the_weights_that_plans_name(alone: Mesh) -> None:
     assert sum(each.active for name, each in planned.items() if name != "router.weight") == sum(
         each.elements for name, each in ExpertsPart(WIDTH, used).weights() if name != "router.weight"
     )
+
+
+class Called(TorchDispatchMode):
+    """Names of megalite's operations that are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "megalite":
+            self.names.add(func.overloadpacket.__name__)
+        return func(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("name", ["softmax, both losses", "sigmoid, not normalized, scaled", "one of several"])
+def test_kernels_are_those_of_the_key(name: str, alone: Mesh) -> None:
+    kind, names = KINDS[name], {"spread_rows", "collect_rows", "weighted_swiglu", "weighted_swiglu_backward"}
+    x, grad = tokens()
+    reference = expected(made(kind, alone), kind, x, grad)
+    for kernels, called in ((Kernels(experts="torch"), set()), (Kernels(experts="triton"), names)):
+        x, grad = tokens()
+        with Called() as calls:
+            numbers = found(made(kind, alone, kernels=kernels), x, grad)
+        assert calls.names == called
+        torch.testing.assert_close(numbers, reference, rtol=1e-12, atol=1e-12)

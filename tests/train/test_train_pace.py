@@ -192,6 +192,7 @@ def test_a_cpu_is_not_blamed_for_what_gpus_do() -> None:
     [
         (("train.deterministic=true",), "train.deterministic, which the prediction does not count"),
         (("kernels=torch",), "PyTorch's kernels of rms_norm, rope, swiglu, cross_entropy in place of Triton's"),
+        (("kernels=torch", "model.experts.count=2"), "rms_norm, rope, swiglu, experts, cross_entropy in place of"),
         (("parallel.tp=8", "model.heads=8", "model.kv_heads=8"), "nvidia-smi topo -m"),
     ],
 )

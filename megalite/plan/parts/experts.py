@@ -4,12 +4,12 @@
     n     tokens on a rank, of its part of the sequence: T/t         w, z  bytes of an activation, of a statistic
 
 Every token is copied for each of its experts: nK rows. Kept are these rows, gate, up and their product, nK·(h + 3f)·w,
-the input of the router hnw, and of every token E logits, K scores and three numbers of 8 bytes for each of K experts.
+the input of the router hnw, and of every token E logits, K scores and two numbers of 8 bytes for each of K experts.
 Tensor parallelism splits neither experts nor router: a rank computes its part of the sequence.
 
 Where ranks share out experts, each sends its rows to those of their experts, and gets as many if experts are chosen
 equally often, as is taken here; what experts return goes back, and gradients go both ways again. Rows that arrive are
-kept, with two more numbers for each.
+kept, with one more number for each.
 """
 
 from collections import Counter
@@ -54,15 +54,15 @@ class ExpertsPart:
 
     def passed(self, tp: int) -> Passed:
         active = self.kind.active / tp
-        return Passed(hidden=2 * self.kind.width * active, routed=self.width * active)
+        return Passed(hidden=2 * self.kind.width * active, routed=self.width * (active + 1 / tp))
 
     def kept(self, sizes: Sizes) -> tuple[Kept, ...]:
         rows, hidden = self._rows(sizes)
         choices, apart = self._choices(sizes), sizes.config.parallel.ep > 1
         return (
             Kept("mlp", self._logits(sizes), "router"),
-            # Experts; orders of rows, and their inverses.
-            Kept("mlp", (5 if apart else 3) * INDEX_BYTES * choices, "router", remembered=True),
+            # Experts, and places of rows.
+            Kept("mlp", (3 if apart else 2) * INDEX_BYTES * choices, "router", remembered=True),
             Kept("mlp", rows, "gate and up", for_weights="gate and up", cheap=not apart),
             Kept("mlp", hidden, "swiglu"),
             Kept("mlp", hidden, "swiglu"),

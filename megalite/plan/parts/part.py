@@ -79,7 +79,7 @@ class Passed(NamedTuple):
     """Elements for each token and rank that kernels between matrix products read or write, by what they are.
 
     hidden: between the products of a feed-forward. heads: queries, keys and values. routed: tokens that are brought to
-    their experts, once for each.
+    their experts, and their rows, one for each.
     """
 
     hidden: float = 0

@@ -9,13 +9,17 @@ import pytest
 import torch
 
 from megalite.dry_run.run import fake_world
+from megalite_kernels import collect_rows, spread_rows, weighted_swiglu
 from megalite_kernels.add_rms_norm import bytes_moved as norm_bytes
 from megalite_kernels.rope_of_parts import bytes_moved as rope_bytes
+from megalite_kernels.routed_rows import bytes_moved as routed_bytes
 from megalite_kernels.swiglu import bytes_moved as swiglu_bytes
+from megalite_kernels.weighted_swiglu import bytes_moved as weighted_bytes
 from megalite_tools.bench import counts
 from megalite_tools.bench.counts import COUNTS, Count, main, page
 from megalite_tools.bench.host_calls import calls_per_layer, plain_calls_per_layer
 from megalite_tools.bench.layer_bytes import bytes_per_layer
+from megalite_tools.bench.moved_bytes import MovedBytes
 
 PAGE = Path("docs/speed.md").read_text(encoding="utf-8")
 
@@ -64,6 +68,21 @@ def test_bytes_of_a_layer_are_those_that_its_kernels_declare(biases: bool) -> No
         name + after: size for name, sizes in declared for after, size in zip(("", "_backward"), sizes, strict=True)
     }
     assert found == expected | ({"sum": heads * half.itemsize} if biases else {})
+
+
+def test_bytes_of_experts_rows_are_those_that_their_kernels_declare() -> None:
+    tokens, choices, width, hidden, half = 12, 3, 8, 6, torch.bfloat16
+    sizes = (tokens, width), (tokens * choices, hidden), (tokens * choices, hidden)
+    x, gate, up = (torch.empty(*size, dtype=half, device="meta", requires_grad=True) for size in sizes)
+    scores = torch.empty(tokens * choices, device="meta", requires_grad=True)
+    places = torch.empty(tokens, choices, dtype=torch.int64, device="meta")
+    with MovedBytes(lambda name, tensor: True) as moved:
+        rows = spread_rows(x, places, "triton")
+        made = weighted_swiglu(gate, up, scores, "triton"), collect_rows(rows, places, "triton")
+        torch.autograd.grad(made, (x, gate, up, scores), [torch.empty_like(each) for each in made])
+    routed, there = routed_bytes(tokens, choices, width, half), weighted_bytes(tokens * choices, hidden, half)
+    names = "weighted_swiglu", "weighted_swiglu_backward", "spread_rows", "collect_rows"
+    assert +moved.bytes == dict(zip(names, (*there, sum(routed), sum(routed)), strict=True))
 
 
 def test_a_count_above_its_limit_fails(

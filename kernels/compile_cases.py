@@ -34,7 +34,7 @@ class MixtureShape:
     """The sizes of a model with experts on which their kernels depend."""
 
     width: int
-    hidden: int  # of one expert
+    hidden: int  # hidden features of each expert
     active: int  # experts of a token
 
     @property

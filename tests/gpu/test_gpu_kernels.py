@@ -14,8 +14,9 @@ from exact import (
     assert_swiglu,
     assert_turned,
     assert_updated,
+    assert_weighted_swiglu,
 )
-from rounding import DEVICE, UNITS
+from rounding import DEVICE, UNITS, assert_rounded
 from torch import Tensor
 
 from megalite.commands.verify import random_batch
@@ -28,21 +29,24 @@ from megalite.train.step import train_step
 from megalite_kernels import (
     adamw,
     add_rms_norm,
+    collect_rows,
     cross_entropy,
     grad_norm,
     linear_cross_entropy,
     qk_norm_rope,
     rms_norm,
     rope,
+    spread_rows,
     swiglu,
+    weighted_swiglu,
 )
-from megalite_kernels.compile_cases import LLAMAS, TOKENS
+from megalite_kernels.compile_cases import LLAMAS, MIXTURES, TOKENS
 from megalite_kernels.linear_cross_entropy import reference as linear_cross_entropy_reference
 from megalite_kernels.rope import Layout as Pairs
 
 pytestmark = pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a CUDA device and TRITON_INTERPRET=0")
 
-LLAMA = LLAMAS["Llama 3 8B"]
+LLAMA, MIXTURE = LLAMAS["Llama 3 8B"], MIXTURES["DeepSeek-V3"]
 EPS, SCALE, IGNORED = 1e-5, 0.37, -100
 ROWS = 512  # that are compared at a time: in float64 all of them would not fit
 ADDITIONS = 1024  # into a sum: of a program's own rows or columns, and then of programs or threads
@@ -114,6 +118,31 @@ def test_swiglu() -> None:
     y = swiglu(*inputs)
     for block in in_blocks(y, *torch.autograd.grad(y, inputs, dy), *inputs, dy):
         assert_swiglu(*block)
+
+
+def test_weighted_swiglu() -> None:
+    gate, up, dy = (normal(MIXTURE.rows, MIXTURE.hidden, seed=seed, scale=3.0) for seed in range(3))
+    scores = normal(MIXTURE.rows, seed=3, dtype=torch.float32)
+    inputs = gate.requires_grad_(), up.requires_grad_(), scores.requires_grad_()
+
+    def compute() -> tuple[Tensor, ...]:
+        y = weighted_swiglu(*inputs)
+        return y, *torch.autograd.grad(y, inputs, dy)
+
+    for block in in_blocks(*twice(compute), *inputs, dy):
+        assert_weighted_swiglu(*block)
+
+
+def test_rows_of_experts() -> None:
+    x, rows = (normal(count, MIXTURE.width, seed=seed) for seed, count in enumerate((TOKENS, MIXTURE.rows)))
+    places = torch.randperm(MIXTURE.rows, generator=torch.Generator(DEVICE).manual_seed(2), device=DEVICE)
+    places = places.view(TOKENS, MIXTURE.active)
+    (spread,) = twice(lambda: (spread_rows(x, places),))
+    assert all(torch.equal(spread[each], x) for each in places.unbind(1))
+    (collected,) = twice(lambda: (collect_rows(rows, places),))
+    for found, of_tokens in in_blocks(collected, places):
+        terms = rows[of_tokens].double()
+        assert_rounded(found, terms.sum(1), terms.abs().sum(1), outer=1, inner=MIXTURE.active)
 
 
 def angles() -> tuple[Tensor, Tensor]:

@@ -144,6 +144,18 @@ def test_experts_in_one_tensor_are_read_too(name: str, tmp_path: Path) -> None:
     assert all(torch.equal(found[key], tensor) for key, tensor in expected.items())
 
 
+def test_more_experts_than_files_could_have_are_refused_at_once(tmp_path: Path) -> None:
+    CASES["olmoe"].save(tmp_path, shard="1MB")
+    fields = json.loads((tmp_path / "config.json").read_text())
+    for changed, told in (
+        ({"num_experts": 50_000}, "99 tensors, fewer than the 200,000 of"),
+        ({"num_experts": 6}, "lacks"),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps(fields | changed))
+        with pytest.raises(InputError, match=told):
+            open_weights(str(tmp_path))
+
+
 @pytest.mark.parametrize(
     ("name", "change", "told"),
     [

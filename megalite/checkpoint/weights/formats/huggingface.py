@@ -14,13 +14,15 @@ from megalite.checkpoint.store.disk import DamagedError, damage_of, opened
 from megalite.checkpoint.store.index import Index, Stored
 from megalite.checkpoint.weights.formats.opened import Weights, refuse_differences
 from megalite.checkpoint.weights.formats.output import Output, OutputPlan, Put, Stream
-from megalite.checkpoint.weights.formats.safetensors import INDEX, ONE_FILE, find, header, listed
+from megalite.checkpoint.weights.formats.safetensors import INDEX, ONE_FILE, Files, find, header, listed
 from megalite.checkpoint.weights.formats.tokenizer import tokenizer_files
 from megalite.checkpoint.weights.maps.experts import are_stacked
 from megalite.checkpoint.weights.maps.families import CONFIG, MAX_CONFIG_BYTES, family_of, read_config
 from megalite.checkpoint.weights.maps.family import Family
 from megalite.checkpoint.weights.maps.models import lost
 from megalite.checkpoint.weights.maps.strips import PREFIX, Table, under_our_names
+from megalite.config.layers import Mixture, layer_kinds
+from megalite.config.schema import Model
 from megalite.plan.model.weights import weights
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
@@ -37,7 +39,9 @@ def open_folder(path: Path) -> Weights:
     """The weights in a folder. Raises InputError for a model that megalite lacks, DamagedError for damaged files."""
     family, model = read_config(path)
     files = find(path)
-    table = family.table(model, are_stacked(files.index.tensors))
+    stacked = are_stacked(files.index.tensors)
+    _refuse_too_few(path, files, model, stacked)
+    table = family.table(model, stacked)
     found = {
         name: stored
         for name, stored in files.index.tensors.items()
@@ -60,6 +64,16 @@ def open_folder(path: Path) -> Weights:
         family=family.model_type,
         companions=companions(path),
     )
+
+
+def _refuse_too_few(path: Path, files: Files, model: Model, stacked: bool) -> None:
+    """Raises DamagedError before a table is made of billions of experts that a wrong number in CONFIG means."""
+    layers = sum(isinstance(kind.feed_forward, Mixture) for kind in layer_kinds(model))
+    least = layers if stacked or model.experts is None else layers * model.experts.count
+    if (there := len(files.index.tensors)) < least:
+        raise DamagedError(
+            path, f"{files.source} has {there:,} tensors, fewer than the {least:,} of {CONFIG}'s experts"
+        )
 
 
 def _same(path: Path, files: Sequence[str], one: Stored, other: Stored) -> bool:

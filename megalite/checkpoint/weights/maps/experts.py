@@ -21,7 +21,7 @@ EXPERTS = {  # tensors of a layer with experts, `{}` the number of one, and ours
     "mlp.experts.{}.up_proj.weight": ("mlp.experts.up.weight",),
     "mlp.experts.{}.down_proj.weight": ("mlp.experts.down.weight",),
 }
-STACKED_EXPERTS = {  # of all families
+STACKED_EXPERTS = {  # the same in every family
     "mlp.gate.weight": ("mlp.router.weight",),
     "mlp.experts.gate_up_proj": ("mlp.experts.gate.weight", "mlp.experts.up.weight"),
     "mlp.experts.down_proj": ("mlp.experts.down.weight",),

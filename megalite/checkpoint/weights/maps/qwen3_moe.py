@@ -28,7 +28,7 @@ def _features(fields: Fields, model: Model) -> Mapping[str, Any]:
 
 
 def _layers(fields: Fields, layers: int) -> tuple[int, int]:
-    """How many layers at the beginning are without experts, and which of the others have them: every n-th."""
+    """Return the number of layers at the beginning without experts, and n: every n-th of the others has some."""
     every, without = fields.whole("decoder_sparse_step"), fields.get("mlp_only_layers", [])
     if not isinstance(without, list) or not all(type(number) is int for number in without):
         raise fields.wrong("mlp_only_layers", "must be a list of numbers of layers")

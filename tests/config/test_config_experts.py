@@ -1,0 +1,61 @@
+"""Rules of experts, and which layers have them."""
+
+from dataclasses import replace
+
+import pytest
+
+from megalite.config.layers import Mixture, SwiGLU, layer_kinds
+from megalite.config.rules.validate import validate
+from megalite.config.schema import Base, Batch, Config, Experts, Model, Parallel, Train
+
+MODEL = Model(6, 16, 4, 2, None, 24, 32, 8, experts=Experts(8, 2))
+CONFIG = Config(model=MODEL, parallel=Parallel(dp_shard=1), batch=Batch(1, 4))
+
+
+def with_experts(**keys: object) -> Config:
+    return replace(CONFIG, model=replace(MODEL, experts=replace(MODEL.experts, **keys)))
+
+
+@pytest.mark.parametrize(
+    ("config", "told"),
+    [
+        (with_experts(active=9), "model.experts.active = 9: must be at most model.experts.count = 8"),
+        (with_experts(count=1, active=1), "model.experts.count = 1: "),
+        (with_experts(first_dense=6), "model.experts.first_dense = 6: leaves none of the 6 layers with experts"),
+        (with_experts(every=7), "model.experts.every = 7: leaves none of the 6 layers with experts"),
+        (with_experts(first_dense=4, every=4), "model.experts.every = 4: leaves none of the 6 layers with experts"),
+        (with_experts(balance_loss=-0.1), "model.experts.balance_loss = -0.1: "),
+        (with_experts(z_loss=2000.0), "model.experts.z_loss = 2000.0: "),
+        (with_experts(scale=0.0), "model.experts.scale = 0.0: "),
+        (
+            replace(CONFIG, model=replace(MODEL, parametrization="mup", base=Base(8, None, 4))),
+            'model.parametrization = "mup": cannot be used with model.experts',
+        ),
+        (replace(CONFIG, train=Train(compile=True)), "train.compile = true: cannot be used with model.experts"),
+    ],
+    ids=lambda each: each if isinstance(each, str) else "",
+)
+def test_what_cannot_be_is_refused(config: Config, told: str) -> None:
+    (problem,) = validate(config, 1)
+    assert str(problem).startswith(told)
+
+
+@pytest.mark.parametrize(
+    ("keys", "mixed"),
+    [
+        ({}, {1, 2, 3, 4, 5, 6}),
+        ({"active": 8}, {1, 2, 3, 4, 5, 6}),
+        ({"first_dense": 1}, {2, 3, 4, 5, 6}),
+        ({"every": 2}, {2, 4, 6}),
+        ({"first_dense": 2, "every": 2}, {4, 6}),
+        ({"first_dense": 5}, {6}),
+    ],
+)
+def test_layers_have_experts_as_the_keys_say(keys: dict[str, int], mixed: set[int]) -> None:
+    config = with_experts(**keys)
+    assert validate(config, 1) == []
+    kinds = layer_kinds(config.model)
+    assert {number for number, kind in enumerate(kinds, 1) if isinstance(kind.feed_forward, Mixture)} == mixed
+    assert {kind.feed_forward.width for kind in kinds} == {24}
+    (other,) = {kind.feed_forward for kind in layer_kinds(replace(MODEL, experts=None))}
+    assert other == SwiGLU(24)

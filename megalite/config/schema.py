@@ -69,7 +69,7 @@ class Experts:
     active: int = 2  # experts that compute a token
     width: int | None = None  # hidden features of an expert; null: model.ffn
     first_dense: int = 0  # layers at the beginning without experts
-    every: int = 1  # of the others, layers n - 1, 2n - 1, … have experts
+    every: int = 1  # layers n - 1, 2n - 1, … after them have experts
     scores: Literal["softmax", "sigmoid"] = "softmax"  # how logits of the router become scores
     normalize: bool = True  # the scores of a token's experts are divided by their sum; with softmax, over these alone
     scale: float = 1.0  # factor of scores

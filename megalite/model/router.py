@@ -2,7 +2,7 @@
 
     n  tokens on a rank, `[s/t, b]`    E  experts    K  those of a token
 
-Scores are in float32 or wider. Of experts that suit a token equally well, the first is chosen. Full recompute does not
+Scores are in float32 or wider. Where experts suit a token equally well, the first is chosen. Full recompute does not
 choose again. Two losses may be added to the training loss, each a mean over the tokens of the step, so that neither
 depends on micro-batches or on the layout. Their gradients begin here, so they need no place in a stage's output:
 

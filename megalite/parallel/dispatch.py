@@ -25,7 +25,7 @@ class Dispatch:
         dist.all_to_all_single(theirs, mine, group=group)
         if rows.known is None:
             sent, arriving = torch.stack((mine, theirs)).tolist()
-        else:  # those of all ranks
+        else:  # all ranks know the same
             sent = [rows.known[at : at + mine.shape[1]] for at in range(0, len(rows.known), mine.shape[1])]
             arriving = [sent[group.rank()]] * ranks
             theirs = torch.tensor(arriving, device=mine.device)
@@ -33,10 +33,10 @@ class Dispatch:
         numbers = torch.arange(mine.shape[1], device=mine.device).repeat(ranks)
         experts = numbers.repeat_interleave(theirs.flatten(), output_size=sum(self.arriving))
         counts = [sum(of_rank) for of_rank in zip(*arriving, strict=True)]
-        self.rows = Rows(experts[:, None], mine.shape[1], counts, rows.backend)  # of this rank's experts
+        self.rows = Rows(experts[:, None], mine.shape[1], counts, rows.backend)  # the rows of this rank's experts
 
     def compute(self, experts: Callable[[Tensor, Tensor, Rows], Tensor], x: Tensor, scores: Tensor) -> Tensor:
-        """What `experts` of all ranks make of rows `[n, d]` with their scores `[n]`."""
+        """The results of `experts` of all ranks for rows `[n, d]` with their scores `[n]`."""
         taken, scores = self._sent(x), self._sent(scores)
         y = experts(self.rows.spread(taken), self.rows.permuted(scores), self.rows)
         back: Tensor = _AllToAll.apply(self.rows.collect(y), self.arriving, self.sent, self.group)

@@ -1,8 +1,8 @@
 """Tokens brought to their experts and back, and matrix products of which every row has the weight of its expert.
 
 Rows are tokens, once for each of their experts, in the order of experts, and of tokens where the expert is the same. So
-an expert's rows are a run, and a product with its weight is one of matrices. What comes back is added up in the order
-in which a token chose its experts.
+an expert's rows are a run, and a product with its weight is one of matrices. Rows that come back are added up in the
+order in which a token chose its experts.
 """
 
 from collections.abc import Sequence
@@ -65,7 +65,7 @@ class Rows:
 
 
 def rows_of_experts(experts: Tensor, count: int) -> Tensor:
-    """How many of `experts`, numbers below `count`, are which: `[count]`, or `[b, count]` of rows `[b, …]`. Int64."""
+    """Count how often each number below `count` is among `experts`: `[count]`, or `[b, count]` of `[b, …]`."""
     found = experts.new_zeros(*experts.shape[:-1], count)
     return found.scatter_add_(-1, experts, torch.ones_like(experts))
 

@@ -47,7 +47,7 @@ class Cheap(nn.Module):
 
 
 class _Memory:
-    """What one call of a layer with full recompute has made by `remembered`, for the pass that runs it again."""
+    """Results of `remembered` in one call of a layer with full recompute, for the pass that runs it again."""
 
     def __init__(self) -> None:
         self.made: list[Any] = []
@@ -63,7 +63,7 @@ class _Memory:
             _memory = before
 
 
-_memory: _Memory | None = None  # of the layer that runs
+_memory: _Memory | None = None  # the memory of the layer that runs
 
 
 def remembered(make: Callable[[], T]) -> T:

@@ -41,7 +41,7 @@ class PutOff:
 class Group(NamedTuple):
     """Weights of a part that FSDP2 exchanges at once. newest: elements of the last one that is trained."""
 
-    key: PartKey  # of experts that ranks share out, with an index below 0
+    key: PartKey  # experts that ranks share out have an index below 0
     weights: Weights
     shards: int
     newest: int
@@ -290,7 +290,7 @@ class Walk:
         return self.states.w * part.parameters if self.states.frees and not part.with_stage else 0
 
     def _gathered_experts(self, part: Unit) -> int:
-        """Of `_gathered`, the bytes of experts, which are gathered by themselves."""
+        """Bytes of experts among those of `_gathered`; they are gathered by themselves."""
         return self.states.w * part.apart.total if self.states.frees and part.apart is not None else 0
 
     def _keep(self, part: Unit) -> None:
@@ -449,7 +449,7 @@ class Walk:
         return stage > 0 and part.copy and 0 in self.parts
 
     def _groups(self, stage: int, index: int) -> list[Group]:
-        """What FSDP2 exchanges at once of a part, in the order of backward: experts that ranks share out come first."""
+        """Groups of a part, in the order of backward: experts that ranks share out, then all else."""
         part, states = self.parts[stage][index], self.states
         own = Group((stage, index), part.weights, states.shards, part.newest)
         if part.apart is None:

@@ -3,14 +3,13 @@
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from typing import NamedTuple
 
-from megalite.config.schema import Config, Place
+from megalite.config.schema import Place
 from megalite.plan.memory.moment_text import Instant
+from megalite.plan.memory.states import States
 from megalite.plan.muon import step_temporaries
 from megalite.plan.parts.part import Moment
-from megalite.plan.parts.sizes import PRECISION_BYTES
 from megalite.plan.repeated_layers import parts_of
 from megalite.plan.resolved import Plan
 from megalite.plan.units import Item, Unit, Weights
@@ -45,65 +44,6 @@ class Group(NamedTuple):
     weights: Weights
     shards: int
     newest: int
-
-
-@dataclass(frozen=True)
-class States:
-    """Precision and sharding in which parameters and gradients are held."""
-
-    plan: Plan
-
-    @property
-    def config(self) -> Config:
-        return self.plan.config
-
-    @cached_property
-    def mode(self) -> str:
-        return self.config.parallel.data_mode
-
-    @cached_property
-    def w(self) -> int:
-        return PRECISION_BYTES[self.config.train.dtype]
-
-    @cached_property
-    def p(self) -> int:
-        return max(self.w, 4)
-
-    @cached_property
-    def r(self) -> int:
-        return 2 if self.config.parallel.data.reduce_precision == "bf16" and not self.copies else self.p
-
-    @cached_property
-    def copies(self) -> int:
-        """Bytes of the copy of a parameter with which layers compute, kept beside it; 0 without one."""
-        return self.w if self.plan.copies else 0
-
-    @cached_property
-    def shards(self) -> int:
-        parallel = self.config.parallel
-        return parallel.layout.dp_shard * parallel.cp if parallel.data.sharded else 1
-
-    @cached_property
-    def expert_shards(self) -> int:
-        """Ranks over which the parameters of experts are sharded, where ranks share out these."""
-        parallel = self.config.parallel
-        return parallel.expert_shards if parallel.data.sharded else 1
-
-    @cached_property
-    def managed(self) -> bool:
-        """Flag: FSDP2 gathers weights and reduces gradients."""
-        return self.plan.fsdp
-
-    @cached_property
-    def replicas(self) -> bool:
-        """Flag: sharded gradients are also summed over replicas, in buffers of their own."""
-        parallel = self.config.parallel
-        return parallel.dp_replicate > 1 or (not parallel.data.sharded and parallel.layout.dp * parallel.cp > 1)
-
-    @cached_property
-    def frees(self) -> bool:
-        """Flag: gathered weights are freed after every use."""
-        return self.managed and self.mode == "zero3"
 
 
 class Walk:

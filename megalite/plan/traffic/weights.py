@@ -19,7 +19,7 @@ from math import prod
 from operator import attrgetter
 
 from megalite.config.layers import LayerKind
-from megalite.plan.memory.walk import States
+from megalite.plan.memory.states import States
 from megalite.plan.model.weights import embedding, final_norm, head, layer_weights
 from megalite.plan.parts.part import Weight
 from megalite.plan.parts.roles import RoleKind

@@ -168,7 +168,7 @@ def configuration(layout: Layout, row: Row) -> Config:
         *layout.shape, pipeline=pipeline, context=Context(row["method"]), data=DataParallel(row["mode"])
     )
     recompute, *every = str(row["recompute"]).split(" ", 1)
-    train = Train(3, "fp64", recompute, 1 + len(every), offload_activations=row["offload"])
+    train = Train(3, "fp64", recompute=recompute, recompute_every=1 + len(every), offload_activations=row["offload"])
     masked = row["documents"] != "packed"
     return Config(
         model=model,

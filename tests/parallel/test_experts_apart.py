@@ -41,7 +41,7 @@ def test_training_is_that_of_one_process(case: tuple, ranks: Ranks) -> None:
         model=Model(4, 12, 2, 2, None, 20, 40, 16, experts=KINDS[kind], init_std=0.2),
         parallel=Parallel(*layout.shape, ep, Pipeline(schedule), data=DataParallel(mode)),
         batch=Batch(1, layout.dp * (3 if layout.pp == 1 else 4)),
-        train=Train(3, "fp64", recompute),
+        train=Train(3, "fp64", recompute=recompute),
         optim=Optim(optimizer, lr=0.01, weight_decay=0.3, clip_norm=0.01),
     )
     assert validate(config, layout.world_size) == []
@@ -65,7 +65,7 @@ def exchanged(choices: list[list[list[int]]]) -> tuple[Tensor, Tensor, Tensor]:
         factors = torch.arange(2 * rank + 1, 2 * rank + 3).repeat_interleave(torch.tensor(mine.counts))
         return taken * factors[:, None] * scores[:, None]
 
-    scores = torch.ones(len(rows.order), dtype=torch.float64)
+    scores = torch.ones(rows.places.numel(), dtype=torch.float64)
     y = rows.collect(dispatch.compute(compute, rows.spread(x), scores))
     y.sum().backward()
     assert x.grad is not None

@@ -71,7 +71,7 @@ def _experts(model: Model, parallel: Parallel, world_size: int | None) -> Iterat
         yield Problem(key, rule, f"use {listing(multiples(ep, tp, MAX_RANKS))}", ep)
     elif ranks >= 1 and ranks % ep:
         rule = f"must divide the {ranks} ranks of dp_shard · cp · tp"
-        yield Problem(key, rule, f"use {listing(divisors(ep, ranks, 1))}", ep)
+        yield Problem(key, rule, f"use {listing(divisors(ranks, ep, tp))}", ep)
     yield from divisible("model.experts.count", model.experts.count, key, ep)
 
 

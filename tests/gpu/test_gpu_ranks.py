@@ -29,7 +29,10 @@ LAYOUTS = {
     "pp, split backward": ["parallel.pp=2", "parallel.pipeline.schedule=zb_h1"],
     "tp": ["parallel.tp=2"],
     "cp": ["parallel.cp=2", "parallel.context.method=ulysses"],
+    "ep": ["parallel.dp_shard=2", "parallel.ep=2"],
+    "tp, ep": ["parallel.tp=2", "parallel.ep=2"],
 }
+EXPERTS = "model.experts={count: 4, active: 2, width: 48, balance_loss: 0.1}"
 needs_two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 
 
@@ -54,13 +57,14 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(
     ("layout", "device"),
-    [("dp_shard", "cpu"), *(pytest.param(layout, "cuda", marks=needs_two) for layout in LAYOUTS)],
+    [("dp_shard", "cpu"), ("tp, ep", "cpu"), *(pytest.param(layout, "cuda", marks=needs_two) for layout in LAYOUTS)],
 )
 def test_two_ranks_train_as_one_does_which_goes_on_from_what_both_saved(layout: str, device: str, work: Path) -> None:
     name = f"{layout} {device}".replace(", ", " ").replace(" ", "_")
-    expected = train(work, f"one_{name}", device, 4)
-    train(work, name, device, 2, *LAYOUTS[layout])
-    assert train(work, name, device, 4) == pytest.approx(expected, rel=1e-10)
+    model = [EXPERTS] if "ep" in layout else []
+    expected = train(work, f"one_{name}", device, 4, *model)
+    train(work, name, device, 2, *LAYOUTS[layout], *model)
+    assert train(work, name, device, 4, *model) == pytest.approx(expected, rel=1e-10)
 
 
 @needs_two

@@ -16,6 +16,7 @@ COLOURS = (  # colours of stacked bars, lines and groups; middle tones, which bo
     "#27a3a3",
     "#b5a02c",
     "#7f9a2f",
+    "#5a4fcf",
 )
 STYLE = """
 :root { color-scheme: light dark; --paper: #fff; --panel: #f4f6f8; --ink: #1f2933; --pale: #5d6b78; --line: #cdd4db;

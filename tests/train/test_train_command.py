@@ -120,7 +120,7 @@ def test_a_run_that_ended_well_says_so_last(work: Path) -> None:
 
 def test_a_start_tells_layout_command_and_devices(work: Path) -> None:
     start = json.loads((work / "runs/base/starts/001.json").read_text())
-    assert start["layout"] == {"pp": 2, "dp_replicate": 1, "dp_shard": 2, "cp": 1, "tp": 1}
+    assert start["layout"] == {"pp": 2, "dp_replicate": 1, "dp_shard": 2, "cp": 1, "tp": 1, "ep": 1}
     assert start["ranks"] == 4
     assert start["command"][-len(BASE) :] == BASE
     assert start["devices"] == {socket.gethostname(): {"cpu": 4}}

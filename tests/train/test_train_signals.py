@@ -168,5 +168,5 @@ def test_a_hang_is_told_beside_what_the_other_ranks_wait_for(work: str, row: str
     waiting = (
         r"waiting for RECV_B\(stage 0, micro-batch \d\) from pipeline rank 1 \(rank 1\), which sends it at entry \d+"
     )
-    assert re.search(waiting + " of 14, for", by_rank["0"])
+    assert re.search(waiting + " of 16, for", by_rank["0"])
     assert not processes(tmp_path)

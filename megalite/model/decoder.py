@@ -47,7 +47,9 @@ class Layer(nn.Module):
 
     in_one = False
 
-    def __init__(self, model: Model, kind: LayerKind, tp: DeviceMesh, kernels: Kernels, ep: DeviceMesh) -> None:
+    def __init__(
+        self, model: Model, kind: LayerKind, tp: DeviceMesh, kernels: Kernels, ep: DeviceMesh | None = None
+    ) -> None:
         super().__init__()
         self.before, self.both = "before" in kind.norms, len(kind.norms) == 2
         branch = multipliers(model).branch
@@ -67,7 +69,7 @@ class Layer(nn.Module):
         if isinstance(part, SwiGLUPart):
             self.mlp = MLP(part, tp, kernels, of_rest)
         else:
-            self.mlp = Experts(part, tp, ep, kernels, of_rest)
+            self.mlp = Experts(part, tp, ep or tp, kernels, of_rest)
         if self.both:
             self.attention_output_norm = norm("attention_output_norm", of_norm)
             self.mlp_output_norm = norm("mlp_output_norm", of_norm)
@@ -152,7 +154,7 @@ class Decoder(nn.Module):
         self.embed = VocabularyEmbedding(embedding(model), tp) if first or self.tied else None
         kinds = layer_kinds(model)
         self.kinds = [kinds[layer] for layer in layers]
-        self.layers = nn.ModuleDict({str(layer): Layer(model, kinds[layer], tp, kernels, ep or tp) for layer in layers})
+        self.layers = nn.ModuleDict({str(layer): Layer(model, kinds[layer], tp, kernels, ep) for layer in layers})
         self.head = Head(model, tp, kernels) if last else None
 
     def forward(self, x: Tensor, positions: TokenPositions | None = None, targets: Tensor | None = None) -> Tensor:

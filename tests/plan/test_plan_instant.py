@@ -27,7 +27,7 @@ def test_in_words(action: Action | Exchange | str, part: str, what: str, expecte
     [
         ("1f1b", "backward of layer 2, swiglu, micro-batch 1"),
         ("head in chunks", "forward of the head, micro-batch 0"),
-        ("zb_h2", "backward without weight gradients of the embedding, adding up gradients, micro-batch 1"),
+        ("zb_h2", "backward without weight gradients of the embedding, adding up gradients, micro-batch 3"),
         ("capped, ring", "backward of layer 1, attention, micro-batch 1"),
     ],
 )

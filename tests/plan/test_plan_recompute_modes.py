@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megalite.base.errors import InputError
-from megalite.config.schema import Config, Parallel, Pipeline, Train
+from megalite.config.schema import Config, Model, Parallel, Pipeline, Train
 from megalite.plan.pipeline import as_full, table_of
 from megalite.plan.recompute_modes import (
     GIB,
@@ -170,6 +170,7 @@ def test_the_least_limit_that_would_do_is_told_and_does() -> None:
 @given(st.sampled_from(NAMES), st.integers(1, 5), st.integers(1, 3), st.integers(1, 40))
 def test_as_many_are_in_flight_in_the_shorter_schedule(name: str, p: int, v: int, m: int) -> None:
     pipeline = Pipeline(name, v if name == "interleaved_1f1b" else None)
-    config = Config(parallel=Parallel(pp=p, dp_shard=1, pipeline=pipeline))
+    layers = p * pipeline.stages_per_rank
+    config = Config(model=Model(layers), parallel=Parallel(pp=p, dp_shard=1, pipeline=pipeline))
     full, shorter = table_of(config, m), table_of(config, as_full(config, m))
     assert [in_flight(full, rank) for rank in range(p)] == [in_flight(shorter, rank) for rank in range(p)]

@@ -50,10 +50,12 @@ COUNTS = {
     "tiny": 1_115_264,
     "tiny_gqa": 1_016_960,
     "tiny_tied": 918_656,
+    "tiny_moe": 2_888_832,
     "tiny_qwen": 1_115_776,
     "tiny_olmo": 1_050_496,
 }
 ACTIVE_COUNTS = {
+    "tiny_moe": 1_119_360,
     "mixtral_8x7b": 12_879_925_248,
     "qwen3_30b_a3b": 3_353_032_704,
     "qwen3_235b_a22b": 22_190_763_520,

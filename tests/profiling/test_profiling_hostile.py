@@ -91,7 +91,7 @@ def rest(**members: Any) -> dict[str, Any]:
         (content(pp=0), "megalite: 'pp' = 0: must be a whole number from 1"),
         (content(coordinates={**Layout().coordinates(0), "pp": 1}), "pp of coordinates below pp"),
         (content(coordinates={"pp": 0}), "megalite: 'coordinates': 'dp_replicate' is missing"),
-        (content(axes={"3": MARKUP}), r"must be one of tp, cp, pp, dp, all"),
+        (content(axes={"3": MARKUP}), r"must be one of tp, cp, ep, pp, dp, all"),
         (content(expected=expected(seconds=float("nan"))), "'seconds' = nan: must be seconds from 0"),
         (content(expected=expected(parts={"products": -1})), "'products' = -1: must be seconds from 0"),
         (content(expected=expected(times=[[1, 2, 1]])), "must be 4 times, each seconds from 0"),

@@ -34,7 +34,7 @@ def test_a_pipelines_steps_are_recorded_told_and_drawn(tmp_path: Path) -> None:
     for rank in ranks:
         found = rank.parts
         assert sum(found.parts.values()) == found.whole > 0
-        assert found.axes.keys() == {"pp", "all"}  # on a CPU, all ranks have a group of their own
+        assert found.axes.keys() == {"pp"}  # which has all ranks
         assert all(0 <= each.exposed <= each.total == each.hidden + each.exposed for each in found.axes.values())
         assert rank.memory
     table = build("1f1b", 2, 4)

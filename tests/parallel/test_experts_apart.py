@@ -5,13 +5,16 @@ import torch
 import torch.distributed as dist
 from ranks import Ranks
 from torch import Tensor
+from torch.distributed.tensor import DTensor
+from toy_jobs import make
 
-from megalite.commands.verify import compare
+from megalite.commands.verify import compare, random_batch
 from megalite.config.layout import Layout
 from megalite.config.rules.validate import validate
 from megalite.config.schema import Batch, Config, DataParallel, Experts, Model, Optim, Parallel, Pipeline, Train
 from megalite.parallel.dispatch import Dispatch
 from megalite.parallel.experts import Rows
+from megalite.train.step import gradients
 
 KINDS = {
     "softmax": Experts(8, 2, 7, first_dense=1, balance_loss=0.1, z_loss=0.01),
@@ -90,3 +93,24 @@ def test_rows_reach_their_experts_and_come_back(choices: list[list[list[int]]], 
         assert grad.equal(sums[:, None].expand(3, 3))
     flat = [expert for rank in choices for token in rank for expert in token]
     assert torch.cat([counts for _, _, counts in told]).tolist() == [flat.count(expert) for expert in range(4)]
+
+
+def norms(config: Config) -> tuple[Tensor, Tensor]:
+    """The squares of the gradients' norm, as all ranks count it, and of whole gradients, put together."""
+    job = make(config)
+    gradients(job, random_batch(job, 0))
+    counted = job.gradients.counted_norms()[1].double().square().sum()
+    dist.all_reduce(counted)
+    whole = [param.grad.full_tensor() for _, param in job.named_parameters() if isinstance(param.grad, DTensor)]
+    return counted, torch.stack([grad.square().sum() for grad in whole]).sum()
+
+
+def test_the_norm_counts_every_element_of_experts_once(ranks: Ranks) -> None:
+    config = Config(
+        model=Model(2, 12, 2, 2, None, 20, 40, 16, experts=KINDS["softmax"], init_std=0.2),
+        parallel=Parallel(1, 2, 2, 1, 2, 4, data=DataParallel("zero1")),
+        batch=Batch(1, 4),
+        train=Train(1, "fp64"),
+    )
+    for counted, whole in ranks.run(norms, config):
+        assert counted.item() == pytest.approx(whole.item(), rel=1e-12)

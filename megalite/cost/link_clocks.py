@@ -9,7 +9,8 @@ from typing import Literal, get_args
 from megalite.config.layers import LayerKind
 from megalite.config.schema import Config
 from megalite.cost.network import Collective, Group, Kind, Links, Net
-from megalite.plan.model.weights import embedding, final_norm, head, layer_weights
+from megalite.plan.model.weights import embedding, final_norm, head
+from megalite.plan.parts.layer import Layer
 from megalite.plan.parts.part import Weight
 from megalite.plan.parts.transfers import Transfers, axis_sizes
 from megalite.plan.recompute_modes import Mode
@@ -76,14 +77,10 @@ def exchanged(config: Config, part: Part) -> list[Weights]:
         norm, matrix = final_norm(model), head(model)
         found = [[norm], [matrix]] if model.tie_embeddings else [[norm, matrix]]
     else:
-        every = [weight for _, weight in layer_weights(model, part)]
-        apart = [weight for weight in every if weight.role.of_expert and layout.ep > 1]
-        found = [apart, [weight for weight in every if weight not in apart]]
-    return [
-        Weights("", tuple(weights), layout.tp, layout.ep, apart=layout.ep > 1 and weights[0].role.of_expert)
-        for weights in found
-        if weights
-    ]
+        apart, own = Layer(model.width, part).exchanged(layout.ep)
+        experts = [Weights("", tuple(apart), layout.tp, layout.ep, apart=True)] if apart else []
+        return [*experts, Weights("", tuple(own), layout.tp)]
+    return [Weights("", tuple(weights), layout.tp) for weights in found]
 
 
 def _busy(transfers: Transfers, config: Config, net: Net) -> Links:

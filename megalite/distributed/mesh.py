@@ -35,8 +35,8 @@ class Mesh:
     rank: int
     cp: dist.ProcessGroup | None  # the ranks that share this rank's sequences; None: it has them whole
     stage: dist.ProcessGroup | None = None  # all ranks with this rank's position along pp; None: nobody asked for it
-    # The same ranks with the axes pp, dp_replicate, ep_fsdp and ep: ranks of ep share out the experts of a layer, those
-    # of ep_fsdp have the same ones. None: every rank has all.
+    # The same ranks with the axes pp, dp_replicate, ep_fsdp and ep: ranks along ep share out the experts of a layer,
+    # and ranks along ep_fsdp have the same experts. None: every rank has all.
     experts: DeviceMesh | None = None
 
     @staticmethod

@@ -132,9 +132,8 @@ class Head(nn.Module):
 class Decoder(nn.Module):
     """The layers `layers` of the model, with the embedding if `first` and the head if `last`.
 
-    ep: the ranks that share out the experts of a layer; None: those of tp have all.
-
-    A last stage with tied embeddings holds a copy of the embedding under the same name.
+    A last stage with tied embeddings holds a copy of the embedding under the same name. ep: the ranks that share out
+    the experts of a layer; None: those of tp do.
     """
 
     def __init__(

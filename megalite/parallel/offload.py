@@ -124,7 +124,10 @@ class _Call:
         self.memory, self.previous = memory, previous
         self.least = inputs[0].nbytes // OFFLOAD_SHARE
         self.stays = elsewhere(layer, inputs)
-        self.gathered_inside = [module for module in layer.modules() if module is not layer and _is_gathered(module)]
+        # Their weights have other storages by the time they are called, when FSDP2 gathers them.
+        self.gathered_inside = [
+            module for module in layer.modules() if module is not layer and isinstance(module, FSDPModule)
+        ]
         self.copies: WeakValueDictionary[StorageWeakRef, _Copy] = WeakValueDictionary()
 
     def pack(self, tensor: Tensor) -> Any:
@@ -152,11 +155,6 @@ class _Call:
         for copy in list(self.copies.values()):
             if copy.uses:
                 copy.fetch()
-
-
-def _is_gathered(module: nn.Module) -> bool:
-    """Return whether FSDP2 gathers the weights of a module by itself, which it does when the module is called."""
-    return isinstance(module, FSDPModule)
 
 
 class _Copy:

@@ -73,9 +73,7 @@ class Activations(Sizes):
 
     def _layer(self, kind: LayerKind, mode: Mode) -> Unit:
         layer, everything = Layer(self.config.model.width, kind), self._everything(kind, mode)
-        weights = [weight for _, weight in layer.weights()]
-        apart = [weight for weight in weights if weight.role.of_expert and self.config.parallel.ep > 1]
-        own = [weight for weight in weights if weight not in apart]
+        apart, own = layer.exchanged(self.config.parallel.ep)
         again = [kept for kept in everything if _is_made_again(kept, mode)]
         remade, cheap = tuple(again) if mode == "full" else (), tuple(again) if mode == "selective" else ()
         left = [kept for kept in everything if not _is_made_again(kept, mode)]

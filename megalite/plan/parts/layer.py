@@ -51,6 +51,18 @@ class Layer:
             for name, weight in part.weights():
                 yield f"{part.name}.{name}", weight
 
+    def exchanged(self, ep: int) -> tuple[list[Weight], list[Weight]]:
+        """The weights of the two groups that FSDP2 exchanges at once: experts that `ep` ranks share out, and all else.
+
+        With one rank, experts are with all else.
+        """
+        every = [weight for _, weight in self.weights()]
+        if ep == 1:
+            return [], every
+        return [weight for weight in every if weight.role.of_expert], [
+            weight for weight in every if not weight.role.of_expert
+        ]
+
     def products(self, tokens: float, tp: int) -> list[Product]:
         """The matrix products of a forward pass on one of `tp` ranks."""
         return [product for part in self.parts for product in part.products(tokens, tp)]

@@ -20,7 +20,8 @@ from operator import attrgetter
 
 from megalite.config.layers import LayerKind
 from megalite.plan.memory.states import States
-from megalite.plan.model.weights import embedding, final_norm, head, layer_weights
+from megalite.plan.model.weights import embedding, final_norm, head
+from megalite.plan.parts.layer import Layer
 from megalite.plan.parts.part import Weight
 from megalite.plan.parts.roles import RoleKind
 from megalite.plan.parts.transfers import TYPE_NAMES, Transfer, Transfers, axis_sizes
@@ -119,11 +120,10 @@ class WeightTraffic:
 
     def _layer(self, kind: LayerKind) -> list[Group]:
         """The groups of a layer in the order in which forward is done with them: experts that ranks share out first."""
-        weights, shared_out = [weight for _, weight in layer_weights(self.plan.config.model, kind)], list[Weight]()
-        if self.plan.config.parallel.ep > 1:
-            shared_out = [weight for weight in weights if weight.role.of_expert]
-        own = self._group("a layer", [weight for weight in weights if weight not in shared_out])
-        return [self._group("experts", shared_out, apart=True), own] if shared_out else [own]
+        config = self.plan.config
+        apart, weights = Layer(config.model.width, kind).exchanged(config.parallel.ep)
+        own = self._group("a layer", weights)
+        return [self._group("experts", apart, apart=True), own] if apart else [own]
 
     def _group(self, name: str, weights: Iterable[Weight], with_stage: bool = False, apart: bool = False) -> Group:
         parallel = self.plan.config.parallel

@@ -39,6 +39,7 @@ def with_split(config: Config, split: list[int]) -> Config:
 @example(2, 3, "1f1b", "none", 256)  # for these, and a fifth of all, there is one
 @example(2, 3, "zbv", "none", 65536)
 @example(4, 6, "interleaved_1f1b", "none", 65536)
+@example(3, 1, "zb_h2", "full", 256)  # the rank in the middle holds another message
 @given(
     st.integers(1, 4),
     st.integers(0, 8),

@@ -37,10 +37,8 @@ def flatter_split(
         moved = list(split)
         moved[max(giving, key=lambda stage: split[stage])] -= 1
         moved[min(taking, key=lambda stage: split[stage])] += 1
-        pipeline = replace(config.parallel.pipeline, split=moved)
-        other = replace(config, parallel=replace(config.parallel, pipeline=pipeline))
         try:
-            changed = {rank: rank_memory(other, rank, costing).total for rank in (fullest, emptiest)}
+            changed = {rank: _peak(config, moved, rank, costing) for rank in (fullest, emptiest)}
         except InputError:  # activations of this split do not keep to a limit
             break
         if max(changed.values()) >= peaks[fullest]:
@@ -48,4 +46,14 @@ def flatter_split(
         split = moved
         for rank, peak in changed.items():
             peaks[rank] = peak
-    return (split, max(peaks)) if max(peaks) < before else None
+    if max(peaks) >= before:
+        return None
+    # Transfers are placed by the times of stages, so that other ranks may hold another number of them.
+    peak = max(_peak(config, split, rank, costing) for rank in range(len(peaks)))
+    return (split, peak) if peak < before else None
+
+
+def _peak(config: Config, split: list[int], rank: int, costing: Costing | None) -> int:
+    """The peak of a pipeline rank with another split, in bytes."""
+    pipeline = replace(config.parallel.pipeline, split=split)
+    return rank_memory(replace(config, parallel=replace(config.parallel, pipeline=pipeline)), rank, costing).total

@@ -42,6 +42,7 @@ NARROW_EXPERTS: Overrides = {
     "batch.micro": 4,
     "batch.global": 32,
 }
+SHARED: Overrides = {"model.experts.shared_width": 1536, "model.experts.shared_gate": True}
 BALANCED: Overrides = {"model.experts.balance_loss": 0.01}
 
 CHUNKED: Overrides = {"batch.micro": 24, "batch.global": 48, "model.vocab_size": 8192, "model.ffn": 256}
@@ -230,6 +231,8 @@ CASES: dict[str, tuple[Overrides, int]] = {  # name -> overrides and the pipelin
         0,
     ),
     "experts, full, balance loss": ({**EXPERTS, **BALANCED, "train.recompute": "full"}, 0),
+    "experts, a shared one": ({**EXPERTS, **SHARED}, 0),
+    "experts, a shared one, full": ({**EXPERTS, **SHARED, "train.recompute": "full"}, 0),
     "experts of later layers, full, dualpipev": (
         {
             **EXPERTS,
@@ -252,9 +255,9 @@ CASES: dict[str, tuple[Overrides, int]] = {  # name -> overrides and the pipelin
     "experts apart, zero1": ({**APART, "parallel.data.mode": "zero1"}, 0),
     "experts apart, zero2": ({**APART, **ZERO2}, 0),
     "experts apart, zero3": ({**APART, "parallel.data.mode": "zero3"}, 0),
-    "experts apart, ddp": ({**APART, "parallel.data.mode": "ddp"}, 0),
-    "experts apart, tp, of all ranks, full": (
-        {**APART, "parallel.tp": 2, "parallel.dp_shard": 2, "parallel.ep": 4, "train.recompute": "full"},
+    "experts apart, ddp, a shared one": ({**APART, **SHARED, "parallel.data.mode": "ddp"}, 0),
+    "experts apart, tp, of all ranks, full, a shared one": (
+        {**APART, **SHARED, "parallel.tp": 2, "parallel.dp_shard": 2, "parallel.ep": 4, "train.recompute": "full"},
         0,
     ),
     "experts apart, selective": ({**APART, "train.recompute": "selective"}, 0),
@@ -262,7 +265,7 @@ CASES: dict[str, tuple[Overrides, int]] = {  # name -> overrides and the pipelin
     "experts apart, muon": ({**APART, "optim.name": "muon"}, 0),
     "experts apart, replicas": ({**APART, "parallel.dp_replicate": 2, "batch.global": 16}, 0),
     "experts apart, zbv": ({**APART, **ZERO2, "parallel.pipeline.schedule": "zbv", **PIPELINE}, 0),
-    "experts apart, zb_h1": ({**APART, "parallel.pipeline.schedule": "zb_h1", **PIPELINE}, 0),
+    "experts apart, zb_h1, a shared one": ({**APART, **SHARED, "parallel.pipeline.schedule": "zb_h1", **PIPELINE}, 0),
 }
 
 

@@ -21,7 +21,7 @@ from megalite.checkpoint.store.state import State
 from megalite.commands.verify import RankPart, random_batch
 from megalite.config.layout import Layout
 from megalite.config.schema import Batch, Config, LearningRate, Model, Optim, Parallel, Pipeline, Train
-from megalite.parallel.parameter import cut, parameters
+from megalite.parallel.parameter import cut, extra_state, parameters
 from megalite.plan.resolved import resolve
 from megalite.train.build import Job, build, build_mesh
 from megalite.train.step import train_step
@@ -68,7 +68,7 @@ def advance(job: Job, first: int, last: int) -> list[float]:
 
 
 def parts(job: Job) -> Parts:
-    """This rank's parts of all weights and optimizer states, without padding, which is 0."""
+    """This rank's parts of all weights, optimizer states and extra state, without padding, which is 0."""
     found: Parts = {}
     for name, param, _, shape in (each for stage in job.stages.values() for each in parameters(stage)):
         states = job.optimizer.states_of(param).items() if param.requires_grad else ()
@@ -78,7 +78,8 @@ def parts(job: Job) -> Parts:
             assert not tensor.to_local()[len(part.values) :].any(), f"{key}: padding is not 0"
             assert key not in found or found[key].values.equal(part.values), f"{key}: the copies differ"
             found[key] = part
-    return found
+    extra = (each for stage in job.stages.values() for each in extra_state(stage))
+    return found | {each.name: RankPart.of(cut(each.value, each.shape)) for each in extra}
 
 
 def saver(job: Job, folder: Path) -> Saver:

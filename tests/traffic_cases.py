@@ -36,6 +36,7 @@ SELECTIVE: Overrides = {"train.recompute": "selective"}
 MUON: Overrides = {"optim.name": "muon"}
 WINDOW: Overrides = {"model.attention.window": 20}
 EXPERTS: Overrides = {"model.experts.count": 6, "model.experts.active": 2, "model.experts.width": 24}
+SHARED: Overrides = {"model.experts.shared_width": 32, "model.experts.shared_gate": True}
 BALANCED: Overrides = {**EXPERTS, "model.experts.balance_loss": 0.1}
 APART: Overrides = {"parallel.ep": 2, "model.experts.count": 8}  # which divides the tokens of a micro-batch
 DOCUMENTS: Overrides = {"data.mask_documents": True, "data.reset_positions": True, "data.end_of_document": 1}
@@ -120,19 +121,22 @@ CASES: dict[str, tuple[Overrides, dict[str, int]]] = {  # name -> overrides, and
         {},
     ),
     "experts apart, ddp, muon": ({**EXPERTS, **APART, **MUON, **data("ddp", dp_shard=4)}, {}),
-    "experts apart, full recompute, replicas": (
-        {**BALANCED, **APART, **FULL, **data("zero3", dp_shard=2, dp_replicate=2)},
+    "experts apart, full recompute, replicas, a shared one": (
+        {**BALANCED, **SHARED, **APART, **FULL, **data("zero3", dp_shard=2, dp_replicate=2)},
         {"dp_replicate": 1},
     ),
-    "experts apart, tp, muon, balance loss": (
-        {**BALANCED, **APART, **TP, **MUON, **data("zero1", dp_shard=2), "parallel.ep": 4},
+    "experts apart, tp, muon, balance loss, a shared one": (
+        {**BALANCED, **SHARED, **APART, **TP, **MUON, **data("zero1", dp_shard=2), "parallel.ep": 4},
         {"tp": 1},
     ),
     "experts apart, ring, zbv": (
         {**EXPERTS, **APART, **context("ring", 2), **data("zero2", dp_shard=2), **pipeline("zbv")},
         {"cp": 1, "pp": 1},
     ),
-    "experts apart, zb_h1, zero3": ({**EXPERTS, **APART, **data("zero3", dp_shard=4), **pipeline("zb_h1")}, {}),
+    "experts apart, zb_h1, zero3, tp, a shared one": (
+        {**EXPERTS, **SHARED, **TP, **APART, **data("zero3", dp_shard=4), **pipeline("zb_h1")},
+        {},
+    ),
     "all five axes": (
         {
             **pipeline("interleaved_1f1b"),

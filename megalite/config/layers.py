@@ -87,6 +87,9 @@ class Router:
     scores: Literal["softmax", "sigmoid"] = "softmax"
     normalize: bool = True
     scale: float = 1.0
+    groups: int = 1
+    active_groups: int = 1
+    correction_rate: float | None = None
     balance_loss: float = 0.0
     z_loss: float = 0.0
     force_balance: bool = False
@@ -94,12 +97,17 @@ class Router:
 
 @dataclass(frozen=True)
 class Mixture:
-    """Mixture of experts: `count` SwiGLUs of a hidden width, of which `active` compute a token."""
+    """Mixture of experts: `count` SwiGLUs of a hidden width, of which `active` compute a token.
+
+    shared: one more that computes every token; None: there is none. shared_gate: its output is multiplied by a score.
+    """
 
     count: int
     active: int
     width: int
     router: Router = Router()
+    shared: SwiGLU | None = None
+    shared_gate: bool = False
 
 
 @dataclass(frozen=True)
@@ -163,7 +171,8 @@ def _experts(model: Model) -> "_Experts | None":
     if experts is None:
         return None
     router = Router(**{each.name: getattr(experts, each.name) for each in fields(Router)})
-    mixture = Mixture(experts.count, experts.active, experts.width or model.ffn, router)
+    shared = None if experts.shared_width is None else SwiGLU(experts.shared_width)
+    mixture = Mixture(experts.count, experts.active, experts.width or model.ffn, router, shared, experts.shared_gate)
     return _Experts(mixture, experts.first_dense, experts.every)
 
 

@@ -73,6 +73,11 @@ class Experts:
     scores: Literal["softmax", "sigmoid"] = "softmax"  # how logits of the router become scores
     normalize: bool = True  # the scores of a token's experts are divided by their sum; with softmax, over these alone
     scale: float = 1.0  # factor of scores
+    groups: int = 1  # equal runs of experts, of which a token's may be in `active_groups`
+    active_groups: int = 1
+    correction_rate: float | None = None  # by which a step corrects a score in the choice, see docs/moe.md; null: never
+    shared_width: int | None = None  # hidden features of an expert that computes every token; null: there is none
+    shared_gate: bool = False  # what that one returns is multiplied by a score of its own, as in Qwen2-MoE
     balance_loss: float = 0.0  # factor of a loss that is least where a sequence's tokens are shared evenly
     z_loss: float = 0.0  # factor of the mean square of the router's log-sum-exp
     force_balance: bool = False  # tokens take experts in turn, whatever the router says: for measuring speed

@@ -3,12 +3,14 @@
 from collections.abc import Mapping, Sequence
 from functools import partial
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
 from megalite.config.schema import Kernels
-from megalite.model.router import Losses, Router
+from megalite.model.mlp import MLP
+from megalite.model.router import Gate, Losses, Router
 from megalite.parallel.dispatch import Dispatch
 from megalite.parallel.experts import GroupedProduct, Rows
 from megalite.parallel.linear import linears
@@ -40,8 +42,10 @@ class Experts(nn.Module):
     ) -> None:
         super().__init__()
         weights, self.kind = dict(part.weights()), part.kind
-        self.router = Router(weights["router.weight"], self.kind.router, self.kind.active, tp)
+        self.router = Router(weights, self.kind.router, self.kind.active, tp)
         self.experts = ExpertMLPs(weights, ep, kernels, factor)
+        self.shared = None if part.shared is None else MLP(part.shared, tp, kernels, factor)
+        self.shared_gate = Gate(weights["shared_gate.weight"], tp) if self.kind.shared_gate else None
         self.spread, self.group, self.kernels = Cheap(Rows.spread), ep.get_group(), kernels.experts
 
     def forward(self, x: Tensor, losses: Losses = NO_LOSSES) -> Tensor:
@@ -49,13 +53,26 @@ class Experts(nn.Module):
         scores, experts = self.router(x, losses)
         rows, dispatch = remembered(lambda: self._routes(experts))
         taken, scores = self.spread(rows, x), rows.permuted(scores)
-        if dispatch is None:
-            return rows.collect(self.experts(taken, scores, rows))
-        return rows.collect(dispatch.compute(self.experts, taken, scores))
+        if dispatch is not None:
+            dispatch.send(taken, scores)
+            del taken
+        shared = self._shared(x)  # while rows travel, forward and backward
+        made = self.experts(taken, scores, rows) if dispatch is None else dispatch.compute(self.experts)
+        y = rows.collect(made)
+        return y if shared is None else y + shared
+
+    def _shared(self, x: Tensor) -> Tensor | None:
+        """What the shared expert makes of tokens `[s/t, b, d]`, if there is one."""
+        if self.shared is None:
+            return None
+        y: Tensor = self.shared(x)
+        return y if self.shared_gate is None else y * self.shared_gate(x)
 
     def _routes(self, experts: Tensor) -> tuple[Rows, Dispatch | None]:
         """The order of rows, and their way to ranks with other experts."""
         rows = Rows(experts, self.kind.count, self._known_counts(experts.numel()), self.kernels)
+        if torch.is_grad_enabled():
+            self.router.count(rows.on_device)
         return rows, None if self.group.size() == 1 else Dispatch(rows, self.group)
 
     def _known_counts(self, choices: int) -> list[int] | None:

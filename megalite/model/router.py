@@ -3,7 +3,12 @@
     n  tokens on a rank, `[s/t, b]`    E  experts    K  those of a token
 
 Scores are in float32 or wider. Where experts suit a token equally well, the first is chosen. Full recompute does not
-choose again. Two losses may be added to the training loss, each a mean over the tokens of the step, so that neither
+choose again. A correction may be added to scores in the choice alone: experts that were chosen too often are then
+chosen less, without a loss (arXiv 2408.15664). Choices may be limited to a few groups of experts: the best by the sum
+of their two highest scores with sigmoid (DeepSeek-V3, arXiv 2412.19437, §2.1.2), by their highest with softmax
+(DeepSeek-V2, arXiv 2405.04434, §2.2.2).
+
+Two losses may be added to the training loss, each a mean over the tokens of the step, so that neither
 depends on micro-batches or on the layout. Their gradients begin here, so they need no place in a stage's output:
 
     balance_loss   E · Σᵢ fᵢ pᵢ, fᵢ the share of the choices of a token's sequence that are for expert i, pᵢ its score
@@ -11,7 +16,7 @@ depends on micro-batches or on the layout. Their gradients begin here, so they n
     z_loss         log(Σᵢ exp(logitᵢ))² (ST-MoE, arXiv 2202.08906, eq. 5)
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,12 +24,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate
+from torch.distributed.tensor import DTensor, Replicate
 
 from megalite.config import layers
 from megalite.parallel.experts import WIDE_PRODUCT, rows_of_experts
 from megalite.parallel.linear import linears
-from megalite.parallel.parameter import parameter
+from megalite.parallel.parameter import parameter, placed
 from megalite.parallel.recompute import remembered
 from megalite.parallel.tensor import Linear
 from megalite.plan.parts.part import Weight
@@ -44,15 +49,38 @@ class Losses:
     groups: Sequence[dist.ProcessGroup] = ()
 
 
-class Router(Linear):
-    """Scores and choices of `active` experts for every token. weight: `[E, d]`."""
+class Gate(Linear):
+    """A factor of what every token's shared expert makes, from 0 to 1. weight: `[1, d]`."""
 
     own_product = True
 
-    def __init__(self, weight: Weight, kind: layers.Router, active: int, tp: DeviceMesh) -> None:
+    def __init__(self, weight: Weight, tp: DeviceMesh) -> None:
+        super().__init__(weight)
+        self.weight = parameter(weight, tp, Replicate())
+
+    def forward(self, x: Tensor) -> Tensor:
+        (logits,) = linears(x, [self.weight], None, self.gradients, WIDE_PRODUCT)
+        return logits.sigmoid().to(x.dtype)  # s/t b 1
+
+
+class Router(Linear):
+    """Scores and choices of `active` experts for every token. weight: `[E, d]`.
+
+    load: `[E]`, how many tokens of this rank have chosen each expert in training since it was last None.
+    """
+
+    own_product = True
+    load: Tensor | None = None
+    correction: DTensor
+
+    def __init__(self, weights: Mapping[str, Weight], kind: layers.Router, active: int, tp: DeviceMesh) -> None:
+        weight, correction = weights["router.weight"], weights.get("router.correction")
         super().__init__(weight)
         self.weight = parameter(weight, tp, Replicate())
         self.kind, self.active = kind, active
+        if correction is not None:
+            self.roles["correction"] = correction.role
+            self.register_buffer("correction", placed(correction.shape, tp, Replicate()))
 
     def forward(self, x: Tensor, losses: Losses) -> tuple[Tensor, Tensor]:
         """Scores and experts, `[s/t, b, K]` each, of tokens `[s/t, b, d]`."""
@@ -66,7 +94,7 @@ class Router(Linear):
         if self.kind.force_balance:
             experts = in_turn(logits, self.active)
         else:
-            experts = logits.sort(dim=-1, descending=True, stable=True).indices[..., : self.active].contiguous()
+            experts = best(self._choosable(logits), self.active)
         if not self.kind.balance_loss or not torch.is_grad_enabled():
             return experts, None
         counts = rows_of_experts(experts.transpose(0, 1).flatten(1), logits.shape[-1])  # b E
@@ -74,6 +102,39 @@ class Router(Linear):
             dist.all_reduce(counts, group=group)
         choices = counts[:1].sum()  # as many in all sequences
         return experts, counts.to(logits.dtype) * logits.shape[-1] / choices
+
+    def _choosable(self, logits: Tensor) -> Tensor:
+        """Values by which experts are chosen, `[…, E]`: −∞ for those of groups that are not."""
+        kind = self.kind
+        found = logits if kind.scores == "softmax" else logits.sigmoid()
+        if kind.correction_rate is not None:
+            found = (found.softmax(-1) if kind.scores == "softmax" else found) + self.correction.to_local()
+        if kind.active_groups == kind.groups:
+            return found
+        of_groups = found.unflatten(-1, (kind.groups, -1))
+        sums = of_groups.sort(dim=-1, descending=True).values[..., : 2 if kind.scores == "sigmoid" else 1].sum(-1)
+        allowed = torch.zeros_like(sums, dtype=torch.bool).scatter_(-1, best(sums, kind.active_groups), True)
+        return of_groups.masked_fill(~allowed[..., None], -torch.inf).flatten(-2)
+
+    def count(self, load: Tensor) -> None:
+        """Add to `load` the tokens `[E]` that have chosen each expert."""
+        self.load = load if self.load is None else self.load + load
+
+    @torch.no_grad()
+    def correct(self, load: Tensor, used: Tensor) -> None:
+        """Correct the choice after a step: raise it for experts with less than their share, lower it for others.
+
+        load: `[E]`, int64, of the whole batch. used: 0 leaves all as it is, 1 does not. The sign is one of whole
+        numbers, so it depends on no order of sums.
+        """
+        assert self.kind.correction_rate is not None
+        short = (load.sum() - load * len(load)).sign()
+        self.correction.to_local().add_(short * used, alpha=self.kind.correction_rate)
+
+
+def best(values: Tensor, count: int) -> Tensor:
+    """Numbers of the `count` highest values, `[…, count]`, highest first, of equal ones the first."""
+    return values.sort(dim=-1, descending=True, stable=True).indices[..., :count].contiguous()
 
 
 def in_turn(logits: Tensor, active: int) -> Tensor:

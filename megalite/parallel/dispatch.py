@@ -3,9 +3,11 @@
 Every rank of the group has as many experts, the first one those with the lowest numbers. Rows are in the order of
 experts, so what goes to a rank is a run. From all ranks, rows arrive in the order of these and of experts, and are put
 into that of experts alone. Backward sends gradients the other ways. The host waits once for how many rows arrive.
+What needs no rows can be computed while they travel.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,32 +37,73 @@ class Dispatch:
         counts = [sum(of_rank) for of_rank in zip(*arriving, strict=True)]
         self.rows = Rows(experts[:, None], mine.shape[1], counts, rows.backend)  # the rows of this rank's experts
 
-    def compute(self, experts: Callable[[Tensor, Tensor, Rows], Tensor], x: Tensor, scores: Tensor) -> Tensor:
-        """The results of `experts` of all ranks for rows `[n, d]` with their scores `[n]`."""
-        taken, scores = self._sent(x), self._sent(scores)
-        y = experts(self.rows.spread(taken), self.rows.permuted(scores), self.rows)
-        back: Tensor = _AllToAll.apply(self.rows.collect(y), self.arriving, self.sent, self.group)
-        return back
+    def send(self, x: Tensor, scores: Tensor) -> None:
+        """Begin to send rows `[n, d]` with their scores `[n]`. What is computed until `compute` runs beside it."""
+        self._on_their_way = [_Exchange.begun(each, self.sent, self.arriving, self.group) for each in (x, scores)]
 
-    def _sent(self, x: Tensor) -> Tensor:
-        sent: Tensor = _AllToAll.apply(x, self.sent, self.arriving, self.group)
-        return sent
+    def compute(self, experts: Callable[[Tensor, Tensor, Rows], Tensor]) -> Tensor:
+        """The results of `experts` of all ranks for the rows that were sent, `[n, d]`."""
+        taken, scores = (arriving() for arriving in self._on_their_way)
+        del self._on_their_way
+        y = self.rows.collect(experts(self.rows.spread(taken), self.rows.permuted(scores), self.rows))
+        del taken
+        return _Exchange.begun(y, self.arriving, self.sent, self.group)()
 
 
-class _AllToAll(torch.autograd.Function):
-    """Rows that ranks exchange: `sent` and `arriving` are numbers of rows by rank."""
+class _Exchange:
+    """Rows that ranks exchange, and their gradients: `sent` and `arriving` are numbers of rows by rank.
+
+    Two steps of autograd, so that what lies between them runs beside the exchange, in backward too.
+    """
+
+    def __init__(self, sent: Sequence[int], arriving: Sequence[int], group: dist.ProcessGroup) -> None:
+        self.sent, self.arriving, self.group = sent, arriving, group
+        self._under_way: tuple[dist.Work, Tensor] | None = None
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, sent: Sequence[int], arriving: Sequence[int], group: dist.ProcessGroup) -> Tensor:
-        ctx.sent, ctx.arriving, ctx.group = sent, arriving, group
-        return _exchanged(x, sent, arriving, group)
+    def begun(
+        x: Tensor, sent: Sequence[int], arriving: Sequence[int], group: dist.ProcessGroup
+    ) -> Callable[[], Tensor]:
+        """Begin to send the rows `x`. Returns what waits for those that arrive."""
+        exchange = _Exchange(sent, arriving, group)
+        return partial(_End.apply, _Begin.apply(x, exchange), exchange)
+
+    def begin(self, x: Tensor, back: bool) -> Tensor:
+        """The rows that will have arrived after `end`."""
+        sent, arriving = (self.arriving, self.sent) if back else (self.sent, self.arriving)
+        found = x.new_empty(sum(arriving), *x.shape[1:])
+        rows = x.contiguous()
+        work = dist.all_to_all_single(found, rows, list(arriving), list(sent), group=self.group, async_op=True)
+        self._under_way = work, found
+        return found
+
+    def end(self) -> Tensor:
+        """Wait for the rows. Returns them."""
+        assert self._under_way is not None
+        (work, found), self._under_way = self._under_way, None
+        work.wait()
+        return found
+
+
+class _Begin(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, exchange: _Exchange) -> Tensor:
+        ctx.exchange = exchange
+        return exchange.begin(x, back=False)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return _exchanged(grad, ctx.arriving, ctx.sent, ctx.group), None, None, None
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor, None]:
+        return ctx.exchange.end(), None
 
 
-def _exchanged(x: Tensor, sent: Sequence[int], arriving: Sequence[int], group: dist.ProcessGroup) -> Tensor:
-    found = x.new_empty(sum(arriving), *x.shape[1:])
-    dist.all_to_all_single(found, x.contiguous(), list(arriving), list(sent), group=group)
-    return found
+class _End(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, arrived: Tensor, exchange: _Exchange) -> Tensor:
+        ctx.exchange = exchange
+        exchange.end()
+        return arrived.view_as(arrived)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        ctx.exchange.begin(grad, back=True)
+        return grad, None  # not used: what arrives has another shape

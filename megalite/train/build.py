@@ -40,6 +40,7 @@ from megalite.plan.pipeline import micro_batches
 from megalite.plan.resolved import Plan
 from megalite.schedule.actions import Table
 from megalite.schedule.generate import build_forward
+from megalite.train.expert_load import ExpertLoad
 from megalite_kernels import apex
 from megalite_kernels.backend import use_triton
 
@@ -58,6 +59,7 @@ class Job:
     casts: WeightCasts  # weights in 8 bits, if products are
     activity: Activity  # where this rank notes what it is doing
     clock: SectionClock  # how long it works without waiting for others
+    load: ExpertLoad
     copies: list[Copies]  # by stage, the copies of its parameters; none where FSDP2 gathers, or precisions are one
     attention: Mapping[Scores, Choice]  # the kernel of every kind of attention
     pipelines: dict[str, tuple[torch.Size, Pipeline]] = field(default_factory=dict)  # the latest, by shape of batch
@@ -126,7 +128,10 @@ def build(plan: Plan, mesh: Mesh, activity: Activity | None = None) -> Job:
         stages.values(), config.model, config.optim, config.kernels_by_operation, mesh.stage, copies
     )
     activity, clock = activity or Activity(), SectionClock(mesh.device)
-    return Job(plan, mesh, stages, put_off, gradients, optimizer, memory, casts, activity, clock, copies, attention)
+    load = ExpertLoad(stages.values(), config.model)
+    return Job(
+        plan, mesh, stages, put_off, gradients, optimizer, memory, casts, activity, clock, load, copies, attention
+    )
 
 
 def check_kernels(config: Config, device: torch.device) -> None:

@@ -29,6 +29,7 @@ def train_step(job: Job, batch: Micros, step: int, asked: Collection[int] = ()) 
 def gradients(job: Job, batch: Micros) -> Tensor:
     """Accumulate the complete gradients of the mean loss. Returns this rank's part of that loss."""
     scale = 1 / target_tokens(job, batch)
+    job.load.begin()
     with job.casts.once():
         loss = job.training(batch).run(inputs(job, batch, scale))
     job.activity("finishing the gradients")
@@ -47,7 +48,8 @@ def update(job: Job, loss: Tensor, step: int, asked: Collection[int] = ()) -> Si
 
 def _update(job: Job, loss: Tensor, step: int, asked: Collection[int]) -> Signs:
     job.activity("updating the weights")
-    signs = take_signs(job.mesh, *job.gradients.counted_norms(), loss if _counts_loss(job) else None, asked)
+    own_loss = loss if _counts_loss(job) else None
+    signs = take_signs(job.mesh, *job.gradients.counted_norms(), own_loss, asked, job.load.counted(job.mesh.device))
     limit = job.config.optim.clip_norm
     job.optimizer.clip = clip_coefficient(signs.norm, limit) if limit > 0 else None
     job.optimizer.found_inf = signs.bad  # skips the update where it is 1
@@ -55,6 +57,7 @@ def _update(job: Job, loss: Tensor, step: int, asked: Collection[int]) -> Signs:
     set_rate(job.optimizer, learning_rate(config.schedule, config.optim.lr, config.train.steps, step))
     job.optimizer.step()
     job.optimizer.zero_grad()
+    job.load.correct(signs.load, signs.bad)
     return signs
 
 

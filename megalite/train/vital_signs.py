@@ -19,6 +19,7 @@ class Reading:
     loss: float  # mean per token
     norm: float  # L2 norm of all gradients
     asked: tuple[str, ...]  # signals by which some rank was asked to stop
+    load: tuple[int, ...] = ()  # tokens that chose each expert of each layer with experts
 
     @property
     def finite(self) -> bool:
@@ -45,7 +46,7 @@ class Arriving:
 class Signs:
     """The vital signs of one step: on the device, and on their way to the host."""
 
-    values: Tensor  # float64: square of the norm, loss, and for each signal how many ranks were sent it
+    values: Tensor  # float64: square of the norm, loss, for each signal how many ranks were sent it, experts' load
     names: list[str]  # parameters whose gradients this rank counts
     norms: Tensor  # L2 norms of its parts of them
     arriving: Arriving  # `values`
@@ -61,14 +62,20 @@ class Signs:
         return self.values[1]
 
     @property
+    def load(self) -> Tensor:
+        """Tokens that chose each expert of each layer with experts, one layer after another."""
+        return self.values[2 + len(STOP_SIGNALS) :]
+
+    @property
     def bad(self) -> Tensor:
         """1 if loss or norm is not finite, else 0. Fused optimizers take this as `found_inf`."""
         return 1 - self.values[:2].isfinite().all().float()
 
     def read(self) -> Reading:
         """The numbers. Waits until the device has finished the step."""
-        square, loss, *asked = self.arriving.read()
-        return Reading(loss, sqrt(square), _names(asked))
+        square, loss, *rest = self.arriving.read()
+        asked, load = rest[: len(STOP_SIGNALS)], rest[len(STOP_SIGNALS) :]
+        return Reading(loss, sqrt(square), _names(asked), tuple(map(int, load)))
 
     def offending(self) -> list[str]:
         """Parameters whose gradients are not finite on this rank."""
@@ -103,16 +110,25 @@ def left_under_way(mesh: Mesh) -> int:
 
 
 @torch.no_grad()
-def take_signs(mesh: Mesh, names: list[str], norms: Tensor, loss: Tensor | None, asked: Collection[int]) -> Signs:
+def take_signs(
+    mesh: Mesh,
+    names: list[str],
+    norms: Tensor,
+    loss: Tensor | None,
+    asked: Collection[int],
+    load: Tensor | None = None,
+) -> Signs:
     """Sum the vital signs over all ranks; nothing waits for the device.
 
     loss: this rank's part of the mean loss; None if another rank counts it. asked: signals that this rank has received.
+    load: float64, tokens of this rank that chose each expert; None: there are no experts.
     """
     values = torch.zeros(2 + len(STOP_SIGNALS), dtype=torch.float64, device=mesh.device)
+    values = values if load is None else torch.cat((values, load))
     values[0] += norms.square().sum()
     if loss is not None:
         values[1] += loss
-    _mark(values[2:], asked)
+    _mark(values[2 : 2 + len(STOP_SIGNALS)], asked)
     dist.all_reduce(values, group=mesh.world)
     return Signs(values, names, norms, Arriving(values))
 

@@ -138,8 +138,9 @@ def test_one_rank_and_eight_exchange_checkpoints(model: object, ranks: Ranks, tm
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_layers_with_experts_go_on_in_another_layout(optimizer: str, ranks: Ranks, tmp_path: Path) -> None:
-    """Weights and states to the bit, though experts are shared out unevenly; both losses go on too."""
-    model = replace(MODEL, layers=4, experts=Experts(5, 2, 12, first_dense=1, balance_loss=0.1, z_loss=0.01))
+    """Weights, states and corrections, to the bit, though experts are shared out unevenly; both losses go on too."""
+    losses = {"balance_loss": 0.1, "z_loss": 0.01, "correction_rate": 0.003}
+    model = replace(MODEL, layers=4, experts=Experts(5, 2, 12, first_dense=1, scores="sigmoid", **losses))
 
     def configured(layout: Layout, schedule: str = "1f1b") -> Config:
         config = config_of(layout, model, schedule)
@@ -147,6 +148,7 @@ def test_layers_with_experts_go_on_in_another_layout(optimizer: str, ranks: Rank
 
     wrote = ranks.run(train_and_save, configured(Layout(pp=2, dp_shard=2, cp=2)), tmp_path, 2, 4)
     straight = assemble([there for _, there in wrote])
+    assert all(straight[f"layers.{layer}.mlp.router.correction"].any() for layer in range(1, 4))
     for shape in (configured(WIDE), configured(Layout(pp=2, dp_replicate=2, dp_shard=2), "zb_h1")):
         read = ranks.run(load_and_train, shape, complete(tmp_path)[-1], 4)
         after = assemble([there for *_, there in read])

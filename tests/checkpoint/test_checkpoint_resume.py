@@ -114,6 +114,10 @@ def test_weights_do_not_depend_on_losses_of_a_router() -> None:
     there = replace(MODEL, experts=Experts(width=MODEL.ffn))
     here = replace(MODEL, experts=Experts(balance_loss=0.01, z_loss=0.001))
     assert refused(refuse_other_model, Path("x"), there, Config(model=here)) == []
+    corrected = [replace(MODEL, experts=Experts(correction_rate=rate)) for rate in (0.001, 0.0)]
+    assert refused(refuse_other_model, Path("x"), corrected[0], Config(model=corrected[1])) == []
+    keys = ["model.experts.correction_rate"]
+    assert refused(refuse_other_model, Path("x"), there, Config(model=corrected[1])) == keys
     here = replace(here, experts=Experts(width=1, normalize=False))
     keys = ["model.experts.width", "model.experts.normalize"]
     assert refused(refuse_other_model, Path("x"), there, Config(model=here)) == keys

@@ -1,6 +1,6 @@
 """A layer's experts against another implementation: loops over tokens and experts, which autograd differentiates."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megalite.config.layers import Mixture, Router
+from megalite.config.layers import Mixture, Router, SwiGLU
 from megalite.config.schema import Kernels
 from megalite.distributed.mesh import Mesh
 from megalite.model.experts import Experts
@@ -33,22 +33,38 @@ KINDS = {
     "one of several, sigmoid, z-loss": Mixture(4, 1, 7, Router("sigmoid", normalize=False, z_loss=0.1)),
     "all of them": Mixture(4, 4, 7, Router(**BOTH)),
     "all of them, sigmoid": Mixture(4, 4, 7, Router("sigmoid", scale=3.0)),
+    "groups, softmax": Mixture(6, 2, 7, Router(groups=3, active_groups=1, normalize=False, **BOTH)),
+    "groups, sigmoid, corrected": Mixture(
+        8, 3, 7, Router("sigmoid", scale=2.5, groups=4, active_groups=2, correction_rate=0.01, balance_loss=0.3)
+    ),
+    "corrected, softmax": Mixture(5, 2, 7, Router(correction_rate=0.01)),
+    "a shared one": Mixture(5, 2, 7, shared=SwiGLU(6)),
+    "a shared one with a gate": Mixture(5, 2, 7, Router("sigmoid"), SwiGLU(6), shared_gate=True),
     "in turn": Mixture(5, 2, 7, Router(force_balance=True, **BOTH)),
 }
 
 
 class Weights(NamedTuple):
-    """Weights of a router and of its experts."""
+    """Weights of a router and of its experts, and those of a shared one."""
 
     router: Tensor
     gate: Tensor
     up: Tensor
     down: Tensor
+    shared: Sequence[Tensor] = ()  # gate, up, down
+    shared_gate: Tensor | None = None
 
     @staticmethod
     def of(module: Experts) -> list[nn.Parameter]:
-        mlps = module.experts
-        return [module.router.weight, mlps.gate.weight, mlps.up.weight, mlps.down.weight]
+        mlps, shared, last = module.experts, module.shared, module.shared_gate
+        found = [module.router.weight, mlps.gate.weight, mlps.up.weight, mlps.down.weight]
+        if shared is not None:
+            found += [shared.gate.weight, shared.up.weight, shared.down.weight]
+        return found if last is None else [*found, last.weight]
+
+    @staticmethod
+    def from_list(every: Sequence[Tensor]) -> "Weights":
+        return Weights(*every[:4], every[4:7], every[7] if len(every) > 7 else None)
 
 
 def made(
@@ -59,6 +75,8 @@ def made(
     generator = torch.Generator().manual_seed(0)
     for weight in module.parameters():
         nn.init.normal_(part(weight), std=0.5, generator=generator)
+    for correction in module.buffers():
+        nn.init.normal_(correction.to_local(), std=0.3, generator=generator)
     return module
 
 
@@ -69,14 +87,26 @@ def tokens(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
     return x.requires_grad_(), grad
 
 
-def chosen(logits: list[float], kind: Mixture, turn: int) -> list[int]:
-    """The experts of a token, the best first; of equals the one with the lower index."""
-    if kind.router.force_balance:
+def chosen(values: list[float], kind: Mixture, turn: int) -> list[int]:
+    """The experts of a token, the best first; of equals the one with the lower index. values: by expert."""
+    router = kind.router
+    if router.force_balance:
         return [(turn * kind.active + place) % kind.count for place in range(kind.active)]
-    return sorted(range(kind.count), key=lambda expert: (-logits[expert], expert))[: kind.active]
+    size, best = kind.count // router.groups, 2 if router.scores == "sigmoid" else 1
+    groups = [sum(sorted(values[at : at + size])[-best:]) for at in range(0, kind.count, size)]
+    allowed = sorted(range(router.groups), key=lambda group: (-groups[group], group))[: router.active_groups]
+    experts = [expert for expert in range(kind.count) if expert // size in allowed]
+    return sorted(experts, key=lambda expert: (-values[expert], expert))[: kind.active]
 
 
-def looped(x: Tensor, weights: Weights, kind: Mixture, factor: float = 1.0) -> tuple[Tensor, Tensor]:
+def swiglu(gate: Tensor, up: Tensor, down: Tensor, token: Tensor) -> Tensor:
+    hidden = gate @ token
+    return down @ (hidden / (1 + (-hidden).exp()) * (up @ token))
+
+
+def looped(
+    x: Tensor, weights: Weights, kind: Mixture, factor: float = 1.0, corrections: Sequence[float] = ()
+) -> tuple[Tensor, Tensor]:
     """The output, and the sum over tokens of both losses."""
     router, sequences = kind.router, []
     losses = torch.zeros((), dtype=torch.float64)
@@ -88,14 +118,19 @@ def looped(x: Tensor, weights: Weights, kind: Mixture, factor: float = 1.0) -> t
             scores = torch.stack([1 / (1 + (-z).exp()) if router.scores == "sigmoid" else z.exp() for z in logits])
             if router.scores == "softmax":
                 scores = scores / scores.sum()
-            mine = chosen(logits.tolist(), kind, place * x.shape[1] + sequence)
+            values = (
+                [score + by for score, by in zip(scores.tolist(), corrections, strict=True)] if corrections else None
+            )
+            mine = chosen(values or logits.tolist(), kind, place * x.shape[1] + sequence)
             total = sum(scores[expert] for expert in mine) if router.normalize else 1.0
             output = torch.zeros(WIDTH, dtype=torch.float64)
             for expert in mine:
-                gate, up = weights.gate[expert] @ token, weights.up[expert] @ token
-                hidden = gate / (1 + (-gate).exp()) * up
-                output = output + router.scale * scores[expert] / total * factor * (weights.down[expert] @ hidden)
+                own = [each[expert] for each in (weights.gate, weights.up, weights.down)]
+                output = output + router.scale * scores[expert] / total * factor * swiglu(*own, token)
                 counts[expert] += 1
+            if weights.shared:
+                share = 1.0 if weights.shared_gate is None else 1 / (1 + (-(weights.shared_gate @ token)).exp())
+                output = output + share * factor * swiglu(*weights.shared, token)
             outputs.append(output)
             all_shares.append(scores / scores.sum())
             losses = losses + router.z_loss * logits.exp().sum().log() ** 2
@@ -117,7 +152,10 @@ class Found(NamedTuple):
 
 def expected(module: Experts, kind: Mixture, x: Tensor, grad: Tensor, factor: float = 1.0) -> Found:
     x, weights = x.detach().double().requires_grad_(), [part(each).detach().double() for each in Weights.of(module)]
-    output, losses = looped(x, Weights(*(each.requires_grad_() for each in weights)), kind, factor)
+    corrections = [number for each in module.buffers() for number in each.to_local().tolist()]
+    output, losses = looped(
+        x, Weights.from_list([each.requires_grad_() for each in weights]), kind, factor, corrections
+    )
     objective = (output * grad.double()).sum() + SHARE * losses
     of_x, *of_weights = torch.autograd.grad(objective, [x, *weights], materialize_grads=True)
     return Found(output.detach(), of_x, of_weights)
@@ -211,6 +249,15 @@ def test_bf16_is_near_and_the_router_is_in_float32(alone: Mesh) -> None:
     for number, correct in pairs:
         assert number.dtype == torch.bfloat16
         assert (number.double() - correct).norm() <= 2**-6 * correct.norm()
+
+
+def test_an_expert_with_its_share_of_tokens_stays_as_it_is(alone: Mesh) -> None:
+    router = made(Mixture(6, 2, 7, Router(correction_rate=0.25)), alone).router
+    router.correction.to_local().zero_()
+    router.correct(torch.tensor([5, 3, 4, 0, 3, 3]), torch.tensor(1.0))
+    assert router.correction.to_local().tolist() == [-0.25, 0, -0.25, 0.25, 0, 0]
+    router.correct(torch.tensor([5, 3, 4, 0, 3, 3]), torch.tensor(0.0))
+    assert router.correction.to_local().tolist() == [-0.25, 0, -0.25, 0.25, 0, 0]
 
 
 def test_an_evaluation_is_a_forward_pass_without_counts(alone: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,22 +16,24 @@ from megalite.parallel.dispatch import Dispatch
 from megalite.parallel.experts import Rows
 from megalite.train.step import gradients
 
+GATED = {"shared_width": 6, "shared_gate": True}
 KINDS = {
     "softmax": Experts(8, 2, 7, first_dense=1, balance_loss=0.1, z_loss=0.01),
     "sigmoid": Experts(8, 3, 9, scores="sigmoid", every=2, scale=1.5, balance_loss=0.2),  # stages without experts
+    "groups": Experts(8, 3, 9, 1, scores="sigmoid", groups=4, active_groups=2, correction_rate=0.05, **GATED),
     "many": Experts(64, 2, 5, normalize=False, balance_loss=0.1, z_loss=0.02),  # most have no token of a micro-batch
 }
 CASES = [  # ranks along ep, layout, mode of data parallelism, schedule, experts, recompute, optimizer
     (2, Layout(dp_shard=2), "ddp", "1f1b", "softmax", "none", "adamw"),
     (2, Layout(tp=2), "zero1", "1f1b", "many", "full", "muon"),
-    (4, Layout(dp_shard=2, tp=2), "zero1", "1f1b", "sigmoid", "none", "muon"),
+    (4, Layout(dp_shard=2, tp=2), "zero1", "1f1b", "groups", "none", "muon"),
     (4, Layout(dp_shard=4, cp=2), "zero3", "1f1b", "softmax", "none", "adamw"),
     (8, Layout(dp_shard=2, cp=2, tp=2), "zero2", "1f1b", "many", "selective", "adamw"),
     (2, Layout(dp_replicate=2, dp_shard=2, tp=2), "zero3", "1f1b", "softmax", "full", "muon"),
     (4, Layout(dp_replicate=2, dp_shard=4), "zero2", "1f1b", "sigmoid", "none", "adamw"),
     (2, Layout(pp=2, dp_shard=4), "ddp", "zbv", "sigmoid", "none", "adamw"),
-    (2, Layout(pp=2, dp_shard=4), "zero2", "zb_h1", "many", "selective", "muon"),
-    (4, Layout(pp=2, cp=2, tp=2), "zero1", "dualpipev", "softmax", "full", "adamw"),
+    (2, Layout(pp=2, dp_shard=4), "zero2", "zb_h1", "groups", "selective", "muon"),
+    (4, Layout(pp=2, cp=2, tp=2), "zero1", "dualpipev", "groups", "full", "adamw"),
     (2, Layout(pp=2, dp_shard=2, tp=2), "zero3", "dualpipev", "sigmoid", "none", "muon"),
     (2, Layout(pp=2, dp_shard=2, cp=2), "zero3", "zbv", "many", "full", "adamw"),
 ]
@@ -69,7 +71,8 @@ def exchanged(choices: list[list[list[int]]]) -> tuple[Tensor, Tensor, Tensor]:
         return taken * factors[:, None] * scores[:, None]
 
     scores = torch.ones(rows.places.numel(), dtype=torch.float64)
-    y = rows.collect(dispatch.compute(compute, rows.spread(x), scores))
+    dispatch.send(rows.spread(x), scores)
+    y = rows.collect(dispatch.compute(compute))
     y.sum().backward()
     assert x.grad is not None
     return y.detach(), x.grad, torch.tensor(dispatch.rows.counts)

@@ -21,9 +21,11 @@ MODES = {  # pure, or replicas of shards
     "hybrid": ("zero3", Layout(dp_replicate=2, dp_shard=2)),
 }
 SCHEDULES = {"": 1, "1f1b": 2, "zbv": 2, "dualpipev": 2}
+GATED = {"shared_width": 6, "shared_gate": True}
 KINDS = {
     "softmax": Experts(5, 2, 7, first_dense=1, balance_loss=0.1, z_loss=0.01),
-    "sigmoid": Experts(6, 3, 9, scores="sigmoid", every=2, scale=1.5, balance_loss=0.2),
+    "sigmoid": Experts(6, 3, 9, scores="sigmoid", every=2, scale=1.5, balance_loss=0.2, shared_width=10),
+    "groups": Experts(6, 3, 9, 1, scores="sigmoid", groups=3, active_groups=2, correction_rate=0.05, **GATED),
     "many": Experts(64, 2, 5, normalize=False, balance_loss=0.1, z_loss=0.02),  # most have no token of a micro-batch
 }
 
@@ -42,17 +44,17 @@ def configuration(mode: str, cp: int, schedule: str, kind: str, recompute: str, 
 
 
 CASES = [  # each mode with and without context parallelism, every schedule with every way to recompute
-    ("ddp", 2, "", "softmax", "none", "adamw"),
+    ("ddp", 2, "", "groups", "none", "adamw"),
     ("ddp", 1, "zbv", "many", "full", "muon"),
     ("zero1", 1, "1f1b", "sigmoid", "none", "adamw"),
     ("zero1", 2, "dualpipev", "softmax", "selective", "muon"),
     ("zero2", 1, "dualpipev", "many", "full", "adamw"),
-    ("zero2", 2, "zbv", "softmax", "none", "muon"),
+    ("zero2", 2, "zbv", "groups", "selective", "muon"),
     ("zero3", 1, "", "sigmoid", "full", "muon"),
     ("zero3", 2, "1f1b", "many", "selective", "adamw"),
     ("zero3", 2, "zbv", "sigmoid", "selective", "adamw"),
     ("hybrid", 2, "", "many", "selective", "muon"),
-    ("hybrid", 1, "1f1b", "softmax", "full", "adamw"),
+    ("hybrid", 1, "1f1b", "groups", "full", "adamw"),
     ("hybrid", 1, "dualpipev", "sigmoid", "none", "muon"),
 ]
 

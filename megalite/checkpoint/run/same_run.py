@@ -27,6 +27,9 @@ def refuse_other_model(path: Path, there: Model, here: Config) -> None:
     for plain in (old, new):
         if plain["experts"] is not None:
             plain["experts"]["width"] = plain["experts"]["width"] or plain["ffn"]
+    rates = [each.experts and each.experts.correction_rate for each in (there, here.model)]
+    if None not in rates:  # it may change, as a learning rate does
+        old["experts"]["correction_rate"] = rates[1]
     problems = [
         Problem(key, f"the checkpoint {path} has {json.dumps(had)}", "use that, or begin a run with new weights", value)
         for key, had, value in _differences(old, new, "model")

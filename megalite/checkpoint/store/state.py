@@ -35,14 +35,17 @@ class State:
         return next((param.device for stage in self.stages.values() for param in stage.parameters()), CPU)
 
     def weights(self) -> dict[str, Tensor]:
-        """Weights by global name, without gradients and padding."""
-        return {f"model.{name}": cut(first.value, first.shape) for name, (first, *_) in self._named().items()}
+        """Weights by global name, without gradients and padding, and extra state, which is there beside them."""
+        extra = (each for stage in self.stages.values() for each in extra_state(stage))
+        found: dict[str, Tensor] = {
+            f"model.{name}": cut(first.value, first.shape) for name, (first, *_) in self._named().items()
+        }
+        return found | {f"model.{each.name}": cut(each.value, each.shape) for each in extra}
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return `weights`, optimizer states, which are made as zeros where there are none yet, and extra state."""
+        """Return `weights` and optimizer states, which are made as zeros where there are none yet."""
         assert self.optimizer is not None
-        extra = (each for stage in self.stages.values() for each in extra_state(stage))
-        tensors = self.weights() | {f"state.{each.name}": cut(each.value, each.shape) for each in extra}
+        tensors = self.weights()
         for name, (first, *_) in self._named().items():
             if first.value.requires_grad:
                 states = self.optimizer.states_of(first.value).items()

@@ -51,6 +51,17 @@ def _experts(model: Model) -> Iterator[Problem]:
     if experts.active > experts.count >= 1:
         rule, fix = f"must be at most {section}.count = {experts.count}", f"use {experts.count} or fewer"
         yield Problem(f"{section}.active", rule, fix, experts.active)
+    yield from divisible(f"{section}.count", experts.count, f"{section}.groups", experts.groups)
+    if experts.active_groups > experts.groups >= 1:
+        rule, fix = f"must be at most {section}.groups = {experts.groups}", f"use {experts.groups} or fewer"
+        yield Problem(f"{section}.active_groups", rule, fix, experts.active_groups)
+    most = experts.count // max(experts.groups, 1) * experts.active_groups
+    if 1 <= experts.active_groups < experts.groups and experts.active > most:
+        rule = f"must be at most {most}, the experts of {section}.active_groups = {experts.active_groups} groups"
+        yield Problem(f"{section}.active", rule, "use fewer, or more groups", experts.active)
+    if experts.shared_gate and experts.shared_width is None:
+        rule = f"has no meaning without {section}.shared_width"
+        yield Problem(f"{section}.shared_gate", rule, "set the width, or use false", True)
     if experts.every >= 1 and model.layers // experts.every * experts.every <= experts.first_dense:
         late, key = experts.first_dense >= model.layers, f"{section}.first_dense"
         key, value = (key, experts.first_dense) if late else (f"{section}.every", experts.every)

@@ -7,6 +7,8 @@ Every token is copied for each of its experts: nK rows. Kept are these rows, gat
 the input of the router hnw, and of every token E logits, K scores and two numbers of 8 bytes for each of K experts.
 Tensor parallelism splits neither experts nor router: a rank computes its part of the sequence.
 
+A shared expert is a SwiGLU of all tokens, split over tp as in other layers. It computes while rows travel.
+
 Where ranks share out experts, each sends its rows to those of their experts, and gets as many if experts are chosen
 equally often, as is taken here; what experts return goes back, and gradients go both ways again. Rows that arrive are
 kept, with one more number for each.
@@ -14,15 +16,25 @@ kept, with one more number for each.
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 from megalite.config.layers import Mixture
 from megalite.plan.parts import roles
 from megalite.plan.parts.part import Kept, Moment, Passed, Product, Weight
 from megalite.plan.parts.sizes import Sizes
+from megalite.plan.parts.swiglu import SwiGLUPart
 from megalite.plan.parts.transfers import Transfer, Transfers, over
 
 INDEX_BYTES = 8
+MATRICES = ("router", "experts.gate", "experts.up", "experts.down")
+SHARED = "shared"  # the name of the shared expert's module, and a prefix of its moments
+
+
+class SharedExpertPart(SwiGLUPart):
+    """An expert that computes all tokens."""
+
+    title = "shared expert"
 
 
 @dataclass(frozen=True)
@@ -39,9 +51,20 @@ class ExpertsPart:
     def weights(self) -> Iterator[tuple[str, Weight]]:
         count, hidden, used = self.kind.count, self.kind.width, self.kind.active
         yield "router.weight", Weight((count, self.width), roles.ROUTER)
+        if self.kind.router.correction_rate is not None:
+            yield "router.correction", Weight((count,), roles.CORRECTION, trained=False)
         yield "experts.gate.weight", Weight((count, hidden, self.width), roles.EXPERT_GATE, used=used)
         yield "experts.up.weight", Weight((count, hidden, self.width), roles.EXPERT_UP, used=used)
         yield "experts.down.weight", Weight((count, self.width, hidden), roles.EXPERT_DOWN, used=used)
+        if self.shared is not None:
+            yield from ((f"{SHARED}.{name}", weight) for name, weight in self.shared.weights())
+        if self.kind.shared_gate:
+            yield f"{SHARED}_gate.weight", Weight((1, self.width), roles.ROUTER)
+
+    @cached_property
+    def shared(self) -> SharedExpertPart | None:
+        """The expert that computes all tokens, if there is one."""
+        return None if self.kind.shared is None else SharedExpertPart(self.width, self.kind.shared)
 
     def products(self, tokens: float, tp: int) -> list[Product]:
         here, count, hidden = tokens / tp, self.kind.count, self.kind.width
@@ -50,11 +73,14 @@ class ExpertsPart:
             Product(here, count, self.width),
             Product(rows, 2 * hidden, self.width, count),
             Product(rows, self.width, hidden, count),
+            *([] if self.shared is None else self.shared.products(tokens, tp)),
+            *([Product(here, 1, self.width)] if self.kind.shared_gate else []),
         ]
 
     def passed(self, tp: int) -> Passed:
         active = self.kind.active / tp
-        return Passed(hidden=2 * self.kind.width * active, routed=self.width * (active + 1 / tp))
+        shared = 0.0 if self.shared is None else self.shared.passed(tp).hidden
+        return Passed(hidden=2 * self.kind.width * active + shared, routed=self.width * (active + 1 / tp))
 
     def kept(self, sizes: Sizes) -> tuple[Kept, ...]:
         rows, hidden = self._rows(sizes)
@@ -68,7 +94,17 @@ class ExpertsPart:
             Kept("mlp", hidden, "swiglu"),
             Kept("mlp", choices * sizes.z, "swiglu"),
             Kept("mlp", hidden, "down", for_weights="down", cheap=True),
+            *self._shared_kept(sizes),
         )
+
+    def _shared_kept(self, sizes: Sizes) -> Iterator[Kept]:
+        if self.shared is None:
+            return
+        for kept in self.shared.kept(sizes):
+            moment = f"{SHARED} {kept.for_weights}" if kept.for_weights else ""
+            yield replace(kept, until=f"{SHARED} {kept.until}", for_weights=moment)
+        if self.kind.shared_gate:
+            yield Kept("mlp", sizes.stream + 2 * sizes.statistic, f"{SHARED} gate")
 
     def forward(self, sizes: Sizes, passing: int) -> int:
         rows, hidden = self._rows(sizes)
@@ -77,23 +113,37 @@ class ExpertsPart:
 
     def backward(self, sizes: Sizes, own: int) -> tuple[Moment, ...]:
         rows, hidden = self._rows(sizes)
-        router, gate, up, down = (
-            sizes.w * weight.gradient(sizes.t, sizes.config.parallel.ep) for _, weight in self.weights()
-        )
+        grads = {name: sizes.w * each.gradient(sizes.t, sizes.config.parallel.ep) for name, each in self.weights()}
+        router, gate, up, down = (grads[f"{name}.weight"] for name in MATRICES)
+        # The gradient of what all return is held until the shared expert has used it.
+        held, given = (own, sizes.stream) if self.shared is not None else (0, 0)
         # Full recompute begins when a gradient of rows is there, and makes what experts return once more.
         makes_again = sizes.config.train.recompute in ("full", "budget")
         again = [Moment("made again", own + 2 * rows)] if makes_again else []
         return (
             *again,
             Moment("down", own + rows + hidden, down, put_off=rows),
-            Moment("swiglu", 3 * hidden),
-            Moment("gate and up", 2 * hidden + rows, gate + up, put_off=2 * hidden),
-            Moment("router", rows + 2 * sizes.stream, router, put_off=self._logits(sizes)),
+            Moment("swiglu", held + 3 * hidden),
+            Moment("gate and up", held + 2 * hidden + rows, gate + up, put_off=2 * hidden),
+            *self._shared_backward(sizes, own, rows, grads.get("shared_gate.weight", 0)),
+            Moment("router", rows + 2 * sizes.stream + given, router, put_off=self._logits(sizes)),
         )
+
+    def _shared_backward(self, sizes: Sizes, own: int, rows: int, gate: int) -> Iterator[Moment]:
+        """Moments of the shared expert, with the gradient of rows on their way back. gate: bytes of its gradient."""
+        if self.shared is None:
+            return
+        if self.kind.shared_gate:
+            yield Moment(f"{SHARED} gate", own + rows + 2 * sizes.stream, gate, put_off=sizes.statistic)
+            own = sizes.stream
+        for each in self.shared.backward(sizes, own):
+            yield replace(each, name=f"{SHARED} {each.name}", temporaries=each.temporaries + rows)
 
     def forward_transfers(self, sizes: Sizes, cp: int, phase: str) -> Transfers:
         found = self._counted(sizes, phase) + self._sent(sizes, f"{phase}: tokens to their experts")
         found += self._sent_scores(sizes, f"{phase}: scores")
+        if self.shared is not None:
+            found += self.shared.forward_transfers(sizes, cp, phase) + self.shared.output_transfers(sizes, phase)
         if sizes.config.parallel.ep > 1 and phase != "recompute":
             counts = Transfer("all_to_all", "ep", INDEX_BYTES * self.kind.count, "int64")
             found[counts, f"{phase}: numbers of tokens for each expert"] += 1
@@ -104,10 +154,11 @@ class ExpertsPart:
 
     def backward_transfers(self, sizes: Sizes, cp: int) -> Transfers:
         there = self._sent(sizes, "backward: gradients to experts") + self._sent(sizes, "backward: gradients back")
-        return there + self._sent_scores(sizes, "backward: gradients of scores")
+        shared = Counter() if self.shared is None else self.shared.backward_transfers(sizes, cp)
+        return there + self._sent_scores(sizes, "backward: gradients of scores") + shared
 
     def weight_transfers(self, sizes: Sizes) -> Transfers:
-        return Counter()
+        return Counter() if self.shared is None else self.shared.weight_transfers(sizes)
 
     def _sent(self, sizes: Sizes, purpose: str) -> Transfers:
         """Rows that ranks with other experts exchange."""

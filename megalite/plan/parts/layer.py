@@ -10,6 +10,7 @@ from megalite.plan.parts import roles
 from megalite.plan.parts.attention import GroupedQueryPart
 from megalite.plan.parts.experts import ExpertsPart
 from megalite.plan.parts.part import Kept, Moment, Part, Product, Weight
+from megalite.plan.parts.roles import RoleKind
 from megalite.plan.parts.sizes import Sizes
 from megalite.plan.parts.swiglu import SwiGLUPart
 from megalite.plan.parts.transfers import Transfers
@@ -54,9 +55,9 @@ class Layer:
     def exchanged(self, ep: int) -> tuple[list[Weight], list[Weight]]:
         """The weights of the two groups that FSDP2 exchanges at once: experts that `ep` ranks share out, and all else.
 
-        With one rank, experts are with all else.
+        With one rank, experts are with all else. State is on every rank.
         """
-        every = [weight for _, weight in self.weights()]
+        every = [weight for _, weight in self.weights() if weight.role.kind is not RoleKind.STATE]
         if ep == 1:
             return [], every
         return [weight for weight in every if weight.role.of_expert], [

@@ -15,6 +15,7 @@ from megalite.train.build import Job
 from megalite.train.cadence import Cadence
 from megalite.train.garbage import Garbage
 from megalite.train.guard import Guard, Judged
+from megalite.train.load_metrics import starved_text
 from megalite.train.metrics import Meter, source_tokens
 from megalite.train.report import Silent
 from megalite.train.step import CutShort, evaluate, train_step
@@ -97,7 +98,8 @@ def _train(
             meter.note(step)
         for judged in guard.judge(at_once=due.waits):
             report.trouble(judged, meter.jumps(judged))
-            meter.add(judged)
+            if starved := meter.add(judged):
+                report.event(judged.step, "experts_starved", starved_text(starved), experts=starved)
             if judged.verdict == "bad":
                 with report.saves(step, saver):
                     saver.settle()  # weights that could not be saved are the cause, and are named
@@ -106,6 +108,7 @@ def _train(
             if meter.noted(judged.step):
                 record = meter.read(judged.step) | {"tokens": guard.progress.tokens}
                 report.record(judged.step, record | source_tokens(batches.train.samples, guard.progress))
+                report.load(judged.step, meter.load)
         cadence.stepped(step, meter.training_seconds())
         garbage.stepped(step)
         with report.saves(step, saver):

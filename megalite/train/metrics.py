@@ -19,6 +19,7 @@ from megalite.optim.interface import rate_of
 from megalite.plan.model.size import flops_per_token
 from megalite.train.build import Job
 from megalite.train.guard import Judged, is_jump
+from megalite.train.load_metrics import LoadMeter
 from megalite.train.vital_signs import Arriving
 
 T = TypeVar("T")
@@ -69,6 +70,7 @@ class Meter:
         self.norm, self.jumped = nan, False
         self.paused_for = self.waited_for = 0.0  # seconds in all: of pauses, and for batches
         self.latest_wait = 0.0  # for the latest batch
+        self.load = LoadMeter(job.load.layers)
         self._noted: dict[int, tuple[float, Arriving]] = {}  # by step: its learning rate, and the parameters' norm
         self._restart()
 
@@ -124,8 +126,8 @@ class Meter:
         before, self.jumped = self.jumped, is_jump(self.norms, judged.reading.norm, self.job.config.train)
         return self.jumped and not before
 
-    def add(self, judged: Judged) -> None:
-        """Count a step that has been judged."""
+    def add(self, judged: Judged) -> dict[int, list[int]]:
+        """Count a step that has been judged. Returns experts that starve from now on, by layer."""
         batch, model = judged.batch, self.job.config.model
         tokens = batch.samples * model.sequence_length
         short = replace(model, sequence_length=model.sequence_length // batch.pieces)
@@ -133,10 +135,12 @@ class Meter:
         self.tokens += tokens
         self.flops += tokens * flops_per_token(short)
         self.norm = judged.reading.norm
-        if judged.verdict != "bad":
-            self.norms.append(self.norm)
-            self.trained += tokens
-            self.loss += judged.reading.loss * tokens
+        if judged.verdict == "bad":
+            return {}
+        self.norms.append(self.norm)
+        self.trained += tokens
+        self.loss += judged.reading.loss * tokens
+        return self.load.add(judged.reading.load)
 
     def read(self, step: int) -> dict[str, float]:
         """The training values that docs/metrics.md lists, of the steps up to `step`, which is noted and judged."""
@@ -153,6 +157,7 @@ class Meter:
             "tokens_per_second": speed.tokens_per_second,
             "tflops_per_device": speed.tflops_per_device,
             "peak_memory_bytes": float(peak_memory(job.mesh.device)),
+            **self.load.read(),
         }
         self._restart()
         return record if speed.mfu is None else {**record, "mfu": speed.mfu}

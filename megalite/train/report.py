@@ -21,6 +21,7 @@ from megalite.config.schema import Config
 from megalite.train.board import Board
 from megalite.train.folder.records import line_of, mend
 from megalite.train.guard import Guard, Judged
+from megalite.train.load_metrics import LoadMeter
 from megalite.train.stragglers import Straggler
 from megalite.train.wandb_run import WandbRun
 from megalite_launch.base.events import append_event
@@ -28,7 +29,16 @@ from megalite_launch.base.run_folder import RunFolder
 from megalite_launch.base.texts import scaled
 
 TROUBLE = ("bad_step", "spike", "grad_norm_jump", "rollback")
-WARNINGS = (*TROUBLE, "save_failed", "save_problem", "save_local_failed", "local_off", "straggler")  # events
+WARNINGS = (  # events
+    *TROUBLE,
+    "save_failed",
+    "save_problem",
+    "save_local_failed",
+    "local_off",
+    "straggler",
+    "experts_starved",
+)
+LOADS_OF_RUN = 100  # loads of experts that a run keeps for a picture: those of 60 layers with 256 take 60 kB
 SENDING_SECONDS = 60.0  # seconds that the end of a run waits for Weights & Biases
 
 
@@ -47,6 +57,7 @@ CONSOLE_FIELDS: dict[str, Callable[[float], str]] = {
     "tflops_per_device": lambda rate: f"{scaled(rate * 1e12, 'FLOP/s'):>12}",
     "mfu": lambda share: f"MFU {share:5.1%}",
     "peak_memory_bytes": lambda size: f"{scaled(size, 'B'):>7}",
+    "expert_load": lambda most: f"expert load {most:5.2f}",
     "valid_loss": lambda loss: f"valid loss {loss:.4f}",
     "valid_perplexity": lambda perplexity: f"perplexity {perplexity:.4g}",
 }
@@ -67,6 +78,8 @@ class Silent:
     def stepped(self, step: int) -> None: ...
 
     def record(self, step: int, values: Record) -> None: ...
+
+    def load(self, step: int, meter: LoadMeter) -> None: ...
 
     def event(self, step: int, name: str, text: str, **details: Any) -> None: ...
 
@@ -99,6 +112,7 @@ class Report(Silent):
         self, folder: Path, config: Config, first_step: int, check_owner: Callable[[], None] = lambda: None
     ) -> None:
         self.steps, self.step, self._check_owner = config.train.steps, first_step, check_owner
+        self.loads: int | None = None  # the part of the run in which they were last reported
         self.console = escaping(Console())
         self.path = folder / "metrics.jsonl"
         self.metrics = Outlet(str(self.path))
@@ -162,6 +176,13 @@ class Report(Silent):
         hidden = "tflops_per_device" if "mfu" in values else ""
         shown = [show(values[name]) for name, show in CONSOLE_FIELDS.items() if name in values and name != hidden]
         self.say(f"step {step:>{len(str(self.steps))}}/{self.steps}  " + "  ".join(shown) + self._remaining(step))
+
+    def load(self, step: int, meter: LoadMeter) -> None:
+        """Report the latest loads of experts, at most `LOADS_OF_RUN` times in a run."""
+        part = step * LOADS_OF_RUN // self.steps
+        if meter.latest.size and part != self.loads:
+            self.loads = part
+            self._write(step, {"event": "expert_load", "layers": meter.layers, "load": meter.latest.tolist()})
 
     def event(self, step: int, name: str, text: str, **details: Any) -> None:
         """Report what happened to the run at `step`: as text, and as details for programs."""

@@ -1,4 +1,4 @@
-"""Draw the loss curves of a run, or of several to compare, as a picture."""
+"""Draw the loss curves of a run, or of several to compare, as a picture; or the load of a run's experts."""
 
 import argparse
 import os
@@ -12,9 +12,10 @@ from typing import Any
 import numpy
 
 from megalite.base.entry import exit_code
-from megalite.base.errors import printable
+from megalite.base.errors import InputError, printable
 from megalite.report.pictures import need_matplotlib, plain, pyplot, save, ticker
 from megalite.train.folder.records import read_lines, read_records
+from megalite_tools.experiment.plot_load import draw_loads
 
 COMMAND = "megalite-plot-metrics"
 CURVES = ("loss", "valid_loss", "grad_norm", "learning_rate", "tokens")
@@ -35,11 +36,21 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--out", type=Path, metavar="FILE", help="PNG, SVG or PDF to write (default: RUN/loss.png of the first run)"
     )
+    parser.add_argument(
+        "--experts", action="store_true", help="draw how evenly tokens chose experts instead (RUN/expert_load.png)"
+    )
     return parser
 
 
 def _plot(options: argparse.Namespace) -> None:
     need_matplotlib()
+    if options.experts:
+        if len(options.runs) > 1:
+            raise InputError(f"--experts draws a single run, not {len(options.runs)}; call it once for each")
+        out = options.out or options.runs[0] / "expert_load.png"
+        draw_loads(options.runs[0], out)
+        print(printable(str(out)))
+        return
     out = options.out or options.runs[0] / "loss.png"
     files = {name: run / "metrics.jsonl" for name, run in zip(names(options.runs), options.runs, strict=True)}
     curves = {name: read_metrics(path) for name, path in files.items()}

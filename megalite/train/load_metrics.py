@@ -1,0 +1,83 @@
+"""What a run reports of its experts: how evenly tokens choose them, and which ones hardly any token chooses."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megalite.base.errors import number_ranges
+
+Load = NDArray[np.int64]  # layers with experts, experts
+WINDOW_STEPS = 100  # steps after which experts are judged
+STARVED_SHARE = 0.1  # of an even share of tokens: an expert with less is starved
+MAX_TOLD = 8  # layers that a warning lists
+
+
+@dataclass
+class LoadMeter:
+    """Sums loads of experts over the steps between two reports, and over windows of `WINDOW_STEPS` steps.
+
+    layers: numbers of the layers with experts.
+    """
+
+    layers: Sequence[int]
+
+    def __post_init__(self) -> None:
+        self.latest = self._interval = self._window = np.zeros((len(self.layers), 0), np.int64)
+        self._steps, self._starved = 0, frozenset[tuple[int, int]]()
+
+    def add(self, load: Sequence[int]) -> dict[int, list[int]]:
+        """Add the load of a step. Returns, at the end of a window, newly starved experts by layer."""
+        if not self.layers:
+            return {}
+        new = np.array(load, np.int64).reshape(len(self.layers), -1)
+        self._interval = self._interval + new if self._interval.size else new
+        self._window = self._window + new if self._window.size else new
+        self._steps += 1
+        if self._steps < WINDOW_STEPS:
+            return {}
+        before, self._starved = (
+            self._starved,
+            frozenset(zip(*map(list, np.nonzero(starved(self._window))), strict=True)),
+        )
+        self._window, self._steps = self._window[:, :0], 0
+        found: dict[int, list[int]] = {}
+        for row, expert in sorted(self._starved - before):
+            found.setdefault(self.layers[row], []).append(int(expert))
+        return found
+
+    def read(self) -> dict[str, float]:
+        """The values that docs/metrics.md lists, of the steps since the last call, whose loads are `latest` then."""
+        self.latest, self._interval = self._interval, self._interval[:, :0]
+        return values_of(self.layers, self.latest) if self.latest.size else {}
+
+
+def values_of(layers: Sequence[int], load: Load) -> dict[str, float]:
+    """The values of a record: of all layers together, then of each."""
+    shares = load / load.sum(1, keepdims=True)
+    most = shares.max(1) * load.shape[1]
+    logarithms = np.log(np.where(shares > 0, shares, 1.0))
+    entropy = -(shares * logarithms).sum(1) / np.log(load.shape[1])
+    number = starved(load).sum(1)
+    found = {"expert_load": most.max(), "expert_entropy": entropy.min(), "experts_starved": number.sum()}
+    for row, layer in enumerate(layers):
+        of_layer = {"expert_load": most, "expert_entropy": entropy, "experts_starved": number}
+        found |= {f"{name}/{layer}": values[row] for name, values in of_layer.items()}
+    return {name: float(value) for name, value in found.items()}
+
+
+def starved(load: Load) -> NDArray[np.bool_]:
+    """Which experts have less than `STARVED_SHARE` of their even share of tokens."""
+    found: NDArray[np.bool_] = load * load.shape[1] < STARVED_SHARE * load.sum(1, keepdims=True)
+    return found
+
+
+def starved_text(found: dict[int, list[int]]) -> str:
+    """Say which experts starve, and what helps."""
+    some = [f"layer {layer}: {number_ranges(experts)}" for layer, experts in list(found.items())[:MAX_TOLD]]
+    more = f", and in {len(found) - MAX_TOLD} more layers" if len(found) > MAX_TOLD else ""
+    return (
+        f"experts starve, {'; '.join(some)}{more}: less than {STARVED_SHARE:.0%} of an even share of tokens chose them "
+        f"in {WINDOW_STEPS} steps; model.experts.correction_rate or balance_loss evens that out"
+    )

@@ -14,6 +14,7 @@ from megalite.data.loader import Loader
 from megalite.data.samples import Sample
 from megalite.plan.batches import GlobalBatch
 from megalite.train.build import Job
+from megalite.train.load_metrics import LoadMeter
 from megalite.train.loop import Batches, train
 from megalite.train.report import Report
 
@@ -64,6 +65,9 @@ class Notes(Report):
 
     def note(self, step: int, name: str, text: str, **details: object) -> None:
         self.noted.append((step, name, details))
+
+    def load(self, step: int, meter: LoadMeter) -> None:
+        self.noted.append((step, "expert_load", {"layers": meter.layers, "load": meter.latest.tolist()}))
 
     def say(self, text: str, style: str = "") -> None:
         self.said.append(text)

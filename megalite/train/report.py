@@ -57,7 +57,7 @@ CONSOLE_FIELDS: dict[str, Callable[[float], str]] = {
     "tflops_per_device": lambda rate: f"{scaled(rate * 1e12, 'FLOP/s'):>12}",
     "mfu": lambda share: f"MFU {share:5.1%}",
     "peak_memory_bytes": lambda size: f"{scaled(size, 'B'):>7}",
-    "expert_load": lambda most: f"expert load {most:5.2f}",
+    "expert_load": lambda most: f"load {most:4.2f}",
     "valid_loss": lambda loss: f"valid loss {loss:.4f}",
     "valid_perplexity": lambda perplexity: f"perplexity {perplexity:.4g}",
 }

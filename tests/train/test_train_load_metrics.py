@@ -1,10 +1,19 @@
 """What a run reports of its experts."""
 
+import json
 import math
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
+import toy_runs
+from toy_jobs import MODEL, config_of, one_rank
 
+from megalite.config.layout import Layout
+from megalite.config.schema import Config, Experts, Log, Train
+from megalite.train import load_metrics
 from megalite.train.load_metrics import WINDOW_STEPS, LoadMeter, starved_text
+from megalite.train.report import LOADS_OF_RUN, Report
 
 
 def test_values_are_of_the_interval_by_layer_and_of_the_worst_layer() -> None:
@@ -38,3 +47,33 @@ def test_a_model_without_experts_has_no_such_values() -> None:
     meter = LoadMeter([])
     assert meter.add(()) == {}
     assert meter.read() == {}
+
+
+def test_a_run_keeps_a_hundred_loads_for_a_picture(tmp_path: Path) -> None:
+    meter = LoadMeter([0, 1])
+    with Report(tmp_path, Config(train=Train(steps=500)), 0) as report:
+        for step in range(1, 501):
+            meter.add([step, 1, 1, 1])
+            meter.read()
+            report.load(step, meter)
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert len(lines) == LOADS_OF_RUN + 1
+    assert all(line["load"] == [[line["step"], 1], [1, 1]] and line["layers"] == [0, 1] for line in lines)
+
+
+def test_a_run_tells_loads_and_experts_that_starve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(load_metrics, "WINDOW_STEPS", 2)
+    config = config_of(Layout(), replace(MODEL, layers=2, init_std=0.5, experts=Experts(32, 1, 8, first_dense=1)))
+    config = replace(config, train=replace(config.train, steps=4), log=Log(interval=2))
+    with one_rank():
+        notes, _, _ = toy_runs.run(config, tmp_path)
+    tokens = 2 * config.batch.global_ * config.model.sequence_length
+    loads = [details["load"] for _, name, details in notes.noted if name == "expert_load"]
+    assert [sum(load[0]) for load in loads] == [tokens, tokens]
+    for (_, record), (load,) in zip(notes.records[-2:], loads, strict=True):
+        assert record["expert_load"] == record["expert_load/1"] == pytest.approx(max(load) * 32 / tokens)
+    ((step, details), *_) = notes.named("experts_starved")
+    assert (step, details["experts"]) == (
+        2,
+        {1: [expert for expert, each in enumerate(loads[0][0]) if each * 320 < tokens]},
+    )

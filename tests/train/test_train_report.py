@@ -30,7 +30,14 @@ RECORDS = {
         "tflops_per_device": 0.25,
         "mfu": 0.4375,
     },
-    10: {"loss": 2.25, "grad_norm": 0.5, "learning_rate": 2e-4, "tokens_per_second": 1e5, "tflops_per_device": 0.5},
+    10: {
+        "loss": 2.25,
+        "grad_norm": 0.5,
+        "learning_rate": 2e-4,
+        "tokens_per_second": 1e5,
+        "tflops_per_device": 0.5,
+        "expert_load": 1.75,
+    },
     15: {"valid_loss": 2.0, "valid_perplexity": 7.389},
 }
 
@@ -91,6 +98,7 @@ def test_the_console_names_every_value(tmp_path: Path, capsys: pytest.CaptureFix
     shown = capsys.readouterr().out
     first, second, third = (line.split("  ETA")[0] for line in shown.splitlines())
     assert first == "step  5/20  loss  2.5000  norm  0.750  lr 3.0e-04   312 ms  12.3 ktok/s  MFU 43.8%  2.50 GB"
+    assert second.endswith("load 1.75")
     assert "100 ktok/s  500 GFLOP/s" in second.replace("   ", "  ")
     assert third == "step 15/20  valid loss 2.0000  perplexity 7.389"
 

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from matplotlib import image, pyplot
 
+from megalite_tools.experiment.plot_load import read_loads
 from megalite_tools.experiment.plot_metrics import draw, main, read_metrics
 
 
@@ -142,3 +143,53 @@ def test_a_missing_run_exits_with_2(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert shown.err.startswith("megalite-plot-metrics: error: ")
     assert str(tmp_path / "absent/metrics.jsonl") in shown.err
     assert not (run / "loss.png").exists()
+
+
+def loads(*steps: int) -> list[dict[str, object]]:
+    return [
+        {"step": step, "event": "expert_load", "layers": [1, 3], "load": [[4, 4, 4, 4], [step, 1, 0, 7]]}
+        for step in steps
+    ]
+
+
+def test_the_load_of_experts_is_that_of_steps_that_count(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    back = {"step": 10, "event": "rollback"}
+    run = write_run(tmp_path / "run", *loads(10, 20), back, *loads(30), *records())
+    found = read_loads(run / "metrics.jsonl")
+    assert (found.steps, found.layers) == ([10, 30], [1, 3])
+    assert found.shares[0].tolist() == [[1, 1, 1, 1], [40 / 18, 4 / 18, 0, 28 / 18]]
+    assert main([str(run), "--experts"]) == 0
+    assert capsys.readouterr() == (f"{run / 'expert_load.png'}\n", "")
+    assert image.imread(run / "expert_load.png").std() > 0.01
+    assert not (run / "loss.png").exists()
+
+
+@pytest.mark.parametrize(
+    ("lines", "told"),
+    [
+        ([{"step": 1, "loss": 1.0}], "tells no loads of experts"),
+        (
+            [{"step": 1, "event": "expert_load", "layers": [1], "load": [[1, 2], [3, 4]]}],
+            "are not what megalite writes",
+        ),
+        ([{"step": 1, "event": "expert_load", "layers": [1], "load": [[1, "x"]]}], "are not what megalite writes"),
+        ([{"step": 1, "event": "expert_load", "layers": [1], "load": [[0, 0]]}], "are not what megalite writes"),
+        ([{"step": 1, "event": "expert_load"}], "are not what megalite writes"),
+        (
+            [*loads(1), {"step": 2, "event": "expert_load", "layers": [1], "load": [[1, 2]]}],
+            "are not what megalite writes",
+        ),
+    ],
+)
+def test_loads_that_cannot_be_drawn_are_refused(
+    lines: list[dict[str, object]], told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = write_run(tmp_path / "run", *lines)
+    assert main([str(run), "--experts"]) == 2
+    assert told in capsys.readouterr().err
+    assert not (run / "expert_load.png").exists()
+
+
+def test_the_load_is_that_of_a_single_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(tmp_path), str(tmp_path), "--experts"]) == 2
+    assert "--experts draws a single run, not 2" in capsys.readouterr().err

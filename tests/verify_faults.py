@@ -21,10 +21,12 @@ from megalite.commands.verify import Difference, compare
 from megalite.config.schema import Config
 from megalite.distributed import collectives
 from megalite.distributed.mesh import Mesh
+from megalite.model import router
+from megalite.model.router import Router
 from megalite.optim import muon
 from megalite.optim.muon import Muon
 from megalite.optim.newton_schulz import scale
-from megalite.parallel import gradients, linear
+from megalite.parallel import gradients, linear, recompute
 from megalite.parallel.gradients import Gradients
 from megalite.parallel.pipeline import Pipeline
 from megalite.plan.recompute_modes import MODES, Costs
@@ -190,6 +192,69 @@ def scale_of_a_full_batch() -> AbstractContextManager[Any]:
         return job.config.batch.global_ * job.config.model.sequence_length
 
     return patch.object(step, "target_tokens", target_tokens)
+
+
+def _routers(choose: Callable[..., Tensor]) -> AbstractContextManager[Any]:
+    """Routers whose experts are `choose(correct, logits)`; `correct` takes logits."""
+    of_router = Router._chosen
+
+    def chosen(router: Router, logits: Tensor, *others: Any) -> tuple[Tensor, ...]:
+        rest: tuple[Any, ...] = ()
+
+        def correct(logits: Tensor) -> Tensor:
+            nonlocal rest
+            experts, *rest = of_router(router, logits, *others)
+            return experts
+
+        return (choose(correct, logits).contiguous(), *rest)
+
+    return patch.object(Router, "_chosen", chosen)
+
+
+def ties_to_the_higher_number() -> AbstractContextManager[Any]:
+    """On rank 1; logits are so coarse that many are equal."""
+
+    def choose(correct: Callable[[Tensor], Tensor], logits: Tensor) -> Tensor:
+        coarse = logits.round(decimals=1)
+        return correct(coarse) if dist.get_rank() != 1 else logits.shape[-1] - 1 - correct(coarse.flip(-1))
+
+    return _routers(choose)
+
+
+def experts_of_the_token_before() -> AbstractContextManager[Any]:
+    """On rank 1."""
+    return _routers(lambda correct, logits: correct(logits).roll(int(dist.get_rank() == 1), 0))
+
+
+def experts_in_another_order() -> AbstractContextManager[Any]:
+    """On rank 1, from the last of a token's to the first."""
+    return _routers(lambda correct, logits: correct(logits).flip(-1) if dist.get_rank() == 1 else correct(logits))
+
+
+def one_choice_that_differs() -> AbstractContextManager[Any]:
+    """Of rank 1, for the last token of every micro-batch: its worst expert in place of its best."""
+
+    def choose(correct: Callable[[Tensor], Tensor], logits: Tensor) -> Tensor:
+        experts = correct(logits)
+        if dist.get_rank() == 1:
+            experts[-1, -1, 0] = logits[-1, -1].argmin()
+        return experts
+
+    return _routers(choose)
+
+
+def recompute_that_chooses_again() -> AbstractContextManager[Any]:
+    """And other experts than forward did: those of the last token for the first, and so on."""
+    correct = recompute.remembered
+
+    def remembered(make: Callable[[], Any]) -> Any:
+        made = correct(make)
+        if recompute._memory is None or not recompute._memory.again:
+            return made
+        experts, *rest = made
+        return experts.flip(0), *rest
+
+    return patch.object(router, "remembered", remembered)
 
 
 def modes_in_use(config: Config) -> set[str]:

@@ -1,7 +1,8 @@
 """`megalite verify`: compares the configured layout with one process, in float64 on CPU.
 
 Both train a shrunken copy of the model for a few steps on the same random tokens. Only the order of sums may differ.
-So losses, gradient norms, gradients and weights must agree to rounding. A gradient of exactly 0, as of a bias
+So the experts that tokens choose must be the same, and losses, gradient norms, gradients and weights must agree to
+rounding. A gradient of exactly 0, as of a bias
 that shifts all scores of a query, is a rounding error, and an optimizer that divides by its size makes an update of it:
 such a gradient is compared on the scale of all gradients, in every step, and such a weight is left out after the last.
 """
@@ -9,7 +10,7 @@ such a gradient is compared on the scale of all gradients, in every step, and su
 import argparse
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from megalite.base.exit_codes import ExitCode
 from megalite.base.stop_signals import ended_at_once
 from megalite.base.terminal import console, sections, table
 from megalite.commands.verify_copy import not_compared, shrink
+from megalite.commands.verify_routing import Choices, Recorder, compare_choices, routing_text
 from megalite.config.layout import Layout
 from megalite.config.load import files_and_overrides, load
 from megalite.config.rules.validate import check
@@ -81,6 +83,7 @@ class Trace:
     initial: Parts
     gradients: list[Parts]  # gradients of every step
     weights: Parts  # after the last step
+    choices: list[Choices] = field(default_factory=list)  # experts of tokens in every step
 
 
 @dataclass(frozen=True)
@@ -92,6 +95,7 @@ class Difference:
     tolerance: float
     where: str  # the step or parameter that differs most
     without_gradient: tuple[str, ...] = ()  # weights left out: an optimizer makes updates of their rounding errors
+    first: str = ""  # text that is shown before all numbers
 
     @property
     def passed(self) -> bool:
@@ -103,7 +107,8 @@ def compare(config: Config, steps: int, tolerance: float) -> list[Difference]:
 
     Collective over all processes, of which there may be more than the layout needs. tolerance: of weights. Gradients,
     which the optimizer has not divided by their size yet, must agree 10 times better; losses and norms 100 times
-    better; initial weights exactly. Raises InputError, on every rank, if the one process learns next to nothing.
+    better; initial weights and the experts of tokens exactly. Raises InputError, on every rank, if the one process
+    learns next to nothing.
     """
     alone = Mesh.build(Layout(), CPU)
     single = replace(
@@ -131,15 +136,16 @@ def compare(config: Config, steps: int, tolerance: float) -> list[Difference]:
 def trace(config: Config, mesh: Mesh, steps: int) -> Trace:
     """Train from the beginning, on random tokens."""
     job = build(plan_for(config, mesh), mesh)
-    initial = _state(job)
-    losses, norms, grads = [], [], []
+    initial, recorder = _state(job), Recorder(job)
+    losses, norms, grads, choices = [], [], [], []
     for step in range(steps):
         loss = gradients(job, random_batch(job, step))
         grads.append(_gradients(job))
+        choices.append(recorder.take())
         reading = update(job, loss, step).read()
         losses.append(reading.loss)
         norms.append(reading.norm)
-    return Trace(losses, norms, initial, grads, _state(job))
+    return Trace(losses, norms, initial, grads, _state(job), choices)
 
 
 def refuse_dead(reference: Trace, config: Config, tolerance: float) -> None:
@@ -210,8 +216,7 @@ def _gradients(job: Job) -> Parts:
 
 
 def _state(job: Job) -> Parts:
-    """Return this rank's micro-batches of a global batch `[samples, sequence length + 1]`. Each sample is first cut
-    into `pieces` shorter ones."""
+    """The parameters and other state of this rank, without padding."""
     every = (found for of in (parameters, extra_state) for stage in job.stages.values() for found in of(stage))
     return _parts((found.name, found.value, found.shape) for found in every)
 
@@ -244,12 +249,25 @@ def _differences(reference: Trace, found: Trace, steps: int, tolerance: float, m
         f"weights after {counted(steps, 'step')}", tensors(reference.weights, found.weights), tolerance, mesh
     )
     return [
+        *_routing(reference, found, mesh),
         numbers("loss", reference.losses, found.losses),
         numbers("gradient norm", reference.norms, found.norms),
         _largest("initial weights", initial, 0.0, mesh),
         _largest("gradients", grads, tolerance / 10, mesh),
         replace(weights, without_gradient=dead),
     ]
+
+
+def _routing(reference: Trace, found: Trace, mesh: Mesh) -> list[Difference]:
+    """The share of tokens with other experts, in the first layer where there are any; nothing without experts."""
+    compared = compare_choices(reference.choices, found.choices, mesh)
+    if not compared:
+        return []
+    share, where = 0.0, ""
+    for each in reversed(compared):
+        if each.differing:
+            share, where = each.differing / each.tokens, f"layer {each.layer}, step {each.step}"
+    return [Difference("routing", share, 0.0, where, first=routing_text(compared))]
 
 
 def _distances(expected: Parts, got: Parts, noise: float = 0.0) -> list[tuple[str, float]]:
@@ -283,7 +301,10 @@ def _largest(quantity: str, each: list[tuple[str, float]], limit: float, mesh: M
 
 
 def show(config: Config, differences: Sequence[Difference], on: Console) -> None:
-    """Print the comparison as a table."""
+    """Print the comparison as a table, with what has to be known before and after."""
+    for row in differences:
+        if row.first:
+            on.print(row.first, style=None if row.passed else "red")
     rows = table("quantity", "difference", "tolerance", "", "largest in", text=("quantity", "", "largest in"))
     for row in differences:
         verdict = Text("ok", "green") if row.passed else Text("differs", "red")

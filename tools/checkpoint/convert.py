@@ -20,10 +20,13 @@ from megalite.base.output import warn
 from megalite.checkpoint.store.disk import total_bytes
 from megalite.checkpoint.weights.convert import convert
 from megalite.checkpoint.weights.formats import huggingface
+from megalite.checkpoint.weights.formats.opened import Weights
 from megalite.checkpoint.weights.formats.tokenizer import doubts
+from megalite.checkpoint.weights.maps.upcycled import Upcycling
 from megalite.checkpoint.weights.sources import STATEFUL_KINDS, open_weights
 from megalite.checkpoint.weights.targets import PLANS, Wanted, plan_of
-from megalite.config.load import load
+from megalite.checkpoint.weights.upcycle import upcycled
+from megalite.config.load import files_and_overrides, load
 from megalite.config.sources import KINDS, split_kind
 from megalite_launch.base.arguments import byte_size, whole
 from megalite_launch.base.texts import scaled
@@ -53,6 +56,13 @@ def _parser() -> argparse.ArgumentParser:
     add("--config", nargs="+", metavar="YAML", help="megatron, meta: the model, for files that do not tell it")
     add("--dtype", choices=DTYPES, default="keep", help="data type of all tensors (default: keep)")
     add("--optimizer", action="store_true", help="take the optimizer's states and the run's progress along")
+    add(
+        "--upcycle",
+        nargs="+",
+        metavar="KEY=VALUE|YAML",
+        help="make experts of a dense model, such as model.experts.count=8",
+    )
+    add("--upcycle-noise", type=_noise, default=0.0, metavar="STD", help="noise added to experts (default: 0)")
     add("--shard-size", type=byte_size, metavar="SIZE", help="hf: largest file, as in 5GB (default: as before, or 5GB)")
     add("--tp", type=COUNT, default=1, metavar="N", help="megatron: tensor-parallel ranks; meta: files (default: 1)")
     add("--pp", type=COUNT, default=1, metavar="N", help="megatron: pipeline-parallel ranks (default: 1)")
@@ -67,6 +77,8 @@ def _parser() -> argparse.ArgumentParser:
 def _run(options: argparse.Namespace) -> int:
     if options.tokens and not options.check:
         raise InputError("--tokens: needs --check, which computes their logits")
+    if options.upcycle_noise and not options.upcycle:
+        raise InputError(f"--upcycle-noise {options.upcycle_noise:g}: has no meaning without --upcycle")
     torch.set_num_threads(1)  # the workers share the cores
     if options.json not in (None, "-"):
         check_output(Path(options.json))
@@ -76,7 +88,9 @@ def _run(options: argparse.Namespace) -> int:
         raise InputError(f"--to {options.target}: there is no folder {target.absolute().parent}; make it first")
     model = None if options.config is None else load(options.config).model
     found = open_weights(options.source, model, options.optimizer)
-    if kind != "megalite":
+    if options.upcycle:
+        found = _upcycled(found, options)
+    elif kind != "megalite":
         found = found.folded()
     dtype = DTYPES[options.dtype]
     wanted = Wanted(dtype, options.shard_size, options.workers, options.tp, options.pp, options.virtual_stages)
@@ -85,6 +99,9 @@ def _run(options: argparse.Namespace) -> int:
         print(f"{COMMAND}: warning: {printable(doubt)}", file=sys.stderr)
     request = {"to": kind, **vars(wanted), "files": wanted.files if kind == "megalite" else None}
     request["optimizer"] = options.optimizer
+    if found.upcycling is not None:
+        request["upcycle"] = [found.upcycling.noise, found.upcycling.seed]
+        _tell_of_upcycling(found.upcycling, terminal)
     began = time.monotonic()
     with bar(target.name, sum(output.bytes for output in plan.outputs)) as advanced:
         written = convert(found, plan, target, request, options.workers, advanced)
@@ -121,6 +138,21 @@ def _run(options: argparse.Namespace) -> int:
     return ExitCode.DONE if well else ExitCode.FAILED
 
 
+def _upcycled(found: Weights, options: argparse.Namespace) -> Weights:
+    config = load(*files_and_overrides(options.upcycle), found.folded().model)
+    return upcycled(found, config.model, options.upcycle_noise, config.run.seed)
+
+
+def _tell_of_upcycling(way: Upcycling, terminal: Terminal) -> None:
+    """Say before anything is written what experts will be, and whether the model will compute the same."""
+    copies = f"{way.experts.count} experts of a layer are {way.experts.count // way.slices} copies"
+    terminal.line(f"upcycle: {copies} of its feed-forward" + f", of {way.slices} slices each" * (way.slices > 1))
+    if reasons := list(way.inexact()):
+        warn(f"--upcycle: the logits will not be those of the source: {'; '.join(reasons)}")
+    else:
+        terminal.line("upcycle: the logits are those of the source, but for rounding")
+
+
 def _check(
     kind: str, target: str, options: argparse.Namespace, terminal: Terminal, dtype: str | None
 ) -> tuple[Any, bool]:
@@ -128,8 +160,12 @@ def _check(
     whether all tensors are equal and the logits finite."""
     _, path = split_kind(options.source)
     made = open_weights(target, states=options.optimizer)
-    source = open_weights(f"{kind}:{path}", None if options.config is None else made.model, options.optimizer)
-    alike = source if made.kind == "megalite" else source.folded()
+    given = None if options.config is None else load(options.config).model
+    source = open_weights(f"{kind}:{path}", given, options.optimizer)
+    if options.upcycle:
+        alike = _upcycled(source, options)
+    else:
+        alike = source if made.kind == "megalite" else source.folded()
     pairs = [(alike, made, dtype)]
     if (
         options.optimizer and made.kind != "megalite"
@@ -159,6 +195,16 @@ def _target(text: str) -> tuple[str, Path]:
     if not path.name:
         raise InputError(f"--to {text}: names no folder")
     return kind, path
+
+
+def _noise(text: str) -> float:
+    try:
+        found = float(text)
+    except ValueError:
+        found = math.nan
+    if not 0 <= found <= 1:
+        raise argparse.ArgumentTypeError(f"{text!r:.40} must be a number from 0 to 1")
+    return found
 
 
 def _tokens(text: str) -> list[int]:

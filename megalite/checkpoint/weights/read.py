@@ -18,7 +18,14 @@ from megalite.checkpoint.store.disk import DamagedError, damage_of, opened, read
 from megalite.checkpoint.store.index import ITEM_BYTES, MAX_INDEX_BYTES, Index, Stored
 from megalite.checkpoint.store.manifest import INDEX, Manifest
 from megalite.checkpoint.weights.formats.opened import Weights
+from megalite.checkpoint.weights.maps.strips import PREFIX
+from megalite.checkpoint.weights.maps.upcycled import Upcycling
+from megalite.checkpoint.weights.upcycle import dense_name
+from megalite.model.init import fill_normal
 from megalite.parallel.parameter import box
+from megalite.plan.model.parametrization import standard_deviation
+from megalite.plan.model.weights import weights
+from megalite.plan.parts.roles import ROUTER
 
 NO_FACTORS: Mapping[str, float] = MappingProxyType({})
 BLOCK = 1 << 22  # bytes read at a time, unless a row of a chunk is larger
@@ -85,9 +92,50 @@ class Reader:
 
 def reader_of(found: Weights) -> Reader:
     """Make a reader of weights of any format and check all positions. Raises DamagedError if one is impossible."""
+    if found.dense is not None and found.upcycling is not None:
+        return UpcycledReader(found, reader_of(found.dense), found.upcycling)
     reader = Reader(found.path, found.index, found.sizes, found.source, found.links, found.factors)
     reader.check(found.index.tensors)
     return reader
+
+
+class UpcycledReader(Reader):
+    """The weights `found`, which a `dense` model's become when they are read; see `maps.upcycled`."""
+
+    def __init__(self, found: Weights, dense: Reader, way: Upcycling) -> None:
+        super().__init__(found.path, found.index, found.sizes, found.source, found.links)
+        self.dense, self.way = dense, way
+        self.weights = {PREFIX + name: weight for name, weight in weights(found.model).items()}
+
+    def check(self, names: Iterable[str]) -> None:
+        """Check nothing: the dense model's positions are checked."""
+
+    def fill_parts(self, parts: Iterable[tuple[str, Tensor, Sequence[int]]]) -> None:
+        """Fill parts of tensors, those of experts with slices of the dense model's, with `noise` added."""
+        parts = list(parts)
+        self.dense.fill_parts(piece for part in parts for piece in self._read(*part))
+        for name, part, offset in parts:
+            weight, key = self.weights[name], f"{self.way.seed}/{name.removeprefix(PREFIX)}"
+            if weight.role == ROUTER:
+                for row, target in enumerate(part, offset[0]):
+                    place = (row // self.way.slices * self.way.slices, offset[1])
+                    std = standard_deviation(self.way.model, ROUTER)
+                    fill_normal(target[None], weight.shape, place, std, key)
+            elif weight.role.of_expert and self.way.noise:
+                noise = allocated(self.path, part.shape, torch.float32)
+                fill_normal(noise, weight.shape, tuple(offset), self.way.noise, f"{key}/noise")
+                part.add_(noise)
+
+    def _read(self, name: str, part: Tensor, offset: Sequence[int]) -> Iterator[tuple[str, Tensor, Sequence[int]]]:
+        """The parts of dense tensors that `part` is made of."""
+        role = self.weights[name].role
+        if not role.of_expert:
+            yield from [(name, part, offset)] * (role != ROUTER)
+            return
+        for expert, matrix in enumerate(part, offset[0]):
+            row, column = offset[1:]
+            first = expert % self.way.slices * self.way.width
+            yield dense_name(name), matrix, (row, column + first) if role.into_stream else (row + first, column)
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from megalite.checkpoint.store.manifest import Manifest
 from megalite.checkpoint.store.progress import Training
 from megalite.checkpoint.weights.maps.folded import folded
 from megalite.checkpoint.weights.maps.strips import PREFIX
+from megalite.checkpoint.weights.maps.upcycled import Upcycling
 from megalite.config.schema import Model
 
 LISTED_NAMES = 5  # names in a message
@@ -26,6 +27,7 @@ class Weights:
     there are no companions. end: the id that ended its documents, if it was configured. hashes: of the files, if known.
     trained: whether the files hold states of an optimizer too. training: the run that saved these, where the index has
     them. manifest: of megalite's checkpoint. factors: what tensors are multiplied by when they are read, by our names.
+    upcycling, dense: how experts are made, and the weights of which; the index then has no places of its own.
     """
 
     kind: str
@@ -45,6 +47,8 @@ class Weights:
     manifest: Manifest | None = None
     hashes: Mapping[str, File] = field(default_factory=dict)
     factors: Mapping[str, float] = field(default_factory=dict)
+    upcycling: Upcycling | None = None
+    dense: "Weights | None" = None
 
     @property
     def bytes(self) -> int:

@@ -1,0 +1,99 @@
+"""Experts made of the feed-forwards of a dense model (sparse upcycling, arXiv 2212.05055). Imports no torch.
+
+    f  hidden width of the dense feed-forward    E, K  experts, those of a token    g  slices of f, one for an expert
+
+Expert e is slice e mod g of the feed-forward, so g neighbours, a virtual group (arXiv 2410.07524), are one copy of it.
+Rows of the router are random with a mean of 0, and equal within a group, so that its experts are chosen together: a
+token takes K/g whole copies. Matrices `down` are multiplied by what makes the scores of each slice add up to 1.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from megalite.base.errors import InputError, Problem, listing
+from megalite.checkpoint.weights.maps.models import plain_model
+from megalite.config.rules.model import model_rules
+from megalite.config.rules.numbers import divisors, multiples
+from megalite.config.schema import Experts, Model
+from megalite.plan.model.weights import weights
+from megalite.plan.parts.roles import ROUTER
+
+
+@dataclass(frozen=True)
+class Upcycling:
+    """Way from the weights of a `dense` model to those of `model`.
+
+    noise: standard deviation of what is added to elements of experts. seed: of noise and routers.
+    """
+
+    dense: Model
+    model: Model
+    experts: Experts
+    noise: float
+    seed: int
+
+    @property
+    def width(self) -> int:
+        """Hidden features of an expert."""
+        return self.experts.width or self.model.ffn
+
+    @property
+    def slices(self) -> int:
+        return self.dense.ffn // self.width
+
+    @property
+    def factor(self) -> float:
+        """Factor of matrices `down`."""
+        if self.experts.normalize:
+            total = 1.0
+        else:  # what scores of a token's experts add up to where a router gives all the same
+            each = 1 / self.experts.count if self.experts.scores == "softmax" else 0.5
+            total = self.experts.active * each
+        return self.slices / (total * self.experts.scale)
+
+    def inexact(self) -> Iterator[str]:
+        """Reasons why logits are not those of the dense model."""
+        experts, all_chosen = self.experts, self.experts.active == self.experts.count
+        if self.noise:
+            yield f"--upcycle-noise = {self.noise:g} changes experts"
+        if experts.active % self.slices:
+            yield f"model.experts.active = {experts.active} experts are no whole copies, of {self.slices} slices each"
+        if not experts.normalize and not (experts.scores == "softmax" and all_chosen):
+            yield "model.experts.normalize = false: what a token's scores add up to is another number for every token"
+
+
+def upcycling(dense: Model, model: Model, noise: float, seed: int) -> Upcycling:
+    """The way from a dense model to `model`. Raises InputError with all that is in its way."""
+    if dense.experts is not None:
+        rule = (
+            f"the source has model.experts.count = {dense.experts.count} already; give a dense model, or leave it out"
+        )
+        raise InputError(f"--upcycle: {rule}")
+    if model.experts is None:
+        raise InputError("--upcycle: gives the model no experts; give their number, as in model.experts.count=8")
+    found = Upcycling(dense, model, model.experts, noise, seed)
+    if problems := [*_differences(found), *model_rules(model), *_sizes(found)]:
+        raise InputError(problems)
+    known = weights(dense)
+    for name, weight in weights(model).items():
+        if not (weight.role.of_expert or weight.role == ROUTER or name in known):
+            raise InputError(f"--upcycle: a dense model has nothing of which {name} could be made")
+    return found
+
+
+def _differences(found: Upcycling) -> Iterator[Problem]:
+    ours, theirs = plain_model(found.dense), plain_model(replace(found.model, experts=None))
+    for key in dict.fromkeys([*ours, *theirs]):
+        if ours.get(key) != theirs.get(key):
+            rule = f"must be the source's, {ours.get(key)}: only model.experts can be added"
+            yield Problem(key, rule, "leave it out", theirs.get(key))
+
+
+def _sizes(found: Upcycling) -> Iterator[Problem]:
+    ffn, width, count = found.dense.ffn, found.width, found.experts.count
+    if ffn % width:
+        rule = f"must divide the source's model.ffn = {ffn}, so that experts are slices of it"
+        yield Problem("model.experts.width", rule, f"use {listing(divisors(ffn, width))}", width)
+    elif count % found.slices:
+        rule = f"must be a multiple of {found.slices}, since so many experts are one copy of the source's feed-forward"
+        yield Problem("model.experts.count", rule, f"use {listing(multiples(count, found.slices, 1 << 20))}", count)

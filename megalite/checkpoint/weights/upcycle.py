@@ -1,0 +1,52 @@
+"""Weights of a dense model seen as those of a model with experts; see `maps.upcycled`. Imports no torch."""
+
+from dataclasses import replace
+
+import numpy as np
+
+from megalite.base.errors import InputError
+from megalite.checkpoint.store.index import Index, Stored
+from megalite.checkpoint.weights.formats.opened import Weights
+from megalite.checkpoint.weights.formats.safetensors import INDEX
+from megalite.checkpoint.weights.maps.families import CONFIG
+from megalite.checkpoint.weights.maps.strips import PREFIX
+from megalite.checkpoint.weights.maps.upcycled import upcycling
+from megalite.config.schema import Model
+from megalite.plan.model.weights import weights
+from megalite.plan.parts.part import Weight
+from megalite.plan.parts.roles import ROUTER
+
+
+def upcycled(found: Weights, model: Model, noise: float = 0.0, seed: int = 0) -> Weights:
+    """The weights of `model`, made of those of a dense one. Nothing is read before they are. Raises InputError."""
+    if found.training is not None:
+        raise InputError("--optimizer: states belong to the dense model's weights; leave it out, or --upcycle")
+    found = found.folded()
+    way = upcycling(found.model, model, noise, seed)
+
+    def stored(name: str, weight: Weight) -> Stored:
+        if not (weight.role.of_expert or weight.role == ROUTER):
+            return found.index.tensors[PREFIX + name]
+        dtype = found.dtype if weight.role == ROUTER else found.index.tensors[PREFIX + dense_name(name)].dtype
+        return Stored(dtype, weight.shape, np.empty((0, 2 + 2 * len(weight.shape)), np.int64))
+
+    factors = dict(found.factors)
+    for name, weight in weights(model).items():
+        if weight.role.of_expert and weight.role.into_stream:
+            factors[PREFIX + dense_name(name)] = way.factor * found.factors.get(PREFIX + dense_name(name), 1.0)
+    return replace(
+        found,
+        model=model,
+        index=Index((), {PREFIX + name: stored(name, weight) for name, weight in weights(model).items()}),
+        family=None,
+        companions=tuple(file for file in found.companions if file.name not in (CONFIG, INDEX)),
+        trained=False,
+        factors={},
+        upcycling=way,
+        dense=replace(found, factors=factors),
+    )
+
+
+def dense_name(name: str) -> str:
+    """The name of the dense weight of which the weight of experts called `name` has slices."""
+    return name.replace(".experts.", ".")

@@ -11,6 +11,7 @@ from megalite.schedule.generate import AUTO_SCHEDULE
 # Keys that a search decides, unless they are pinned.
 SEARCH_KEYS = (
     "parallel.tp",
+    "parallel.ep",
     "parallel.cp",
     "parallel.context.method",
     "parallel.pp",
@@ -38,6 +39,7 @@ class Choice(NamedTuple):
     """
 
     tp: int
+    ep: int
     cp: int
     method: Method
     pp: int
@@ -65,6 +67,7 @@ class Choice(NamedTuple):
             parallel=replace(
                 parallel,
                 tp=self.tp,
+                ep=self.ep,
                 cp=self.cp,
                 pp=self.pp,
                 dp_replicate=self.replicas,
@@ -96,6 +99,7 @@ def choice_of(config: Config) -> Choice:
     parallel = config.parallel
     return Choice(
         parallel.tp,
+        parallel.ep,
         parallel.cp,
         parallel.context.method,
         parallel.pp,

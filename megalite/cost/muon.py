@@ -1,7 +1,7 @@
 """The time that Muon's part of a step takes: what owners of matrices compute, and the exchanges. Imports no torch."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from math import inf, prod
 
 from megalite.config.schema import Config
@@ -9,6 +9,7 @@ from megalite.cost.network import Group
 from megalite.cost.stages import Timer
 from megalite.plan.model.weights import layer_weights
 from megalite.plan.muon import BUCKET_BYTES, Matrix, matrices_of, owners, rounds, working_bytes
+from megalite.plan.parts.part import Weight
 from megalite.plan.parts.roles import RoleKind
 from megalite.plan.resolved import Plan
 
@@ -83,18 +84,29 @@ def _exchanged(matrices: Sequence[Matrix], owned_by: Sequence[int], ranks: int, 
     return sent + max(owned.values(), default=0)
 
 
-def muon_parameters(matrices: Sequence[Matrix], tp: int) -> float:
-    """The number of elements of a pipeline rank's matrices that one of `tp` ranks updates, before they are sharded."""
-    return sum(prod(matrix.shape) for matrix in matrices) / tp
+def muon_parameters(plan: Plan, rank: int) -> float:
+    """The number of elements of a pipeline rank's matrices that each of its ranks updates."""
+    parallel, apart, own = plan.config.parallel, 0, 0
+    for weight in _weights(plan, rank):
+        if weight.role.of_expert and parallel.ep > 1:
+            apart += weight.elements
+        else:
+            own += weight.elements
+    if not parallel.data.sharded:
+        return own / parallel.tp + apart / parallel.ep
+    return own / parallel.tp / (parallel.layout.dp_shard * parallel.cp) + apart / parallel.ep / parallel.expert_shards
 
 
 def _matrices(plan: Plan, rank: int) -> list[Matrix]:
     """The whole matrices in the layers of a pipeline rank."""
-    return [
-        matrix
-        for stage in plan.stages_of(rank)
-        for layer in plan.layers[stage]
-        for _, weight in layer_weights(plan.config.model, plan.kinds[layer])
-        if weight.trained and weight.role.kind is RoleKind.MATRIX
-        for matrix in matrices_of(weight.shape, (), plan.config.optim.muon.steps)
-    ]
+    steps = plan.config.optim.muon.steps
+    return [matrix for weight in _weights(plan, rank) for matrix in matrices_of(weight.shape, (), steps)]
+
+
+def _weights(plan: Plan, rank: int) -> Iterator[Weight]:
+    """The weights in the layers of a pipeline rank that Muon updates."""
+    for stage in plan.stages_of(rank):
+        for layer in plan.layers[stage]:
+            for _, weight in layer_weights(plan.config.model, plan.kinds[layer]):
+                if weight.trained and weight.role.kind is RoleKind.MATRIX:
+                    yield weight

@@ -370,16 +370,16 @@ def _update(plan: Plan, stages: Sequence[StageTime], timer: Timer) -> float:
     shards = layout.dp_shard * layout.cp if config.parallel.data.sharded else 1
     held = [sum(stages[stage].parameters for stage in plan.stages_of(rank)) for rank in range(layout.pp)]
     muon = config.optim.name == "muon"
-    matrices = muon_matrices(plan) if muon else [[]] * layout.pp
-    updated = [muon_parameters(found, layout.tp) for found in matrices]
+    matrices = muon_matrices(plan) if muon else []
+    updated = [muon_parameters(plan, rank) if muon else 0.0 for rank in range(layout.pp)]
     seconds = max(
-        state_seconds(every - whole / shards, whole / shards, config.optim.place, timer)
-        for every, whole in zip(_kept(plan, held, shards), updated, strict=True)
+        state_seconds(every - matrices_of_rank, matrices_of_rank, config.optim.place, timer)
+        for every, matrices_of_rank in zip(_kept(plan, held, shards), updated, strict=True)
     )
     if muon:
         seconds += muon_seconds(plan, matrices, timer)
         if config.kernels_by_operation.muon == "torch":
-            seconds += timer.kernels.passes(TORCH_SURPLUS * max(updated) / shards)
+            seconds += timer.kernels.passes(TORCH_SURPLUS * max(updated))
     seconds += max(
         timer.net.collective(*shared.partial_sums(stages[stage] for stage in plan.stages_of(rank)))
         for rank in range(layout.pp)

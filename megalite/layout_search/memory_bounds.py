@@ -11,6 +11,7 @@ from megalite.config.schema import SCHEDULES, Config
 from megalite.cost.held_bytes import StageBytes, most_held
 from megalite.cost.layout_choice import Choice, mode_of
 from megalite.cost.schedule_tables import Tables, filled
+from megalite.cost.stages import expert_parameters
 from megalite.layout_search.micro_batches_in_flight import flight
 from megalite.plan.activations import Activations
 from megalite.plan.model.size import layer_parameters
@@ -25,8 +26,23 @@ Alike = tuple[tuple[int, ...], bool, bool]  # a stage: its layers' kinds, and wh
 SINGLE_REDUCTION_MODES = ("ddp", "zero1")  # modes whose gradients are reduced once a step
 
 
+class Amount(NamedTuple):
+    """Numbers of parameters: those that tensor parallelism splits, and those of experts."""
+
+    own: float
+    experts: float
+
+    @property
+    def total(self) -> float:
+        return self.own + self.experts
+
+    def whole(self, choice: Choice) -> float:
+        """Parameters of which a rank has 1/tp before data-parallel sharding, where ranks of ep share out experts."""
+        return self.own + self.experts * choice.tp / choice.ep
+
+
 class Each(NamedTuple):
-    """Bytes for each parameter of a pipeline rank: optimizer states with the parameter; gathered weights; gradients
+    """Bytes of parameters of a pipeline rank: optimizer states with the parameters; gathered weights; gradients
     before they are reduced, and of them what a rank keeps."""
 
     states: float
@@ -42,7 +58,7 @@ class First(NamedTuple):
     by kind. most, beside: as in a `Flight`. single: whether the rank has one stage.
     """
 
-    parameters: float
+    parameters: Amount
     stages: tuple[tuple[int, ...], ...]
     most: int
     beside: int | None
@@ -57,14 +73,14 @@ class Estimate:
 
     def __init__(self, config: Config, pins: Mapping[str, Any], kinds: Mapping[LayerKind, int]) -> None:
         self.config, self.pins, self.kinds = config, pins, kinds
-        self.layer_parameters = {kind: layer_parameters(config.model, kind).total for kind in kinds}
+        self.amounts = [_amount(config, kind) for kind in kinds]
         found, layers = list(kinds), layer_kinds(config.model)
         numbers = {id(kind): found.index(kind) for kind in {id(kind): kind for kind in layers}.values()}
         self.order = [numbers[id(kind)] for kind in layers]  # index in `kinds` of every layer's kind
-        self._kinds, self._sizes = found, [self.layer_parameters[kind] for kind in found]  # quicker to ask by number
-        self._parameters = self.before(self._sizes)
+        self._kinds = found  # quicker to ask by number
+        self._own, self._experts = (self.before(each) for each in zip(*self.amounts, strict=True))
         self.matrix = config.model.vocab_size * config.model.width
-        self._all = self._parameters[-1] + self.matrix * (1 if config.model.tie_embeddings else 2)
+        self._all = Amount(self._own[-1] + self.matrix * (1 if config.model.tie_embeddings else 2), self._experts[-1])
         self._element = PRECISION_BYTES[config.train.dtype]
         self._wide = max(self._element, 4)
         self._gradient = 2 if config.parallel.data.reduce_precision == "bf16" else self._wide
@@ -73,7 +89,7 @@ class Estimate:
         self._splits: dict[tuple[int, int], Sequence[int]] = {}
         self._placements: dict[tuple[int, int, bool], Sequence[int]] = {}
         self._scheduled: dict[tuple[object, ...], Config] = {}
-        self._of_rank: dict[tuple[object, ...], float] = {}
+        self._of_rank: dict[tuple[object, ...], Amount] = {}
         self._made_of: dict[tuple[object, ...], list[Alike]] = {}
         self._each_of: dict[tuple[object, ...], Each] = {}
         self._firsts: dict[tuple[object, ...], First] = {}
@@ -98,23 +114,33 @@ class Estimate:
         active = {offloads: self._activations(choice, first) for offloads, choice in each_way.items()}
         return [self._needed(choice, first, *active[choice.offload_activations]) for choice in layouts]
 
-    def lightest(self, choice: Choice, parameters: float, layers: float) -> float:
+    def lightest(self, choice: Choice, parameters: Amount, layers: float) -> float:
         """Lower bound of `memory` if the first rank has so many parameters and activations of so many layers."""
-        each, kept = self.each(choice), 0 if choice.offload_activations else min(self.kept(choice))
-        return parameters * (each.states + each.gathered) + layers * kept
+        held, kept = self.held(choice, parameters), 0 if choice.offload_activations else min(self.kept(choice))
+        return held.states + held.gathered + layers * kept
 
     def _needed(self, choice: Choice, first: First, most: float, beside: float | None) -> float:
         """Bytes with a first rank, and with its activations: at most, and while all of its gradients are there."""
-        states, gathered, whole, reduced = self.each(choice)
-        held = states + gathered
-        after = states + reduced + gathered * first.single  # a rank of several stages has freed weights of others
-        parameters = first.parameters
-        found = max(self._all / choice.pp * max(held, after), parameters * after, parameters * held + most)
+        states, gathered, whole, reduced = self.held(choice, first.parameters)
+        found = max(
+            self._even(choice, first.single),
+            states + reduced + gathered * first.single,
+            states + gathered + most,
+        )
         if beside is not None:
             found = max(
-                found, parameters * (held + (whole if choice.mode in SINGLE_REDUCTION_MODES else reduced)) + beside
+                found,
+                states + gathered + (whole if choice.mode in SINGLE_REDUCTION_MODES else reduced) + beside,
             )
         return found
+
+    def _even(self, choice: Choice, single: bool) -> float:
+        """Bytes with an even share of the model and no activations.
+
+        single: ranks have one stage; those of several have freed weights of others when gradients are reduced.
+        """
+        states, gathered, _, reduced = self.held(choice, self._all)
+        return max(states + gathered, states + reduced + gathered * single) / choice.pp
 
     def _activations(self, choice: Choice, first: First) -> tuple[float, float | None]:
         """Bytes of activations that the first rank holds: at most, and while all of its gradients are there."""
@@ -143,7 +169,7 @@ class Estimate:
                 known[what] = self._stage(choice, *what)
             held = {stage: known[what] for stage, what in mine.items()}
             steps = tables.steps(config, few, rank)
-            states = self._held(choice, rank) * self.each(choice).states + inputs
+            states = self.held(choice, self._parameters(choice, rank)).states + inputs
             most = max(most, states + most_held(steps, held, choice.mode not in SINGLE_REDUCTION_MODES, managed))
             if most > room:
                 break
@@ -163,35 +189,39 @@ class Estimate:
 
     def _stage(self, choice: Choice, order: Sequence[int], first: bool, last: bool) -> StageBytes:
         """Bytes that a stage holds. order: the kinds of its layers. first, last: whether it is the model's."""
-        each, mode = self.each(choice), mode_of(choice)
+        mode = mode_of(choice)
         sizes, modes = self.sizes(choice), [mode] * len(order)
         if mixed(self.config, self.pins, choice):  # where it is for a budget, this is what is kept at least
             every = 1 if choice.recompute == "budget" else self.config.train.recompute_every
             modes = every_nth("full" if choice.recompute == "budget" else mode, every, len(order))
-        kept = left = layers = 0
+        kept = left = 0
+        layers = Amount(0, 0)
         for (number, recomputes), count in Counter(zip(order, modes, strict=True)).items():
             part = sizes.layer(self._kinds[number], recomputes)
             kept += count * part.kept_bytes
             left += count * part.put_off_bytes
-            layers += count * self._sizes[number]
+            layers = Amount(*(have + count * more for have, more in zip(layers, self.amounts[number], strict=True)))
         ends = first + last if not self.config.model.tie_embeddings else first or last
-        all_of = layers + ends * self.matrix
-        least = min([self._sizes[number] for number in {*order}] + [self.matrix] * bool(ends))
+        all_of = self.held(choice, Amount(layers.own + ends * self.matrix, layers.experts))
+        units = [unit for number in {*order} for unit in self._units(choice, self.amounts[number])]
+        units += [Amount(self.matrix, 0)] * bool(ends)
         return StageBytes(
             kept,
             left,
-            each.gathered * all_of,
-            each.whole * all_of,
-            each.whole * layers,
-            each.reduced * all_of,
-            each.whole * least,
+            all_of.gathered,
+            all_of.whole,
+            self.held(choice, layers).whole,
+            all_of.reduced,
+            min(self.held(choice, unit).whole for unit in units),
         )
+
+    def _units(self, choice: Choice, layer: Amount) -> list[Amount]:
+        """Parameters of a layer that are reduced at once: experts by themselves where ranks share them out."""
+        return [Amount(layer.own, 0), Amount(0, layer.experts)] if choice.ep > 1 and layer.experts else [layer]
 
     def of_states(self, choice: Choice) -> float:
         """Bytes that a rank with an even share of the model has at least, with no activations: quickly found."""
-        each = self.each(choice)
-        after = each.states + each.reduced + each.gathered * (self._virtual(choice) == 1)
-        return self._all / choice.pp * max(each.states + each.gathered, after)
+        return self._even(choice, self._virtual(choice) == 1)
 
     def first(self, choice: Choice) -> First:
         """The first rank, and what is in flight there: in a V, or with one stage a rank, on the first stage."""
@@ -203,7 +233,7 @@ class Estimate:
             layers = [self.order[ends[stage] : ends[stage + 1]] for stage in counted]
             stages = {tuple(each.count(kind) for kind in range(len(self.kinds))) for each in layers}
             flying = flight(choice.schedule, choice.pp, m, virtual)
-            self._firsts[key] = First(self._held(choice, 0), tuple(stages), *flying, virtual == 1)
+            self._firsts[key] = First(self._parameters(choice, 0), tuple(stages), *flying, virtual == 1)
         return self._firsts[key]
 
     def split(self, choice: Choice) -> Sequence[int]:
@@ -219,17 +249,20 @@ class Estimate:
         """Stages of a rank."""
         return choice.virtual or SCHEDULES.get(choice.schedule, 1)
 
-    def _held(self, choice: Choice, rank: int) -> float:
+    def _parameters(self, choice: Choice, rank: int) -> Amount:
         """Parameters of a pipeline rank, those of norms and of a second matrix of a tied embedding aside."""
         key = choice.pp, self._virtual(choice), choice.schedule in V_SCHEDULES, rank, choice.split
         if key not in self._of_rank:
             split, owners = self.split(choice), self.owners(choice)
             ends = list(accumulate(split, initial=0))
             mine = [stage for stage, owner in enumerate(owners) if owner == rank]
-            layers = sum(self._parameters[ends[stage + 1]] - self._parameters[ends[stage]] for stage in mine)
+            own, experts = (
+                sum(before[ends[stage + 1]] - before[ends[stage]] for stage in mine)
+                for before in (self._own, self._experts)
+            )
             first, last = 0 in mine, len(split) - 1 in mine
             outer = first + last if not self.config.model.tie_embeddings else first or last
-            self._of_rank[key] = layers + self.matrix * outer
+            self._of_rank[key] = Amount(own + self.matrix * outer, experts)
         return self._of_rank[key]
 
     def scheduled(self, choice: Choice) -> Config:
@@ -246,8 +279,17 @@ class Estimate:
             self._placements[key] = placement(self.scheduled(choice))
         return self._placements[key]
 
-    def each(self, choice: Choice) -> Each:
-        """Bytes for each parameter of a pipeline rank."""
+    def held(self, choice: Choice, amount: Amount) -> Each:
+        """Bytes of so many parameters of a pipeline rank.
+
+        Experts that ranks of ep share out are sharded over tp / ep times as many ranks: to as many states a rank.
+        """
+        each, whole = self._each(choice), amount.whole(choice)
+        sharded = whole if choice.mode == "ddp" else amount.total
+        return Each(each.states * sharded, each.gathered * whole, each.whole * whole, each.reduced * sharded)
+
+    def _each(self, choice: Choice) -> Each:
+        """Bytes for each parameter of a pipeline rank that tensor parallelism splits."""
         shards = choice.shards * choice.cp if choice.mode != "ddp" else 1
         key = choice.tp, shards, choice.mode == "zero3", choice.states
         if key not in self._each_of:
@@ -263,7 +305,7 @@ class Estimate:
 
     def kept(self, choice: Choice) -> list[int]:
         """Bytes that a layer of each kind keeps of a micro-batch: of every sequence as many."""
-        key = choice.tp, choice.cp, choice.method, choice.recompute, choice.micro
+        key = choice.tp, choice.ep, choice.cp, choice.method, choice.recompute, choice.micro
         if key not in self._keep:
             if choice.micro > 1:
                 self._keep[key] = [choice.micro * each for each in self.kept(choice._replace(micro=1))]
@@ -274,10 +316,16 @@ class Estimate:
 
     def sizes(self, choice: Choice) -> Activations:
         """Sizes of a layout's activations."""
-        key = choice.tp, choice.cp, choice.micro, choice.method, choice.offload_activations
+        key = choice.tp, choice.ep, choice.cp, choice.micro, choice.method, choice.offload_activations
         if key not in self._known:
             self._known[key] = Activations(choice.applied(self.config, self.pins))
         return self._known[key]
+
+
+def _amount(config: Config, kind: LayerKind) -> Amount:
+    """Parameters of a layer."""
+    experts = expert_parameters(config, kind)
+    return Amount(layer_parameters(config.model, kind).total - experts, experts)
 
 
 def mixed(config: Config, pins: Mapping[str, Any], choice: Choice) -> bool:

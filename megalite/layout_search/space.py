@@ -16,7 +16,7 @@ from megalite.config.schema import SCHEDULES, Config, DataMode, Place, place_of
 from megalite.cost.layout_choice import Choice, Method, Recomputed, mode_of
 from megalite.cost.share import share_of
 from megalite.cost.stages import UNSPLIT_SCHEDULES, Timer
-from megalite.layout_search.memory_bounds import Estimate, mixed
+from megalite.layout_search.memory_bounds import Amount, Estimate, mixed
 from megalite.layout_search.pipeline_bounds import Passes
 from megalite.layout_search.time_bounds import VIRTUAL_STAGES, Least, Shape
 from megalite.layout_search.uneven_splits import MAX_LIMIT_FACTOR, Moves
@@ -42,7 +42,7 @@ class Scheduled(NamedTuple):
 
     names: list[tuple[str, int | None]]
     split: bool
-    parameters: float
+    parameters: Amount
     layers: float
 
 
@@ -93,9 +93,11 @@ class Space:
                 for method in self._methods(tp, cp):
                     for pp in self._pinned("parallel.pp", lambda tp=tp, cp=cp: self._pipeline(tp, cp)):
                         dp, rest = divmod(self.gpus, tp * cp * pp)
-                        if dp and not rest and self.config.batch.global_ % dp == 0:
-                            for first in self._with_batches(tp, cp, method, pp, dp, modes[0]):
-                                if (shape := self._fitting(first, modes, limit)) is not None:
+                        if not dp or rest or self.config.batch.global_ % dp:
+                            continue
+                        for first in self._with_batches(tp, cp, method, pp, dp, modes[0]):
+                            for ep in self._experts(tp, dp * cp * tp):
+                                if (shape := self._fitting(first._replace(ep=ep), modes, limit)) is not None:
                                     yield shape
 
     def recomputing(self, shape: Shape, limit: float) -> Shape | None:
@@ -161,6 +163,14 @@ class Space:
         wanted = self._pinned("parallel.tp", lambda: [tp for tp in every_divisor(self.gpus) if tp <= node])
         return [tp for tp in wanted if not any(size % tp for size in sizes)]
 
+    def _experts(self, tp: int, ranks: int) -> list[int]:
+        """Numbers of ranks, among so many, that may share out experts."""
+        experts = self.model.experts
+        if experts is None:
+            return [1]
+        wanted = self._pinned("parallel.ep", lambda: every_divisor(experts.count, ranks))
+        return [ep for ep in wanted if not (ep % tp or ranks % ep or experts.count % ep)]
+
     def _context(self, tp: int) -> list[int]:
         length = self.model.sequence_length
         fitting = every_divisor(self.gpus // tp)
@@ -190,10 +200,10 @@ class Space:
             bool(self.pins.get(key, self.offload)) for key in ("train.offload_activations", "optim.offload")
         )
         states = place_of(offloads)
+        first = Choice(tp, 1, cp, method, pp, 1, recompute, "1f1b", None, 1, dp, "zero3", activations, states, split)
         for micro in self._pinned("batch.micro", lambda: micros):
-            if each % micro:
-                continue
-            yield Choice(tp, cp, method, pp, micro, recompute, "1f1b", None, 1, dp, "zero3", activations, states, split)
+            if each % micro == 0:
+                yield first._replace(micro=micro)
 
     def _recompute(self) -> list[Recomputed]:
         """Ways to recompute, the quickest first."""
@@ -203,7 +213,7 @@ class Space:
 
     def _passes(self, choice: Choice) -> Passes:
         """Seconds of the model's passes for a micro-batch."""
-        key = choice.tp, choice.cp, choice.method, choice.micro, choice.recompute
+        key = choice.tp, choice.ep, choice.cp, choice.method, choice.micro, choice.recompute
         if key not in self._times:
             mode = "none" if mixed(self.config, self.pins, choice) else mode_of(choice)
             config = self.estimate.sizes(choice).config
@@ -229,13 +239,14 @@ class Space:
                 for name, virtual in self._named(first)
                 if self._can_be_placed(first.pp, m, name, virtual) and _can_be_planned(first.pp, m, name, virtual)
             ]
-            parameters = layers = inf if names else 0.0
+            layers = inf if names else 0.0
+            parameters = Amount(layers, layers)
             for name, virtual in names:
                 if name not in NAMES:  # where its stages are is not known
-                    parameters = layers = 0.0
+                    parameters, layers = Amount(0.0, 0.0), 0.0
                     continue
                 rank = self.estimate.first(first._replace(schedule=name, virtual=virtual))
-                parameters = min(parameters, rank.parameters)
+                parameters = Amount(*map(min, parameters, rank.parameters))
                 layers = min(layers, rank.most * min(map(sum, rank.stages)))
             self._scheduled[key] = Scheduled(
                 names, any(name not in UNSPLIT_SCHEDULES for name, _ in names), parameters, layers
@@ -297,8 +308,9 @@ class Space:
             near = max(1, self.timer.cluster.gpus_per_node // (shape.choice.tp * shape.choice.cp))
             found = sorted({1, *(shape.dp // size for size in (near, 8 * near) if shape.dp % size == 0)})
             found = [replicas for replicas in found if replicas < shape.dp or shape.dp == 1]
-        shard = self.pins.get("parallel.dp_shard")
-        return [n for n in found if n and shape.dp % n == 0 and shard in (None, shape.dp // n)]
+        shard, (tp, ep, cp, *_) = self.pins.get("parallel.dp_shard"), shape.choice
+        found = [n for n in found if n and shape.dp % n == 0 and shape.dp // n * cp * tp % ep == 0]
+        return [n for n in found if shard in (None, shape.dp // n)]
 
     def _offloading(self, schedule: str) -> Iterator[tuple[bool, Place]]:
         either = [False, True] if self.offload else [False]

@@ -69,8 +69,7 @@ class Least:
         self.config, self.gpus, self.timer, self.pins, self.estimate = config, gpus, timer, pins, estimate
         self.model, self.offload = config.model, offload
         self._matrix = config.model.vocab_size * config.model.width
-        self._smallest = min(estimate.layer_parameters.values())
-        self._sizes = *estimate.layer_parameters.values(), self._matrix  # parameters of parts
+        self._smallest = min(amount.total for amount in estimate.amounts)
         self._ranks: dict[tuple[object, ...], Ranks] = {}
         self._interleaved: dict[tuple[object, ...], list[Turns]] = {}
         self._waits: dict[tuple[object, ...], Waits] = {}
@@ -89,7 +88,7 @@ class Least:
         alike, fullest = len(passes.kinds) == 1, -(-passes.layers // pp)  # layers of some rank
         busy = slowest(passes.layers, pp, passes.shortest, sum(passes.head[:2])) if alike else fullest * passes.shortest
         computes = max(way, m * busy, m * (passes.there + passes.back) / pp)
-        held = self._share_of_model(passes.layers, pp) / first.tp
+        held = self._share_of_model(passes.layers, pp, self._smallest) / first.tp
         update = held / (first.replicas * first.shards * first.cp) * min(self._updating.values())
         return Shape(first, m, first.shards, passes, hop, computes, update)
 
@@ -368,14 +367,18 @@ class Least:
 
         layers: 0 where the layout is still open.
         """
-        held = max(layers * self._smallest, self._share_of_model(shape.passes.layers, choice.pp)) / choice.tp
+        whole = min(amount.whole(choice) for amount in self.estimate.amounts)
+        held, states = (
+            max(layers * smallest, self._share_of_model(shape.passes.layers, choice.pp, smallest)) / choice.tp
+            for smallest in (whole, whole if choice.mode == "ddp" else self._smallest)
+        )
         shards = choice.shards * choice.cp if choice.mode != "ddp" else 1
         best = min(self._updating.values()) if layers == 0 and self.offload else self._updating[choice.states]
-        return held / shards * best + held * data.last
+        return states / shards * best + held * data.last
 
-    def _share_of_model(self, layers: int, pp: int) -> float:
-        """Parameters that some pipeline rank has at least."""
-        return (layers * self._smallest + 2 * self._matrix) / pp
+    def _share_of_model(self, layers: int, pp: int, smallest: float) -> float:
+        """Parameters that some pipeline rank has at least, if each of its layers has at least so many."""
+        return (layers * smallest + 2 * self._matrix) / pp
 
     def _fewest(self) -> int:
         """Layers that each stage has at least but the last, under any schedule."""
@@ -412,14 +415,15 @@ class Least:
 
     def _exchanges(self, choice: Choice) -> Exchanged:
         """Seconds to exchange weights and gradients of a micro-batch."""
-        key = choice.tp, choice.cp, choice.replicas, choice.shards, choice.mode, choice.micro
+        key = choice.tp, choice.ep, choice.cp, choice.replicas, choice.shards, choice.mode, choice.micro
         if key not in self._exchanged:
             shared, passes = Shared(choice.applied(self.config, self.pins), self.timer.net), self.timer.kernels.passes
             if key[:-1] not in self._sent_seconds:
                 self._sent_seconds[key[:-1]] = [*map(shared.seconds, self.estimate.kinds), shared.seconds("embedding")]
+            sizes = *(amount.whole(choice) for amount in self.estimate.amounts), self._matrix
             *layers, end = (
                 Moved(*sent, passes(shared.copied * (size / choice.tp)), passes(shared.added * (size / choice.tp)))
-                for sent, size in zip(self._sent_seconds[key[:-1]], self._sizes, strict=True)
+                for sent, size in zip(self._sent_seconds[key[:-1]], sizes, strict=True)
             )
             counts = list(self.estimate.kinds.values())
 

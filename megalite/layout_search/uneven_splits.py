@@ -16,7 +16,7 @@ from typing import NamedTuple
 from megalite.config.schema import SCHEDULES
 from megalite.cost.layout_choice import Choice
 from megalite.cost.stages import SPLIT_OVERHEAD, UNSPLIT_SCHEDULES, ZERO_BUBBLES
-from megalite.layout_search.memory_bounds import SINGLE_REDUCTION_MODES, Estimate
+from megalite.layout_search.memory_bounds import SINGLE_REDUCTION_MODES, Amount, Estimate
 from megalite.layout_search.micro_batches_in_flight import Flights, flights
 from megalite.layout_search.pipeline_bounds import ROUNDING
 from megalite.layout_search.time_bounds import Least, Shape
@@ -195,7 +195,6 @@ class Moves:
         self.estimate, self.least, self.limit, self.missed = estimate, least, limit, missed
         self._ranks: dict[tuple[object, ...], Ranks] = {}
         self._loads: dict[tuple[object, ...], Load] = {}
-        self._smallest = min(estimate.layer_parameters.values())
         self._alike = len(estimate.kinds) == 1
 
     def of_pipeline(self, shape: Shape, pipeline: Choice, needed: float) -> float | None:
@@ -207,7 +206,7 @@ class Moves:
         if not free or needed > self.missed * self.limit:
             return None
         load = self._load(shape, pipeline)
-        if not self._may_fit(shape, load, self._states(load, pipeline), pipeline.offload_activations):
+        if not self._may_fit(shape, load, self._of_layer(load, pipeline), pipeline.offload_activations):
             return None
         return self.least.of_any_split(shape, pipeline)
 
@@ -217,36 +216,37 @@ class Moves:
         """Yield the layouts of a pipeline whose layers are moved, with bounds."""
         load, known = self._load(shape, pipeline), dict[tuple[float, bool], bool]()
         chunks, default, ends = load.flights.most, load.ranks.default, load.ranks.ends
-        ranks = [  # under the default split: bytes of activations, and parameters
-            (default[rank] * chunks[rank] * load.kept, default[rank] * self._smallest + self._matrices(ends[rank]))
+        ranks = [  # under the default split: bytes of activations, and numbers of layers and of matrices at the ends
+            (default[rank] * chunks[rank] * load.kept, default[rank], self._matrices(ends[rank]))
             for rank in load.ranks.firsts
         ]
         for bound, layout in layouts:
-            key = states, offloads = self._states(load, layout), layout.offload_activations
+            key = of_layer, offloads = self._of_layer(load, layout), layout.offload_activations
             if key not in known:
-                needed = max([each * (not offloads) + states * parameters for each, parameters in ranks])
+                end = self._bytes(load, layout, Amount(self.estimate.matrix, 0))
+                needed = max([kept * (not offloads) + of_layer * own + end * ends for kept, own, ends in ranks])
                 near = needed > MIN_LIMIT_FACTOR * self.limit or load.slow
                 known[key] = (
-                    near and needed <= self.missed * self.limit and self._may_fit(shape, load, states, offloads)
+                    near and needed <= self.missed * self.limit and self._may_fit(shape, load, of_layer, offloads)
                 )
             if known[key]:
                 yield max(bound, self.least.of_unsplit(shape, layout)) if self._alike else bound, layout
 
-    def _may_fit(self, shape: Shape, load: Load, states: float, offloads: bool) -> bool:
+    def _may_fit(self, shape: Shape, load: Load, layer: float, offloads: bool) -> bool:
         """Return whether there may be a split that fits; no layout whose ranks share more states has one otherwise.
 
-        states: bytes for each parameter of a rank. offloads: activations are offloaded.
+        layer: bytes for the parameters of each of a rank. offloads: activations are offloaded.
         """
-        layers, chunks, states = shape.passes.layers, load.flights.most, states * self._smallest
+        layers, chunks = shape.passes.layers, load.flights.most
         kept, limit, ranks = 0.0 if offloads else load.kept, self.limit, len(chunks)
-        if (states + chunks[0] * kept) * -(-layers // ranks) <= limit:  # the first rank holds most
+        if (layer + chunks[0] * kept) * -(-layers // ranks) <= limit:  # the first rank holds most
             return True
-        if (states + chunks[-1] * kept) * layers > limit * ranks:
+        if (layer + chunks[-1] * kept) * layers > limit * ranks:
             return False
         step, total = -(-ranks // BLOCKS), 0
         for begin in range(0, ranks, step):  # all of a block as its last rank, which holds least
             block = chunks[begin : begin + step]
-            total += len(block) * min(load.ceiling, int(min(MAX_LAYERS, limit / (states + block[-1] * kept))))
+            total += len(block) * min(load.ceiling, int(min(MAX_LAYERS, limit / (layer + block[-1] * kept))))
         return total >= layers
 
     def splits(self, shape: Shape, layout: Choice) -> Iterator[tuple[float, tuple[int, ...]]]:
@@ -315,22 +315,26 @@ class Moves:
             self._ranks[key] = ranks_of(self.estimate.split(choice), self.estimate.owners(choice))
         return self._ranks[key]
 
-    def _states(self, load: Load, choice: Choice) -> float:
-        """Bytes for each parameter of a rank."""
-        each = self.estimate.each(choice)
-        states = each.states + each.gathered
-        if load.flights.beside:
-            states += each.whole if choice.mode in SINGLE_REDUCTION_MODES else each.reduced
-        return states
+    def _of_layer(self, load: Load, choice: Choice) -> float:
+        """Bytes for the parameters of the smallest layer of a rank."""
+        return min(self._bytes(load, choice, amount) for amount in self.estimate.amounts)
+
+    def _bytes(self, load: Load, choice: Choice, amount: Amount) -> float:
+        """Bytes for so many parameters of a rank."""
+        states, gathered, whole, reduced = self.estimate.held(choice, amount)
+        if not load.flights.beside:
+            return states + gathered
+        return states + gathered + (whole if choice.mode in SINGLE_REDUCTION_MODES else reduced)
 
     def _matrices(self, ends: int) -> int:
-        """Parameters of the embedding and the head on a rank that has so many of them."""
-        return self.estimate.matrix * (min(1, ends) if self.estimate.config.model.tie_embeddings else ends)
+        """Matrices of the embedding and the head on a rank that has so many of these."""
+        return min(1, ends) if self.estimate.config.model.tie_embeddings else ends
 
     def _held(self, choice: Choice, load: Load) -> Held:
         """Bytes that the ranks of a layout hold."""
-        states, kept = self._states(load, choice), 0.0 if choice.offload_activations else load.kept
+        layer, kept = self._of_layer(load, choice), 0.0 if choice.offload_activations else load.kept
+        end = self._bytes(load, choice, Amount(self.estimate.matrix, 0))
         return Held(
-            [states * self._smallest + number * kept for number in load.flights.most],
-            [states * self._matrices(ends) for ends in load.ranks.ends],
+            [layer + number * kept for number in load.flights.most],
+            [end * self._matrices(ends) for ends in load.ranks.ends],
         )

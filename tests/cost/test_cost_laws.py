@@ -69,6 +69,16 @@ def drawn(draw: st.DrawFn) -> tuple[Config, str]:
         "train.recompute": draw(st.sampled_from(["none", "selective", "full"])),
         "run.device": "cuda",
     }
+    if draw(st.booleans()):
+        ep = tp * draw(st.sampled_from([each for each in (1, 2, 4, 8) if cp * shards % each == 0]))
+        values |= {
+            "parallel.ep": ep,
+            "model.experts.count": ep * draw(st.integers(2, 8)),
+            "model.experts.active": 2,
+            "model.experts.width": 64 * draw(st.integers(1, 30)),
+            "model.experts.first_dense": draw(st.sampled_from([0, 1])),
+            "model.experts.balance_loss": draw(st.sampled_from([0, 0.01])),
+        }
     gpus = tp * cp * pp * replicas * shards
     config = made([f"{key}={value}" for key, value in values.items()], gpus)
     split = balance(config.model, stages)  # which else depends on the length of sequences

@@ -10,10 +10,18 @@ from test_cost_predict import H100, TIMER, configured
 
 from megalite.config.load import load
 from megalite.cost import muon
-from megalite.cost.muon import SYMMETRIC_ROWS, TORCH_SURPLUS, _exchanged, computed_flops, symmetric_rows
+from megalite.cost.muon import (
+    SYMMETRIC_ROWS,
+    TORCH_SURPLUS,
+    _exchanged,
+    computed_flops,
+    muon_parameters,
+    symmetric_rows,
+)
 from megalite.cost.predict import predict
 from megalite.cost.program import MEGALITE
 from megalite.plan.muon import Matrix, MuonPlan, stage_matrices
+from megalite.plan.resolved import resolve
 from megalite_kernels.grad_norm import bytes_moved as norm_bytes
 from megalite_kernels.muon import bytes_moved
 from megalite_kernels.symmetric_product import MIN_ROWS
@@ -62,6 +70,17 @@ def test_kernels_save_operations_and_bytes() -> None:
     passes = 32 * (2 * m * m + 2 * 1024 * m + 3 * m * n) / 8 * TORCH_SURPLUS
     saved = large / (TIMER.kernels.rate("bf16") * muon.RATE_SHARE) + TIMER.kernels.passes(passes)
     assert slow - fast == pytest.approx(saved, rel=0.02)
+
+
+@pytest.mark.parametrize("mode", ["ddp", "zero1"])
+def test_a_rank_updates_the_matrices_of_its_own_experts(mode: str) -> None:
+    """Two experts of eight are whole on a rank. Matrices of attention are shared out over data parallelism."""
+    keys = f"parallel.data.mode={mode}", "parallel.ep=4", "kernels.muon=triton"
+    config = configured(4, *WIDE, *keys, model="mixtral_8x7b")
+    plan = resolve(config)
+    own = 32 * (2 * 4096 * 4096 + 2 * 1024 * 4096 + 8 * 4096)  # the last is the router
+    shards = 1 if mode == "ddp" else 4
+    assert muon_parameters(plan, 0) == own / shards + 32 * 2 * 3 * 4096 * 14336
 
 
 def test_matrices_are_found_once() -> None:

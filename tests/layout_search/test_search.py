@@ -26,6 +26,7 @@ CASES = [  # model, keys, GPUs, cluster, GiB, pins, offload
     ("tiny_qwen", ["batch.global=12"], 4, "rtx4090", 21, PINS, False),
     ("mistral_7b_v0.1", ["batch.global=48", "model.layers=5"], 24, "l40s", 40, SHARED, False),
     ("llama3_8b", ["batch.global=4"], 4, "h100_sxm", 30, {**PINS, "parallel.pp": 2}, True),
+    ("mixtral_8x7b", ["batch.global=16", "model.layers=5"], 8, "l40s", 40, {"batch.micro": 1, "parallel.cp": 8}, False),
 ]
 
 
@@ -79,7 +80,7 @@ SEARCHED_ORDER = {  # of few layouts, since each has a search of its own
 
 @settings(max_examples=40, deadline=None)
 @given(
-    model=st.sampled_from(["tiny", "tiny_gqa", "tiny_qwen", "tiny_tied", "llama3.2_1b", "mistral_7b_v0.1"]),
+    model=st.sampled_from(["tiny", "tiny_gqa", "tiny_qwen", "tiny_tied", "tiny_moe", "llama3.2_1b", "mistral_7b_v0.1"]),
     layers=st.integers(1, 6),
     gpus=st.integers(1, 5),
     batch=st.integers(1, 3),

@@ -30,6 +30,10 @@ SPACES = [  # model, keys, GPUs, cluster, pins, offload
     ("tiny_tied", ["batch.global=24", "parallel.data.reduce_precision=bf16", "optim.name=muon"], 6, "mi300x", {}, True),
     ("llama3_70b", ["batch.global=64"], 32, "h100_sxm", {}, False),
     ("llama3.2_1b", ["batch.global=32", "train.offload_activations=true"], 8, "rtx4090", {"parallel.tp": 2}, False),
+    ("qwen3_30b_a3b", ["batch.global=64", "model.layers=9"], 16, "h100_sxm", {}, False),
+    ("mixtral_8x7b", ["batch.global=32", "model.layers=6"], 8, "b200", {"parallel.data.mode": "zero2"}, True),
+    ("tiny_moe", ["batch.global=24", "model.experts.first_dense=1"], 8, "rtx4090", {"parallel.ep": 4}, False),
+    ("olmoe_1b_7b", ["batch.global=32", "optim.name=muon"], 8, "l40s", {"parallel.data.mode": "ddp"}, False),
 ]
 DRAWN = 14  # layouts of each space
 
@@ -77,7 +81,7 @@ def test_replicas_are_bounded_as_summed_once_a_step() -> None:
     timer = Timer(load_cluster("l40s"))
     config = load(["configs/model/qwen3_32b.yaml"], ["run.device=cuda", "batch.global=128"])
     space = Space(config, 64, timer, {}, False)
-    choice = Choice(2, 2, "ulysses", 4, 1, "none", "interleaved_1f1b", 2, 2, 2, "zero2", False, "device")
+    choice = Choice(2, 1, 2, "ulysses", 4, 1, "none", "interleaved_1f1b", 2, 2, 2, "zero2", False, "device")
     shape = next(
         shape
         for shape in space.shapes(float("inf"))

@@ -88,6 +88,8 @@ def _others(asked: Asked, choice: Choice, config: Config) -> Iterator[tuple[str,
             if size % factor == 0:
                 fewer = other._replace(**{axis: size // factor}, replicas=1, shards=dp * factor)
                 yield f"parallel.{axis}={size // factor}", fewer
+    for ep in (2 * choice.ep, choice.ep // 2) if config.model.experts else ():
+        yield f"parallel.ep={ep}", choice._replace(ep=ep)
     for micro in every_divisor(batch // dp, choice.micro * 2):
         if micro in (choice.micro * 2, choice.micro // 2):
             yield f"batch.micro={micro}", choice._replace(micro=micro)

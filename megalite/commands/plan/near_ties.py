@@ -47,6 +47,7 @@ def _features(choice: Choice) -> list[str]:
     """List what a layout has beyond plain data parallelism."""
     has = {
         "tensor parallelism": choice.tp > 1,
+        "expert parallelism": choice.ep > 1,
         "context parallelism": choice.cp > 1,
         "pipeline": choice.pp > 1,
         "moved layers": choice.split is not None,

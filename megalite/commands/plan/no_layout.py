@@ -118,10 +118,12 @@ def _contradicting(asked: Asked, gpus: int) -> str:
         fewer = [each for each in needed if each != key]
         if not _possible(asked, gpus, {each: asked.pins[each] for each in fewer}):
             needed = fewer
+    heads = f"heads = {model.heads}, kv_heads = {model.kv_heads}"
+    heads += f", experts.count = {model.experts.count}" if model.experts else ""
     rule = (
         f"their products must divide {gpus:,} GPUs, data-parallel ranks times batch.micro must divide batch.global = "
-        f"{batch.global_:,}, and the model has heads = {model.heads}, kv_heads = {model.kv_heads} and layers = "
-        f"{model.layers}, of which a search gives every pipeline stage one"
+        f"{batch.global_:,}, and the model has {heads} and layers = {model.layers}, of which "
+        "a search gives every pipeline stage one"
     )
     file = Space(asked.config, gpus, asked.timer, asked.pins, asked.offload).file
     if file is not None and "parallel.pipeline.schedule" in needed:

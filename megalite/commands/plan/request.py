@@ -8,7 +8,7 @@ from functools import cached_property
 from operator import attrgetter
 from typing import Any, Literal
 
-from megalite.base.errors import InputError, Problem
+from megalite.base.errors import InputError
 from megalite.commands.plan.amounts import DEFAULT_CLUSTER
 from megalite.commands.plan.global_batch import usual_batch
 from megalite.config.load import is_set, load
@@ -97,10 +97,6 @@ def ask(args: argparse.Namespace, files: list[str] | None = None, searches: bool
     }
     pins = {key: value for key, value in layout_keys(config).items() if key in pinned - open_keys and value is not None}
     check_without_layout(config, pins)
-    if searches and config.parallel.ep > 1:
-        rule = "megalite plan does not look for layouts in which ranks share out experts"
-        fix = "leave it out, or compare layouts of your own by megalite show with --cluster"
-        raise InputError([Problem("parallel.ep", rule, fix, config.parallel.ep)])
     cluster = _cluster(args, config)
     limit = args.max_memory * GIB if args.max_memory else cluster.gpu.memory * TENSOR_SHARE
     if args.max_memory and config.parallel.pipeline.searched:

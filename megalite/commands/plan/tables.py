@@ -39,6 +39,8 @@ def layout_text(choice: Choice) -> str:
         parts.append(f"dp {replicas}{choice.shards} {choice.mode}")
     elif choice.cp > 1:  # these ranks share states, too
         parts.append(choice.mode)
+    if choice.ep > 1:
+        parts.append(f"ep {choice.ep}")
     parts.append(f"micro {choice.micro}")
     if choice.recompute != "none":
         parts.append(f"recompute {choice.recompute}")

@@ -59,11 +59,8 @@ def _tensor_parallel(model: Model, tp: int) -> Iterator[Problem]:
 
 def _experts(model: Model, parallel: Parallel, world_size: int | None) -> Iterator[Problem]:
     ep, tp, key = parallel.ep, parallel.tp, "parallel.ep"
-    if model.experts is None:
-        if ep > 1:
-            yield Problem(key, "has no meaning without model.experts", "use 1", ep)
-        return
-    if min(ep, tp) < 1:
+    yield from _expert_count(model, ep)
+    if model.experts is None or min(ep, tp) < 1:
         return
     ranks = shards(parallel, world_size) * parallel.cp * tp
     if ep % tp:
@@ -72,7 +69,13 @@ def _experts(model: Model, parallel: Parallel, world_size: int | None) -> Iterat
     elif ranks >= 1 and ranks % ep:
         rule = f"must divide the {ranks} ranks of dp_shard · cp · tp"
         yield Problem(key, rule, f"use {listing(divisors(ranks, ep, tp))}", ep)
-    yield from divisible("model.experts.count", model.experts.count, key, ep)
+
+
+def _expert_count(model: Model, ep: int) -> Iterator[Problem]:
+    if model.experts is not None:
+        yield from divisible("model.experts.count", model.experts.count, "parallel.ep", ep)
+    elif ep > 1:
+        yield Problem("parallel.ep", "has no meaning without model.experts", "use 1", ep)
 
 
 def _sequence(model: Model, parallel: Parallel) -> Iterator[Problem]:
@@ -95,8 +98,11 @@ def _sequence(model: Model, parallel: Parallel) -> Iterator[Problem]:
 
 
 def pinned_rules(config: Config, pinned: Collection[str]) -> Iterator[Problem]:
-    """Every broken rule of the pipeline that no layout can change which has the values of the keys in `pinned`."""
+    """Every broken rule of the pipeline and of experts that no layout can change which has the values of the keys in
+    `pinned`."""
     of_any = replace(config, batch=replace(config.batch, micro=1))
+    if "parallel.ep" in pinned:
+        yield from _expert_count(config.model, config.parallel.ep)
     yield from _memory_of_auto(of_any)
     if "parallel.pipeline.schedule" in pinned:
         yield from _schedule_name(config.parallel.pipeline.schedule)

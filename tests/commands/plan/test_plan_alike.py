@@ -18,6 +18,7 @@ from megalite.layout_search.search import Result
 GIB = 1 << 30
 PLAIN = Choice(
     tp=1,
+    ep=1,
     cp=1,
     method="ring",
     pp=1,

@@ -170,11 +170,24 @@ def test_layers_are_moved_where_the_default_split_does_not_fit(plan: Run, tmp_pa
 
 
 def test_a_layout_tells_its_data_mode_where_ranks_share_states() -> None:
-    alone = Choice(1, 1, "ring", 2, 1, "none", "1f1b", None, 1, 1, "zero2", False, "device")
+    alone = Choice(1, 1, 1, "ring", 2, 1, "none", "1f1b", None, 1, 1, "zero2", False, "device")
     assert "zero2" not in layout_text(alone)
     assert "zero2" in layout_text(alone._replace(cp=2))
     assert "zero2" in layout_text(alone._replace(shards=2))
     assert "1f1b layers 7 9×2 7 ·" in layout_text(alone._replace(pp=4, split=(7, 9, 9, 7)))
+
+
+def test_ranks_that_share_out_experts_are_searched_told_and_written(plan: Run, tmp_path: Path) -> None:
+    path, model = tmp_path / "best.yaml", "configs/model/mixtral_8x7b.yaml"
+    few = ["batch.global=16", "batch.micro=1", "model.layers=8", "model.sequence_length=4096", "--gpus", "8"]
+    output = plan(model, *few, "--write", str(path), "--explain")
+    (row,) = re.findall(r"^1  (.*?)  ", output, re.MULTILINE)
+    ep = load([str(path)]).parallel.ep
+    assert ep > 1
+    assert f"ep {ep} " in f"{row} "
+    alone = plan(model, *few, "parallel.ep=1", "--explain")
+    assert " ep " not in alone
+    assert "parallel.ep=2 " in alone, "a single change that helps"
 
 
 def test_what_another_run_has_written_meanwhile_stays(
@@ -247,6 +260,9 @@ BAD = [
     ([MODEL, "batch.global=7", "--gpus", "64", "parallel.pp=1", "parallel.tp=1"], "no layout is possible"),
     ([*SMALL, "--gpus", "8", "model.heads=0"], "model.heads = 0: must be at least 1"),
     ([*SMALL, "--gpus", "8", "model.kv_heads=5"], "model.kv_heads"),
+    ([*SMALL, "--gpus", "8", "parallel.ep=2"], "parallel.ep = 2: has no meaning without model.experts; use 1"),
+    (["mixtral_8x7b", "--gpus", "8", "parallel.ep=3"], "model.experts.count = 8: must be divisible by parallel.ep = 3"),
+    (["mixtral_8x7b", "--gpus", "8", "parallel.ep=2", "parallel.tp=4"], "layers = 32"),
     ([*SMALL, "--gpus", "8", "parallel.tp=0"], "parallel.tp = 0: must be at least 1"),
     ([MODEL, "--gpus", "8", "batch.global=-8"], "batch.global = -8: must be at least 1"),
     ([MODEL, "--gpus", "8", "batch.global=99999999999999999999"], "batch.global = 99999999999999999999: must be"),

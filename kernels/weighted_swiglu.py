@@ -4,6 +4,11 @@
 
 The score is applied before an expert's last matrix, so that nothing of what that returns is needed for its gradient.
 In backward one program has whole rows, so that the sums of their products need no second pass and no atomics.
+
+The clamped form is that of gpt-oss (arXiv 2508.10925), with g' = min(g, 7) and u' = max(min(u, 7), −7). Numbers beyond
+these ends have no gradient:
+
+    y = s · g' · sigmoid(1.702 g') · (u' + 1)
 """
 
 from collections.abc import Iterator
@@ -18,10 +23,16 @@ from megalite_kernels.backend import Backend, as_rows, jit, on_device, row_block
 from megalite_kernels.compile_cases import CompileCase, meta, mixtures
 from megalite_kernels.swiglu import program_for
 
+LIMIT, SLOPE = 7.0, 1.702  # the clamped form's; kernels have them as numbers
 
-def reference(gate: Tensor, up: Tensor, scores: Tensor) -> Tensor:
+
+def reference(gate: Tensor, up: Tensor, scores: Tensor, clamped: bool = False) -> Tensor:
     wide = wide_dtype(gate.dtype)
-    return (F.silu(gate.to(wide)) * up.to(wide) * scores[:, None].to(wide)).to(gate.dtype)
+    g, u = gate.to(wide), up.to(wide)
+    if clamped:
+        g, u = g.clamp(max=LIMIT), u.clamp(-LIMIT, LIMIT) + 1
+    silu = g * torch.sigmoid(SLOPE * g) if clamped else F.silu(g)
+    return (silu * u * scores[:, None].to(wide)).to(gate.dtype)
 
 
 class _TorchWeightedSwiGLU(torch.autograd.Function):
@@ -41,24 +52,61 @@ class _TorchWeightedSwiGLU(torch.autograd.Function):
         return torch.ops.aten.silu_backward.grad_input(weighted, gate, grad_input=weighted), of_up, of_scores
 
 
+class _TorchClamped(torch.autograd.Function):
+    """The clamped form, by g' · sigmoid(1.702 g') = silu(1.702 g') / 1.702."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor, scores: Tensor) -> Tensor:
+        ctx.save_for_backward(gate, up, scores)
+        y = F.silu(gate.clamp(max=LIMIT).mul_(SLOPE), inplace=True)
+        return y.mul_(up.clamp(-LIMIT, LIMIT).add_(1)).mul_(scores[:, None] / SLOPE)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """In the memory of two results, which are other tensors before."""
+        gate, up, scores = ctx.saved_tensors
+        aten, end = torch.ops.aten, LIMIT + 4 * torch.finfo(gate.dtype).eps  # the first number that is clamped
+        of_up = F.silu(gate.clamp(max=LIMIT).mul_(SLOPE), inplace=True)
+        of_gate = up.clamp(-LIMIT, LIMIT).add_(1).mul_(grad)
+        of_scores = of_up.mul_(of_gate).sum(-1, dtype=scores.dtype).div_(SLOPE)
+        bent = torch.clamp(gate, max=LIMIT, out=of_up).mul_(SLOPE)
+        aten.silu_backward.grad_input(of_gate.mul_(scores[:, None]), bent, grad_input=of_gate)
+        aten.hardtanh_backward.grad_input(of_gate, gate, -torch.inf, end, grad_input=of_gate)
+        F.silu(bent, inplace=True).mul_(grad).mul_(scores[:, None] / SLOPE)
+        aten.hardtanh_backward.grad_input(of_up, up, -end, end, grad_input=of_up)
+        return of_gate, of_up, of_scores
+
+
+@jit
+def _clamped(g, u):
+    """Numbers in the place of g and u in the clamped form. NaN stays."""
+    return tl.where(g > 7.0, 7.0, g), tl.where(u > 7.0, 7.0, tl.where(u < -7.0, -7.0, u)) + 1
+
+
 @jit
 def _weighted_swiglu_forward(
-    Gate, Up, Scores, Y, count, width, gate_stride, up_stride, ROWS: tl.constexpr, TILE: tl.constexpr
-):
+    Gate, Up, Scores, Y, count, width, gate_stride, up_stride,
+    CLAMPED: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
     tiles = tl.cdiv(width, TILE)
     rows = (tl.program_id(0) // tiles).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     columns = (tl.program_id(0) % tiles) * TILE + tl.arange(0, TILE)[None, :]
     inside = (rows < count)[:, None] & (columns < width)
     g = widen(tl.load(Gate + rows[:, None] * gate_stride + columns, mask=inside, other=0.0))
     u = widen(tl.load(Up + rows[:, None] * up_stride + columns, mask=inside, other=0.0))
-    y = g / (1 + tl.exp(-g)) * u * tl.load(Scores + rows, mask=rows < count, other=0.0)[:, None]
+    if CLAMPED:
+        g, u = _clamped(g, u)
+        sigmoid = 1 / (1 + tl.exp(-1.702 * g))
+        y = g * sigmoid * u * tl.load(Scores + rows, mask=rows < count, other=0.0)[:, None]
+    else:
+        y = g / (1 + tl.exp(-g)) * u * tl.load(Scores + rows, mask=rows < count, other=0.0)[:, None]
     tl.store(Y + rows[:, None] * width + columns, y.to(Y.dtype.element_ty), mask=inside)
 
 
 @jit
 def _weighted_swiglu_backward(
     Gate, Up, Scores, DY, Grads, DScores, count, width, gate_stride, up_stride, dy_stride,
-    ROWS: tl.constexpr, TILE: tl.constexpr,
+    CLAMPED: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Rows of Grads are those of gate's and up's gradients, one behind the other."""
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -70,31 +118,41 @@ def _weighted_swiglu_backward(
         g = widen(tl.load(Gate + rows[:, None] * gate_stride + columns, mask=inside, other=0.0))
         u = widen(tl.load(Up + rows[:, None] * up_stride + columns, mask=inside, other=0.0))
         dy = widen(tl.load(DY + rows[:, None] * dy_stride + columns, mask=inside, other=0.0))
-        sigmoid = 1 / (1 + tl.exp(-g))
+        if CLAMPED:
+            beyond, outside = g > 7.0, (u > 7.0) | (u < -7.0)
+            g, u = _clamped(g, u)
+            bent = 1.702 * g
+        else:
+            bent = g
+        sigmoid = 1 / (1 + tl.exp(-bent))
         sums += dy * g * sigmoid * u
         dy *= scores
-        dgate = dy * u * sigmoid * (1 + g * (1 - sigmoid))
+        dgate, dup = dy * u * sigmoid * (1 + bent * (1 - sigmoid)), dy * g * sigmoid
+        if CLAMPED:
+            dgate, dup = tl.where(beyond, 0.0, dgate), tl.where(outside, 0.0, dup)
         into = Grads + rows[:, None] * 2 * width + columns
         tl.store(into, dgate.to(Grads.dtype.element_ty), mask=inside)
-        tl.store(into + width, (dy * g * sigmoid).to(Grads.dtype.element_ty), mask=inside)
+        tl.store(into + width, dup.to(Grads.dtype.element_ty), mask=inside)
     tl.store(DScores + rows, tl.sum(sums, 1), mask=rows < count)
 
 
 @on_device
-def launch_forward(gate: Tensor, up: Tensor, scores: Tensor) -> Tensor:
+def launch_forward(gate: Tensor, up: Tensor, scores: Tensor, clamped: bool = False) -> Tensor:
     y = gate.new_empty(gate.shape)
     gates, ups = map(as_rows, (gate, up))
     count, width = gates.shape
     block = row_block(width, program_for(gate.itemsize))
     if programs := -(-count // block["ROWS"]) * -(-width // block["TILE"]):
         _weighted_swiglu_forward[(programs,)](
-            gates, ups, scores.contiguous(), y, count, width, gates.stride(0), ups.stride(0), **block
+            gates, ups, scores.contiguous(), y, count, width, gates.stride(0), ups.stride(0), CLAMPED=clamped, **block
         )  # fmt: skip
     return y
 
 
 @on_device
-def launch_backward(gate: Tensor, up: Tensor, scores: Tensor, dy: Tensor) -> tuple[Tensor, Tensor]:
+def launch_backward(
+    gate: Tensor, up: Tensor, scores: Tensor, dy: Tensor, clamped: bool = False
+) -> tuple[Tensor, Tensor]:
     """Gradients of gate and up in one tensor `[n, 2f]`, so that one matrix product can take both; those of scores."""
     grads, of_scores = gate.new_empty(len(gate), 2 * gate.shape[1]), scores.new_empty(scores.shape)
     gates, ups, dys = map(as_rows, (gate, up, dy))
@@ -103,48 +161,51 @@ def launch_backward(gate: Tensor, up: Tensor, scores: Tensor, dy: Tensor) -> tup
     if programs := -(-count // block["ROWS"]):
         _weighted_swiglu_backward[(programs,)](
             gates, ups, scores.contiguous(), dys, grads, of_scores, count, width,
-            gates.stride(0), ups.stride(0), dys.stride(0), **block,
+            gates.stride(0), ups.stride(0), dys.stride(0), CLAMPED=clamped, **block,
         )  # fmt: skip
     return grads, of_scores
 
 
 @torch.library.custom_op("megalite::weighted_swiglu", mutates_args=())
-def _op(gate: Tensor, up: Tensor, scores: Tensor) -> Tensor:
-    return launch_forward(gate, up, scores)
+def _op(gate: Tensor, up: Tensor, scores: Tensor, clamped: bool) -> Tensor:
+    return launch_forward(gate, up, scores, clamped)
 
 
 @_op.register_fake
-def _(gate: Tensor, up: Tensor, scores: Tensor) -> Tensor:
+def _(gate: Tensor, up: Tensor, scores: Tensor, clamped: bool) -> Tensor:
     return gate.new_empty(gate.shape)
 
 
 @torch.library.custom_op("megalite::weighted_swiglu_backward", mutates_args=())
-def _backward_op(gate: Tensor, up: Tensor, scores: Tensor, dy: Tensor) -> tuple[Tensor, Tensor]:
-    return launch_backward(gate, up, scores, dy)
+def _backward_op(gate: Tensor, up: Tensor, scores: Tensor, dy: Tensor, clamped: bool) -> tuple[Tensor, Tensor]:
+    return launch_backward(gate, up, scores, dy, clamped)
 
 
 @_backward_op.register_fake
-def _(gate: Tensor, up: Tensor, scores: Tensor, dy: Tensor) -> tuple[Tensor, Tensor]:
+def _(gate: Tensor, up: Tensor, scores: Tensor, dy: Tensor, clamped: bool) -> tuple[Tensor, Tensor]:
     return gate.new_empty(gate.shape[0], 2 * gate.shape[1]), scores.new_empty(scores.shape)
 
 
-def _save(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs)
+def _save(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, bool], output: Tensor) -> None:
+    *given, ctx.clamped = inputs
+    ctx.save_for_backward(*given)
 
 
-def _gradients(ctx: Any, dy: Tensor) -> tuple[Tensor, ...]:
-    grads, of_scores = _backward_op(*ctx.saved_tensors, dy)
-    return *grads.chunk(2, dim=-1), of_scores
+def _gradients(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    grads, of_scores = _backward_op(*ctx.saved_tensors, dy, ctx.clamped)
+    return *grads.chunk(2, dim=-1), of_scores, None
 
 
 _op.register_autograd(_gradients, setup_context=_save)
 
 
-def weighted_swiglu(gate: Tensor, up: Tensor, scores: Tensor, backend: Backend = "auto") -> Tensor:
+def weighted_swiglu(
+    gate: Tensor, up: Tensor, scores: Tensor, backend: Backend = "auto", clamped: bool = False
+) -> Tensor:
     """scores · silu(gate) · up: gate and up `[n, f]` of one data type, scores `[n]` in float32, or float64 as these.
 
-    With kernels, the gradients of gate and up are halves of one tensor `[n, 2f]`. They read gate and up in place where
-    `swiglu` does.
+    clamped: in the form of gpt-oss, see above. With kernels, the gradients of gate and up are halves of one tensor
+    `[n, 2f]`. They read gate and up in place where `swiglu` does.
     """
     wide = wide_dtype(gate.dtype)
     if up.shape != gate.shape or scores.shape != gate.shape[:1] or (up.dtype, scores.dtype) != (gate.dtype, wide):
@@ -153,8 +214,8 @@ def weighted_swiglu(gate: Tensor, up: Tensor, scores: Tensor, backend: Backend =
             f"shape and type, and scores {list(scores.shape)} {scores.dtype} as many as rows, in {wide}"
         )
     if use_triton(backend, gate.device):
-        return _op(gate, up, scores)
-    weighted: Tensor = _TorchWeightedSwiGLU.apply(gate, up, scores)
+        return _op(gate, up, scores, clamped)
+    weighted: Tensor = (_TorchClamped if clamped else _TorchWeightedSwiGLU).apply(gate, up, scores)
     return weighted
 
 
@@ -169,3 +230,7 @@ def compile_cases() -> Iterator[CompileCase]:
         x, scores = meta(shape.rows, shape.hidden, dtype=dtype), meta(shape.rows, dtype=torch.float32)
         yield CompileCase("weighted_swiglu", model, dtype, partial(launch_forward, x, x, scores))
         yield CompileCase("weighted_swiglu backward", model, dtype, partial(launch_backward, x, x, scores, x))
+        if model.startswith("gpt-oss"):
+            clamped = partial(launch_forward, x, x, scores, True), partial(launch_backward, x, x, scores, x, True)
+            yield CompileCase("weighted_swiglu, clamped", model, dtype, clamped[0])
+            yield CompileCase("weighted_swiglu backward, clamped", model, dtype, clamped[1])

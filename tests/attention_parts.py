@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from megalite.config.layers import Scores
-from megalite.parallel.attention import attend, attend_backward, empty_result
+from megalite.parallel.attention import attend, attend_backward, empty_result, gradient_of_sinks
 from megalite.parallel.blocks import Block
 from megalite.parallel.sequence import Documents, Method, Sequences, gaps, own_blocks, ring_steps, rows, split
 
@@ -21,15 +21,25 @@ def mask(length: int, bounds: Documents, window: int | None = None) -> Tensor:
     return (document[:, None] == document) & (back >= 0) & (back < (window or length))
 
 
-def oracle(q: Tensor, k: Tensor, v: Tensor, documents: Sequence[Documents] | None, kind: Scores = FULL) -> Tensor:
-    """Attention over whole sequences with an explicit mask."""
+def oracle(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    documents: Sequence[Documents] | None,
+    kind: Scores = FULL,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Attention over whole sequences with an explicit mask. sinks: one more column of scores, by head."""
     s, b, _, e = q.shape
     masks = torch.stack([mask(s, bounds, kind.window) for bounds in documents or [(0, s)] * b])[:, None].to(q.device)
     k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], dim=2) for x in (k, v))
     scores = torch.einsum("nbhe,mbhe->bhnm", q, k) * (e**-0.5 if kind.scale is None else kind.scale)
     if kind.softcap is not None:
         scores = kind.softcap * torch.tanh(scores / kind.softcap)
-    return torch.einsum("bhnm,mbhe->nbhe", scores.masked_fill(~masks, -torch.inf).softmax(-1), v)
+    scores = scores.masked_fill(~masks, -torch.inf)
+    if sinks is not None:
+        scores = torch.cat((scores, sinks[:, None, None].expand(b, -1, s, 1)), -1)
+    return torch.einsum("bhnm,mbhe->nbhe", scores.softmax(-1)[..., :s], v)
 
 
 def keys_and_blocks(
@@ -61,6 +71,7 @@ def in_blocks(
     grad: Tensor,
     documents: Sequence[Documents],
     kind: Scores = FULL,
+    sinks: Tensor | None = None,
 ) -> list[Tensor]:
     """The result and its gradients, put together from those of all ranks, one after another on one device."""
     length = len(q)
@@ -68,10 +79,11 @@ def in_blocks(
     wide = torch.promote_types(q.dtype, torch.float32)
     result, kv = torch.empty_like(q, dtype=wide), torch.stack((k, v), dim=1)
     dq, dkv = torch.zeros_like(q, dtype=wide), torch.zeros_like(kv, dtype=wide)
+    of_sinks = list[Tensor]()
     for rank in range(cp):
         mine = split(torch.arange(length, device=q.device), rows(method, cp, rank, length))
         seen = keys_and_blocks(method, cp, rank, length, sequences, q.device, kind.window_in(length))
-        out, lse = empty_result(q[mine])
+        out, lse = empty_result(q[mine], sinks)
         for keys, blocks in seen:
             attend(out, lse, q[mine], kv[keys], blocks, kind)
         out = out.to(q.dtype)
@@ -81,4 +93,6 @@ def in_blocks(
             attend_backward(part, theirs, grad[mine], q[mine], kv[keys], out, lse, blocks, kind)
             dkv[keys] += theirs
         result[mine], dq[mine] = out.to(wide), part
-    return [result, dq, *dkv.unbind(1)]
+        if sinks is not None:
+            of_sinks.append(gradient_of_sinks(sinks, grad[mine], out, lse))
+    return [result, dq, *dkv.unbind(1), *([] if sinks is None else [torch.stack(of_sinks).sum(0)])]

@@ -62,22 +62,32 @@ def assert_swiglu(y: Tensor, dgate: Tensor | None, dup: Tensor | None, gate: Ten
 
 def assert_weighted_swiglu(
     y: Tensor, dgate: Tensor | None, dup: Tensor | None, dscores: Tensor | None, gate: Tensor, up: Tensor,
-    scores: Tensor, dy: Tensor, rounded: int = 0,
+    scores: Tensor, dy: Tensor, rounded: int = 0, clamped: bool = False,
 ) -> None:  # fmt: skip
     """rounded: how often what is added up for dscores is rounded to the data type of gate, which y may be as well."""
     assert dgate is not None
     assert dup is not None
     assert dscores is not None
     g, u, s, grad = gate.double(), up.double(), scores.double()[:, None], dy.double()
-    sigmoid = 1 / (1 + torch.exp(-g))
-    silu, outer = g * sigmoid, max(rounded, 2)
+    of_gate, of_up, factor = torch.ones_like(g), torch.ones_like(u), 1.0
+    if clamped:
+        of_gate, of_up, factor = (g <= 7).double(), (u.abs() <= 7).double(), 1.702
+        g, u = g.clamp(max=7), u.clamp(-7, 7) + 1
+    bent = factor * g
+    sigmoid = 1 / (1 + torch.exp(-bent))
+    silu, outer = g * sigmoid, max(rounded, 2) + 3 * clamped
+    # Where it is rounded before the exponential, that is a factor of bent for all that comes of it.
+    more = 2 * bent.abs() * UNITS[gate.dtype] / UNITS[scores.dtype] if clamped and rounded else 0.0
     assert (y.dtype, dscores.dtype) == (gate.dtype, scores.dtype)
-    assert_rounded(y, s * silu * u, (s * silu * u).abs(), outer, inner=13 + 2 * g.abs())
-    assert_rounded(dup, s * silu * grad, (s * silu * grad).abs(), outer, inner=13 + 2 * g.abs())
-    slope, magnitude = sigmoid * (1 + g * (1 - sigmoid)), sigmoid * (1 + g.abs() * (1 - sigmoid))
-    assert_rounded(dgate, s * grad * u * slope, (s * grad * u).abs() * magnitude, outer, inner=17 + 8 * g.abs())
+    assert_rounded(y, s * silu * u, (s * silu * u).abs(), outer, inner=13 + 2 * bent.abs() + more)
+    assert_rounded(dup, s * silu * grad * of_up, (s * silu * grad).abs(), outer, inner=13 + 2 * bent.abs() + more)
+    slope, magnitude = sigmoid * (1 + bent * (1 - sigmoid)), sigmoid * (1 + bent.abs() * (1 - sigmoid))
+    inner = 17 + 8 * bent.abs() + 4 * more
+    assert_rounded(dgate, s * grad * u * slope * of_gate, (s * grad * u).abs() * magnitude, outer, inner)
     terms = silu * u * grad
-    inner = gate.shape[1] + 12 + 2 * g.abs() + rounded * UNITS[gate.dtype] / UNITS[scores.dtype]
+    inner = (
+        gate.shape[1] + 12 + 2 * bent.abs() + more + (rounded + 3 * clamped) * UNITS[gate.dtype] / UNITS[scores.dtype]
+    )
     assert_rounded(dscores, terms.sum(1), (terms.abs() * inner).sum(1), outer=0, inner=1)
 
 

@@ -43,6 +43,13 @@ NARROW_EXPERTS: Overrides = {
     "batch.global": 32,
 }
 SHARED: Overrides = {"model.experts.shared_width": 1536, "model.experts.shared_gate": True}
+GPT_OSS: Overrides = {
+    "model.qkv_bias": True,
+    "model.out_bias": True,
+    "model.attention.sinks": True,
+    "model.experts.biases": True,
+    "model.experts.gate": "clamped",
+}
 BALANCED: Overrides = {"model.experts.balance_loss": 0.01}
 
 CHUNKED: Overrides = {"batch.micro": 24, "batch.global": 48, "model.vocab_size": 8192, "model.ffn": 256}
@@ -213,6 +220,8 @@ CASES: dict[str, tuple[Overrides, int]] = {  # name -> overrides and the pipelin
         {"model.experts.count": 128, "model.experts.active": 8, "model.experts.width": 64, **BALANCED},
         0,
     ),
+    "gpt-oss": ({**EXPERTS, **GPT_OSS}, 0),
+    "gpt-oss, narrow, selective": ({**NARROW_EXPERTS, **GPT_OSS, "train.recompute": "selective"}, 0),
     "experts, narrow": (NARROW_EXPERTS, 0),
     "experts, narrow, selective": ({**NARROW_EXPERTS, "train.recompute": "selective"}, 0),
     "experts, narrow, full, 1f1b": (

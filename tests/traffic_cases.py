@@ -39,6 +39,15 @@ EXPERTS: Overrides = {"model.experts.count": 6, "model.experts.active": 2, "mode
 SHARED: Overrides = {"model.experts.shared_width": 32, "model.experts.shared_gate": True}
 BALANCED: Overrides = {**EXPERTS, "model.experts.balance_loss": 0.1}
 APART: Overrides = {"parallel.ep": 2, "model.experts.count": 8}  # which divides the tokens of a micro-batch
+GPT_OSS: Overrides = {
+    "model.qkv_bias": True,
+    "model.out_bias": True,
+    "model.attention.sinks": True,
+    "model.experts.biases": True,
+    "model.experts.gate": "clamped",
+    "model.attention.window": 20,
+    "model.attention.full_every": 2,
+}
 DOCUMENTS: Overrides = {"data.mask_documents": True, "data.reset_positions": True, "data.end_of_document": 1}
 
 CASES: dict[str, tuple[Overrides, dict[str, int]]] = {  # name -> overrides, and the coordinates of the rank
@@ -136,6 +145,10 @@ CASES: dict[str, tuple[Overrides, dict[str, int]]] = {  # name -> overrides, and
     "experts apart, zb_h1, zero3, tp, a shared one": (
         {**EXPERTS, **SHARED, **TP, **APART, **data("zero3", dp_shard=4), **pipeline("zb_h1")},
         {},
+    ),
+    "gpt-oss, apart, ring, tp": (
+        {**EXPERTS, **APART, **GPT_OSS, **TP, **context("ring", 2), **data("zero2", dp_shard=2)},
+        {"tp": 1},
     ),
     "all five axes": (
         {

@@ -47,8 +47,9 @@ ANY_GPU = Machine((9, 0), frozenset(ORDER))
 class Need:
     """Attention of layers of one kind.
 
-    ring: keys and values come from other ranks. documents, window, capped: attention stays inside of documents, in
-    windows shorter than the sequence, has capped scores. width, value_width: of a head's keys and of its values.
+    ring: keys and values come from other ranks. documents, window, capped, sinks: attention stays inside of documents,
+    in windows shorter than the sequence, has capped scores, has sinks. width, value_width: of a head's keys and of its
+    values.
     """
 
     precision: str = "bf16"
@@ -59,11 +60,12 @@ class Need:
     width: int = 128
     value_width: int = 128
     deterministic: bool = False
+    sinks: bool = False
 
     @property
     def plain(self) -> bool:
         """Flag: attention is causal over whole sequences, and no more."""
-        return not (self.ring or self.documents or self.window or self.capped)
+        return not (self.ring or self.documents or self.window or self.capped or self.sinks)
 
 
 class Rule(NamedTuple):
@@ -85,6 +87,7 @@ class Choice(NamedTuple):
 
 HALF = Rule("needs bf16", lambda need, _: need.precision != "bf16")
 UNCAPPED = Rule("has no cap on scores", lambda need, _: need.capped)
+SINKLESS = Rule("does not return the log-sum-exp that sinks need", lambda need, _: need.sinks)
 UNMASKED = Rule("knows no documents and no windows", lambda need, _: need.documents or need.window)
 ALONE = Rule("needs whole sequences on a rank, with no ring", lambda need, _: need.ring)
 AMPERE = Rule("needs compute capability 8.0", lambda _, gpu: gpu.capability < (8, 0))
@@ -113,6 +116,7 @@ RULES: Mapping[Kernel, tuple[Rule, ...]] = {
     "cudnn": (
         HALF,
         UNCAPPED,
+        SINKLESS,
         UNMASKED,
         ALONE,
         EIGHTS,
@@ -137,6 +141,7 @@ RULES: Mapping[Kernel, tuple[Rule, ...]] = {
     ),
     "efficient": (
         UNCAPPED,
+        SINKLESS,
         UNMASKED,
         ALONE,
         Rule("needs bf16 or fp32", lambda need, _: need.precision == "fp64"),
@@ -210,6 +215,7 @@ def need_of(config: Config, heads: Heads) -> Need:
         width=heads.width,
         value_width=heads.value_width,
         deterministic=config.train.deterministic,
+        sinks=scores.sinks,
     )
 
 

@@ -15,11 +15,13 @@ class Scores:
     window: so many keys, the query's own included, as in Mistral 7B (arXiv 2310.06825, §2); None: all.
     softcap: scores become softcap · tanh(score / softcap), as in Gemma 2 (arXiv 2408.00118, §2); None: they stay.
     scale: what products of queries and keys are multiplied by, before the cap; None: 1/√(width of a query).
+    sinks: every query head has one more score, which is learned, as of a key whose value is 0 (arXiv 2508.10925).
     """
 
     window: int | None = None
     softcap: float | None = None
     scale: float | None = None
+    sinks: bool = False
 
     def window_in(self, length: int) -> int | None:
         """The window where a sequence of `length` is longer than that; else every query attends to all before it."""
@@ -64,13 +66,14 @@ class Heads:
 class GroupedQuery:
     """Grouped-query attention (arXiv 2305.13245).
 
-    biases: of queries, keys and values. norms: RMSNorm of queries and keys, "head": of every head by itself, "all": of
-    all heads of a token together; None: there is none.
+    biases: of queries, keys and values. out_bias: of the output. norms: RMSNorm of queries and keys, "head": of every
+    head by itself, "all": of all heads of a token together; None: there is none.
     """
 
     heads: Heads
     biases: bool = False
     norms: Literal["head", "all"] | None = None
+    out_bias: bool = False
 
 
 @dataclass(frozen=True)
@@ -100,6 +103,8 @@ class Mixture:
     """Mixture of experts: `count` SwiGLUs of a hidden width, of which `active` compute a token.
 
     shared: one more that computes every token; None: there is none. shared_gate: its output is multiplied by a score.
+    clamped: SwiGLU in the form of gpt-oss (`megalite_kernels.weighted_swiglu`). biases: of the router, and of all
+    matrices of experts.
     """
 
     count: int
@@ -108,6 +113,8 @@ class Mixture:
     router: Router = Router()
     shared: SwiGLU | None = None
     shared_gate: bool = False
+    clamped: bool = False
+    biases: bool = False
 
 
 @dataclass(frozen=True)
@@ -155,10 +162,10 @@ NORMS: dict[str, frozenset[Literal["before", "after"]]] = {"pre": frozenset(["be
 def layer_kinds(model: Model) -> tuple[LayerKind, ...]:
     """The kind of every layer of `model`, first to last."""
     attention = model.attention
-    scores = Scores(attention.window, attention.softcap, multipliers(model).scores)
+    scores = Scores(attention.window, attention.softcap, multipliers(model).scores, attention.sinks)
     heads = Heads(model.heads, model.kv_heads, model.head_size, model.rotary_size, model.head_size, scores)
     usual = LayerKind(
-        GroupedQuery(heads, model.qkv_bias, model.qk_norm_width if model.qk_norm else None),
+        GroupedQuery(heads, model.qkv_bias, model.qk_norm_width if model.qk_norm else None, model.out_bias),
         SwiGLU(model.ffn),
         NORMS[model.norm],
         Rope(model.rope_theta, model.rope_scaling),
@@ -172,7 +179,16 @@ def _experts(model: Model) -> "_Experts | None":
         return None
     router = Router(**{each.name: getattr(experts, each.name) for each in fields(Router)})
     shared = None if experts.shared_width is None else SwiGLU(experts.shared_width)
-    mixture = Mixture(experts.count, experts.active, experts.width or model.ffn, router, shared, experts.shared_gate)
+    mixture = Mixture(
+        experts.count,
+        experts.active,
+        experts.width or model.ffn,
+        router,
+        shared,
+        experts.shared_gate,
+        clamped=experts.gate == "clamped",
+        biases=experts.biases,
+    )
     return _Experts(mixture, experts.first_dense, experts.every)
 
 

@@ -58,6 +58,7 @@ class Attention:
     window: int | None = None  # tokens that a query attends to, the last being its own; null: all before it
     full_every: int | None = None  # layers n - 1, 2n - 1, … have no window, with 1 none has; null: all have one
     softcap: float | None = None  # scores s become softcap · tanh(s / softcap), as in Gemma 2; null: they stay
+    sinks: bool = False  # every query head has one more score, learned, of a key whose value is 0, as in gpt-oss
     nope_every: int | None = None  # layers n - 1, 2n - 1, … have no rotary positions, as in SmolLM3; null: all have
 
 
@@ -68,6 +69,8 @@ class Experts:
     count: int = 8
     active: int = 2  # experts that compute a token
     width: int | None = None  # hidden features of an expert; null: model.ffn
+    gate: Literal["swiglu", "clamped"] = "swiglu"  # between an expert's matrices; clamped: as in gpt-oss
+    biases: bool = False  # the router and every matrix of an expert have one
     first_dense: int = 0  # layers at the beginning without experts
     every: int = 1  # layers n - 1, 2n - 1, … after them have experts
     scores: Literal["softmax", "sigmoid"] = "softmax"  # how logits of the router become scores
@@ -111,6 +114,7 @@ class Model:
     qk_norm: bool = False  # RMSNorm of queries and keys
     qk_norm_width: Literal["head", "all"] = "head"  # each head by itself, as in Qwen3; all: all together, as in OLMo 2
     qkv_bias: bool = False
+    out_bias: bool = False  # a bias of attention's output
     attention: Attention = field(default_factory=Attention)
     experts: Experts | None = None  # null: every layer has one feed-forward, for all tokens
     init_std: float = 0.02  # projections into the residual stream use init_std / sqrt(2 · layers)

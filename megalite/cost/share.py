@@ -82,7 +82,7 @@ class Share:
         scores, ring = heads.scores, self.cp > 1 and self.method != "ulysses"
         window, capped = scores.window_in(self.sequence) is not None, scores.softcap is not None
         widths = heads.width, heads.value_width
-        need = Need(self.outside, ring, self.documents, window, capped, *widths, self.deterministic)
+        need = Need(self.outside, ring, self.documents, window, capped, *widths, self.deterministic, scores.sinks)
         return planned_kernel(self.attention, need, gpu)
 
     def products(self, tokens: float) -> list[Product]:

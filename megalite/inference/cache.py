@@ -73,14 +73,14 @@ class Prompts(TokenPositions):
         whole = self.attention[kind]
         return whole if self.cache is None else partial(self._keep_and_attend, layer, whole)
 
-    def _keep_and_attend(self, layer: int, whole: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def _keep_and_attend(self, layer: int, whole: Attention, q: Tensor, k: Tensor, v: Tensor, *sinks: Tensor) -> Tensor:
         assert self.cache is not None
         assert self.slots is not None
         keys, values = self.cache.layers[layer]
         count = len(self.slots)
         keys[self.slots, :, self.at] = k[:count, 0]
         values[self.slots, :, self.at] = v[:count, 0]
-        return whole(q, k, v)
+        return whole(q, k, v, *sinks)
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class Next(TokenPositions):
     def attend(self, layer: int, kind: Scores) -> Attention:
         return partial(self._attend, layer, kind)
 
-    def _attend(self, layer: int, kind: Scores, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def _attend(self, layer: int, kind: Scores, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
         assert self.cache is not None
         keys, values = self.cache.layers[layer]
         count = len(self.at)
@@ -109,7 +109,7 @@ class Next(TokenPositions):
         seen, hidden = self._visible(kind, q)
         padding = q.shape[0] - count
         queries = (q[:count] if padding else q).view(count, k.shape[2], -1, q.shape[3])  # n k g e
-        y = _attend(queries, keys[:count, :, seen], values[:count, :, seen], hidden, kind)
+        y = _attend(queries, keys[:count, :, seen], values[:count, :, seen], hidden, kind, sinks)
         y = y.reshape(count, 1, q.shape[2], q.shape[3])
         return F.pad(y, (0, 0, 0, 0, 0, 0, 0, padding)) if padding else y
 
@@ -130,14 +130,21 @@ class Next(TokenPositions):
         return self._seen[kind]
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None, kind: Scores) -> Tensor:
-    """q `[n, k, g, e]`, k and v `[n, k, m, e]`, hidden `[n, 1, 1, m]` → `[n, k, g, e]`."""
-    if kind.softcap is None:
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None, kind: Scores, sinks: Tensor | None = None
+) -> Tensor:
+    """q `[n, k, g, e]`, k and v `[n, k, m, e]`, hidden `[n, 1, 1, m]`, sinks `[k·g]` → `[n, k, g, e]`."""
+    if kind.softcap is None and sinks is None:
         mask = None if hidden is None else hidden.expand(-1, -1, q.shape[2], -1)
         return F.scaled_dot_product_attention(q, k, v, mask, scale=kind.scale)
     wide = torch.promote_types(q.dtype, torch.float32)
     scores = (q.to(wide) @ k.to(wide).mT) * (q.shape[-1] ** -0.5 if kind.scale is None else kind.scale)
-    scores = (scores / kind.softcap).tanh_() * kind.softcap
+    if kind.softcap is not None:
+        scores = (scores / kind.softcap).tanh_() * kind.softcap
     if hidden is not None:
         scores += hidden
+    if sinks is not None:
+        alone = sinks.to(wide).view(q.shape[1], -1, 1).expand(*q.shape[:3], 1)
+        scores = torch.cat((scores, alone), -1)
+        return (scores.softmax(-1)[..., :-1] @ v.to(wide)).to(q.dtype)
     return (scores.softmax(-1) @ v.to(wide)).to(q.dtype)

@@ -71,24 +71,28 @@ class Attention(nn.Module):
     """Causal grouped-query attention, heads split over tp. eps: of norms. factor: of its output."""
 
     def __init__(
-        self, part: GroupedQueryPart, eps: float, rotary: bool, tp: DeviceMesh, kernels: Kernels, factor: float = 1.0
+        self, planned: GroupedQueryPart, eps: float, rotary: bool, tp: DeviceMesh, kernels: Kernels, factor: float = 1.0
     ) -> None:
         super().__init__()
-        weights, heads = dict(part.weights()), part.heads
+        weights, heads, kind = dict(planned.weights()), planned.heads, planned.kind
         self.widths = heads.width, heads.width, heads.value_width
         self.group = tp.get_group()
         self.q, self.k, self.v = column(weights, "q", tp), column(weights, "k", tp), column(weights, "v", tp)
         self.o = row(weights, "o", tp, factor)
+        self.sinks: nn.Parameter | None = None
+        if heads.scores.sinks:
+            self.roles = {"sinks": weights["sinks"].role}
+            self.sinks = parameter(weights["sinks"], tp, Shard(0))
         self.q_norm: HeadNorm | AllHeadsNorm | None = None
         self.k_norm: HeadNorm | AllHeadsNorm | None = None
-        if part.kind.norms == "head":
+        if kind.norms == "head":
             self.q_norm = HeadNorm(weights["q_norm.weight"], eps, rotary, tp, kernels)
             self.k_norm = HeadNorm(weights["k_norm.weight"], eps, rotary, tp, kernels)
-        elif part.kind.norms == "all":
+        elif kind.norms == "all":
             self.q_norm = AllHeadsNorm(weights["q_norm.weight"], heads.width, eps, tp, kernels)
             self.k_norm = AllHeadsNorm(weights["k_norm.weight"], heads.width, eps, tp, kernels)
         # A norm keeps what it takes, and attention without RoPE too: a part of one tensor would keep all of that.
-        self.share_input = ("q", "k", "v") if rotary and part.kind.norms is None else ()
+        self.share_input = ("q", "k", "v") if rotary and kind.norms is None else ()
         # Without q/k norms, nothing else keeps the input of RoPE, so recomputing RoPE would save no memory.
         self.rope = partial(rope, backend=kernels.rope)
         self.rope_of_parts = partial(rope_of_parts, backend=kernels.rope)
@@ -107,4 +111,5 @@ class Attention(nn.Module):
                 q, k = self.rope(q, cos, sin), self.rope(k, cos, sin)
             else:  # a part of what one product has made, which is larger than what backward needs
                 q, k, v = self.rope_of_parts(q, k, v, cos, sin)
-        return self.o(attend(q, k, v).flatten(2))  # s/t b d
+        sinks = () if self.sinks is None else (part(self.sinks),)
+        return self.o(attend(q, k, v, *sinks).flatten(2))  # s/t b d

@@ -8,13 +8,14 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
+from megalite.config.layers import Mixture
 from megalite.config.schema import Kernels
 from megalite.model.mlp import MLP
 from megalite.model.router import Gate, Losses, Router
 from megalite.parallel.dispatch import Dispatch
-from megalite.parallel.experts import GroupedProduct, Rows
+from megalite.parallel.experts import GroupedProduct, Rows, add_biases
 from megalite.parallel.linear import linears
-from megalite.parallel.parameter import parameter
+from megalite.parallel.parameter import parameter, part
 from megalite.parallel.recompute import Cheap, remembered
 from megalite.parallel.tensor import Linear
 from megalite.plan.parts.experts import ExpertsPart
@@ -22,29 +23,31 @@ from megalite.plan.parts.part import Weight
 from megalite_kernels import weighted_swiglu
 
 NO_LOSSES = Losses()
+NAMES = ("gate", "up", "down")  # matrices of an expert
 
 
 class ExpertLinear(Linear):
-    """A matrix of each expert, `[E, out, in]`. factor: of what comes out of it."""
+    """A matrix of each expert, `[E, out, in]`, with biases `[E, out]` or none. factor: of what comes out of it."""
 
     own_product = True
 
-    def __init__(self, weight: Weight, ep: DeviceMesh, factor: float = 1.0) -> None:
+    def __init__(self, weight: Weight, bias: Weight | None, ep: DeviceMesh, factor: float = 1.0) -> None:
         super().__init__(weight)
         self.weight, self.factor = parameter(weight, ep, Shard(0)), factor
+        self.bias = None if bias is None else parameter(bias, ep, Shard(0))
 
 
 class Experts(nn.Module):
     """SwiGLU feed-forwards, of which a router chooses a few for every token. factor: multiplies the output."""
 
     def __init__(
-        self, part: ExpertsPart, tp: DeviceMesh, ep: DeviceMesh, kernels: Kernels, factor: float = 1.0
+        self, planned: ExpertsPart, tp: DeviceMesh, ep: DeviceMesh, kernels: Kernels, factor: float = 1.0
     ) -> None:
         super().__init__()
-        weights, self.kind = dict(part.weights()), part.kind
+        weights, self.kind = dict(planned.weights()), planned.kind
         self.router = Router(weights, self.kind.router, self.kind.active, tp)
-        self.experts = ExpertMLPs(weights, ep, kernels, factor)
-        self.shared = None if part.shared is None else MLP(part.shared, tp, kernels, factor)
+        self.experts = ExpertMLPs(weights, self.kind, ep, kernels, factor)
+        self.shared = None if planned.shared is None else MLP(planned.shared, tp, kernels, factor)
         self.shared_gate = Gate(weights["shared_gate.weight"], tp) if self.kind.shared_gate else None
         self.spread, self.group, self.kernels = Cheap(Rows.spread), ep.get_group(), kernels.experts
 
@@ -86,20 +89,28 @@ class Experts(nn.Module):
 class ExpertMLPs(nn.Module):
     """The experts of a layer. weights: by name, of the layer's part."""
 
-    def __init__(self, weights: Mapping[str, Weight], ep: DeviceMesh, kernels: Kernels, factor: float) -> None:
+    def __init__(
+        self, weights: Mapping[str, Weight], kind: Mixture, ep: DeviceMesh, kernels: Kernels, factor: float
+    ) -> None:
         super().__init__()
-        self.gate = ExpertLinear(weights["experts.gate.weight"], ep)
-        self.up = ExpertLinear(weights["experts.up.weight"], ep)
-        self.down = ExpertLinear(weights["experts.down.weight"], ep, factor)
-        self.swiglu = Cheap(partial(weighted_swiglu, backend=kernels.experts))
+        pairs = ((weights[f"experts.{name}.weight"], weights.get(f"experts.{name}.bias")) for name in NAMES)
+        gate, up, down = pairs
+        self.gate, self.up = ExpertLinear(*gate, ep), ExpertLinear(*up, ep)
+        self.down = ExpertLinear(*down, ep, factor)
+        self.swiglu = Cheap(partial(weighted_swiglu, backend=kernels.experts, clamped=kind.clamped))
 
     def forward(self, x: Tensor, scores: Tensor, rows: Rows) -> Tensor:
         """Outputs `[nK, d]` of rows `[nK, d]`, each times its score, `[nK]`."""
         gate, up = _products([self.gate, self.up], x, rows)  # nK f
-        (y,) = _products([self.down], self.swiglu(gate, up, scores), rows)
+        (y,) = _products([self.down], self.swiglu(gate, up, scores), rows, scores)
         return y
 
 
-def _products(layers: Sequence[ExpertLinear], x: Tensor, rows: Rows) -> Sequence[Tensor]:
+def _products(layers: Sequence[ExpertLinear], x: Tensor, rows: Rows, scores: Tensor | None = None) -> Sequence[Tensor]:
+    """Outputs of layers that share an input. scores: of the rows, where the input has them as factors already."""
     first, weights = layers[0], [layer.weight for layer in layers]
-    return linears(x, weights, None, first.gradients, GroupedProduct(rows), first.factor)
+    made = linears(x, weights, None, first.gradients, GroupedProduct(rows), first.factor)
+    if first.bias is None:
+        return made
+    factors = scores if scores is None or first.factor == 1 else scores * first.factor
+    return [add_biases(y, part(layer.bias), rows, factors) for y, layer in zip(made, layers, strict=True)]

@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from megalite.config import layers
 from megalite.parallel.experts import WIDE_PRODUCT, rows_of_experts
 from megalite.parallel.linear import linears
-from megalite.parallel.parameter import parameter, placed
+from megalite.parallel.parameter import parameter, placed, whole
 from megalite.parallel.recompute import remembered
 from megalite.parallel.tensor import Linear
 from megalite.plan.parts.part import Weight
@@ -64,7 +64,7 @@ class Gate(Linear):
 
 
 class Router(Linear):
-    """Scores and choices of `active` experts for every token. weight: `[E, d]`.
+    """Scores and choices of `active` experts for every token. weight: `[E, d]`. bias: `[E]`, if there is one.
 
     load: `[E]`, how many tokens of this rank have chosen each expert in training since it was last None.
     """
@@ -74,9 +74,11 @@ class Router(Linear):
     correction: DTensor
 
     def __init__(self, weights: Mapping[str, Weight], kind: layers.Router, active: int, tp: DeviceMesh) -> None:
-        weight, correction = weights["router.weight"], weights.get("router.correction")
+        weight, bias, correction = (weights.get(f"router.{name}") for name in ("weight", "bias", "correction"))
+        assert weight is not None
         super().__init__(weight)
         self.weight = parameter(weight, tp, Replicate())
+        self.bias = None if bias is None else parameter(bias, tp, Replicate())
         self.kind, self.active = kind, active
         if correction is not None:
             self.roles["correction"] = correction.role
@@ -84,7 +86,8 @@ class Router(Linear):
 
     def forward(self, x: Tensor, losses: Losses) -> tuple[Tensor, Tensor]:
         """Scores and experts, `[s/t, b, K]` each, of tokens `[s/t, b, d]`."""
-        (logits,) = linears(x, [self.weight], None, self.gradients, WIDE_PRODUCT)  # s/t b E
+        biases = () if self.bias is None else [whole(self.bias)]
+        (logits,) = linears(x, [self.weight], None, self.gradients, WIDE_PRODUCT, biases=biases)  # s/t b E
         experts, shares = remembered(lambda: self._chosen(logits.detach(), losses))
         scores: Tensor = _Scores.apply(logits, experts, shares, self.kind, losses.share)
         return scores, experts

@@ -14,5 +14,5 @@ def column(weights: Mapping[str, Weight], name: str, tp: DeviceMesh) -> ColumnLi
 
 
 def row(weights: Mapping[str, Weight], name: str, tp: DeviceMesh, factor: float) -> RowLinear:
-    """The row-parallel layer of a weight. factor: of its output."""
-    return RowLinear(weights[f"{name}.weight"], tp, factor)
+    """The row-parallel layer of a weight, with the bias of its name if there is one. factor: of its output."""
+    return RowLinear(weights[f"{name}.weight"], tp, factor, weights.get(f"{name}.bias"))

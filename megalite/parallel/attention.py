@@ -3,8 +3,8 @@
 The softmax of a row over all its keys is the mean of its softmaxes over blocks of keys, weighted by the blocks'
 sums of exponentials (Milakov & Gimelshein 2018, arXiv 1805.02867; Liu et al. 2023, arXiv 2310.01889). Given the final
 output and log-sum-exp of each row, backward computes exact gradients block by block (Dao et al. 2022,
-arXiv 2205.14135). Flash-attention kernels compute the blocks if they can, on the CPU and on CUDA. No mask of all pairs
-of queries and keys is ever made.
+arXiv 2205.14135). A sink is a key whose value is 0, which every row has seen before all blocks. Flash-attention kernels
+compute the blocks if they can, on the CPU and on CUDA. No mask of all pairs of queries and keys is ever made.
 
     s  positions held here   h  query heads          e  width of a head
     b  micro-batch           k  key-value heads      n  queries of a block, m  keys of a block
@@ -40,11 +40,22 @@ class BlockKernels(NamedTuple):
     parts: Callable[[Block], list[Block]]
 
 
-def empty_result(q: Tensor) -> tuple[Tensor, Tensor]:
-    """The output `[s, b, h, e]` and log-sum-exp `[b, h, s]` of queries that have seen no key, in float32 or wider."""
+def empty_result(q: Tensor, sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """The output `[s, b, h, e]` and log-sum-exp `[b, h, s]` of queries that have seen no key, in float32 or wider.
+
+    sinks: `[h]`, the score that queries of each head have all the same.
+    """
     wide = torch.promote_types(q.dtype, torch.float32)
     s, b, h, _ = q.shape
-    return torch.zeros_like(q, dtype=wide), q.new_full((b, h, s), -torch.inf, dtype=wide)
+    lse = q.new_full((b, h, s), -torch.inf, dtype=wide)
+    return torch.zeros_like(q, dtype=wide), lse if sinks is None else lse.copy_(sinks[:, None])
+
+
+def gradient_of_sinks(sinks: Tensor, grad: Tensor, out: Tensor, lse: Tensor) -> Tensor:
+    """The gradient of `sinks` `[h]`, from that of the output; `out` and `lse` are the final ones."""
+    shares = (sinks[:, None] - lse).exp()  # b h s
+    of_rows = (grad * out).sum(-1, dtype=lse.dtype).permute(1, 2, 0)
+    return -(shares * of_rows).sum((0, 2)).to(sinks.dtype)
 
 
 def attend(

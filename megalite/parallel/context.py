@@ -29,14 +29,15 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from megalite.config.attention_kernels import Kernel
 from megalite.config.layers import Scores
-from megalite.parallel.attention import attend, attend_backward, empty_result
+from megalite.parallel.attention import attend, attend_backward, empty_result, gradient_of_sinks
 from megalite.parallel.blocks import Block
 from megalite.parallel.exchange import AllGather, Halo, KeyValueExchange
 from megalite.parallel.flex import Flex
 from megalite.parallel.packed import Packed
 from megalite.parallel.sequence import Documents, Method, Sequences, gaps, missing, own_blocks, place, ring_steps, rows
 
-Attention = Callable[[Tensor, Tensor, Tensor], Tensor]  # q [s, b, h, e], k and v [s, b, k, e] → [s, b, h, e]
+# q [s, b, h, e], k and v [s, b, k, e], and sinks [h] where scores have some → [s, b, h, e]
+Attention = Callable[..., Tensor]
 Gaps = Sequence[tuple[slice, Sequence[Block]]]
 FULL_SCORES = Scores()
 FLASH: tuple[Kernel, ...] = ("flash", "flash3", "flash4")
@@ -91,7 +92,7 @@ def _whole(
     window, on_cuda = kind.window_in(length), device.type == "cuda"
     if kernel == "flex" or (kernel is None and kind.softcap is not None and on_cuda):
         return Flex(documents or [(0, length)], window, kind.softcap, device, kind.scale)
-    if documents is None and window is None and kind.softcap is None and kernel != "math":
+    if documents is None and window is None and kind.softcap is None and not kind.sinks and kernel != "math":
         return partial(causal, scale=kind.scale, kernel=kernel)
     if kernel in FLASH and on_cuda:
         return Packed(documents, window, device, kind.scale)
@@ -136,8 +137,8 @@ class Ring:
     math: bool = False
 
     @torch.compiler.disable
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return _Ring.apply(q, torch.stack((k, v), dim=1), self.steps, self.group, (self.kind, self.math))
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
+        return _Ring.apply(q, torch.stack((k, v), dim=1), sinks, self.steps, self.group, (self.kind, self.math))
 
 
 @dataclass(eq=False)
@@ -151,9 +152,9 @@ class Fetching:
     math: bool = False
 
     @torch.compiler.disable
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
         how = self.kind, self.math
-        return _Fetching.apply(q, torch.stack((k, v), dim=1), self.own, self.far, self.exchange, how)
+        return _Fetching.apply(q, torch.stack((k, v), dim=1), sinks, self.own, self.far, self.exchange, how)
 
 
 @dataclass(eq=False)
@@ -164,13 +165,14 @@ class Ulysses:
     group: dist.ProcessGroup
 
     @torch.compiler.disable
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
         cp = self.group.size()
+        mine = () if sinks is None else (sinks.chunk(cp)[self.group.rank()],)
         copies = lcm(k.shape[2], cp) // k.shape[2]  # so that cp divides the number of key-value heads
         k, v = (x.repeat_interleave(copies, dim=2) for x in (k, v))
         by_rank = [x.unflatten(2, (cp, -1)).movedim(2, 0) for x in (q, k, v)]  # c s b h/c e
         everywhere = _AllToAll.apply(torch.cat(by_rank, dim=3), self.group).flatten(0, 1)  # c·s b (h + 2k)/c e
-        y = self.whole(*everywhere.split([x.shape[3] for x in by_rank], dim=2))
+        y = self.whole(*everywhere.split([x.shape[3] for x in by_rank], dim=2), *mine)
         return _AllToAll.apply(y.unflatten(0, (cp, -1)), self.group).movedim(0, 2).flatten(2, 3)  # s b h e
 
 
@@ -182,21 +184,24 @@ class _Ring(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, kv: Tensor, steps: Any, group: dist.ProcessGroup | None, how: Any) -> Tensor:
-        out, lse = empty_result(q)
+    def forward(
+        ctx: Any, q: Tensor, kv: Tensor, sinks: Tensor | None, steps: Any, group: dist.ProcessGroup | None, how: Any
+    ) -> Tensor:
+        out, lse = empty_result(q, sinks)
         held = kv
         for step, blocks in enumerate(steps):
             arriving = _pass_on(held, group) if step < len(steps) - 1 else None
             attend(out, lse, q, held, blocks, *how)
             held = arriving() if arriving else held
         out = out.to(q.dtype)
-        ctx.save_for_backward(q, kv, out, lse)
+        ctx.save_for_backward(q, kv, out, lse, sinks)
         ctx.steps, ctx.group, ctx.how = steps, group, how
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q, held, out, lse = ctx.saved_tensors
+        q, held, out, lse, sinks = ctx.saved_tensors
+        of_sinks = None if sinks is None else gradient_of_sinks(sinks, grad, out, lse)
         dq, dkv = _zeros(q), _zeros(held)
         returning = None
         for step, blocks in enumerate(ctx.steps):
@@ -210,7 +215,7 @@ class _Ring(torch.autograd.Function):
             held = arriving() if arriving else held
         if returning:
             dkv += returning()
-        return dq.to(q.dtype), dkv.to(q.dtype), None, None, None
+        return dq.to(q.dtype), dkv.to(q.dtype), of_sinks, None, None, None
 
 
 def _pass_on(x: Tensor, group: dist.ProcessGroup | None) -> Callable[[], Tensor]:
@@ -241,12 +246,13 @@ class _Fetching(torch.autograd.Function):
         ctx: Any,
         q: Tensor,
         kv: Tensor,
+        sinks: Tensor | None,
         own: Sequence[Block],
         far: Gaps,
         exchange: KeyValueExchange,
         how: tuple[Scores, bool],
     ) -> Tensor:
-        out, lse = empty_result(q)
+        out, lse = empty_result(q, sinks)
         arriving = exchange.fetch(kv)
         attend(out, lse, q, kv, own, *how)
         fetched = arriving()
@@ -254,13 +260,14 @@ class _Fetching(torch.autograd.Function):
         for gap, blocks in far:
             attend(out, lse, q, fetched[gap], blocks, *how)
         out = out.to(q.dtype)
-        ctx.save_for_backward(q, kv, out, lse)
+        ctx.save_for_backward(q, kv, out, lse, sinks)
         ctx.own, ctx.far, ctx.exchange, ctx.how = own, far, exchange, how
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q, kv, out, lse = ctx.saved_tensors
+        q, kv, out, lse, sinks = ctx.saved_tensors
+        of_sinks = None if sinks is None else gradient_of_sinks(sinks, grad, out, lse)
         dq, dkv = _zeros(q), _zeros(kv)
         arriving = ctx.exchange.fetch(kv)
         attend_backward(dq, dkv, grad, q, kv, out, lse, ctx.own, *ctx.how)
@@ -270,7 +277,7 @@ class _Fetching(torch.autograd.Function):
         for gap, blocks in ctx.far:
             attend_backward(dq, dfetched[gap], grad, q, fetched[gap], out, lse, blocks, *ctx.how)
         ctx.exchange.give_back(dfetched, dkv)
-        return dq.to(q.dtype), dkv.to(q.dtype), None, None, None, None
+        return dq.to(q.dtype), dkv.to(q.dtype), of_sinks, None, None, None, None
 
 
 def _zeros(x: Tensor) -> Tensor:

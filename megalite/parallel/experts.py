@@ -5,9 +5,10 @@ an expert's rows are a run, and a product with its weight is one of matrices. Ro
 order in which a token chose its experts.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from megalite_kernels import collect_rows, spread_rows
 from megalite_kernels.backend import Backend, wide_dtype
 
 ALIGNED_BYTES = 16  # a row's of an operand of a grouped product
+BLOCK = 1 << 20  # elements of rows to which biases are added at a time
 
 
 class Rows:
@@ -51,6 +53,21 @@ class Rows:
         """Rows of every expert, `[count]`, int64."""
         return rows_of_experts(self._experts.flatten(), self._count)
 
+    @cached_property
+    def numbers(self) -> Tensor:
+        """The expert of every row, `[nK]`, on the device."""
+        every = torch.arange(self._count, device=self.places.device)
+        return every.repeat_interleave(self.on_device, output_size=self.places.numel())
+
+    def runs(self) -> list[tuple[int, slice]]:
+        """The experts that have rows, and these."""
+        ends = accumulate(self.counts)
+        return [
+            (expert, slice(end - count, end))
+            for expert, (count, end) in enumerate(zip(self.counts, ends, strict=True))
+            if count
+        ]
+
     def spread(self, x: Tensor) -> Tensor:
         """The rows `[nK, d]` of tokens `[…, d]`."""
         return spread_rows(x, self.places, self.backend)
@@ -77,7 +94,7 @@ class GroupedProduct(Plain):
         self.rows = rows
 
     def forward(self, x: Prepared, weight: Prepared, factor: float = 1.0, bias: Tensor | None = None) -> Tensor:
-        assert bias is None  # no expert has one
+        assert bias is None  # see `add_biases`
         (inputs,), (weights,) = x, weight
         return self._of_rows(inputs, weights.mT, None, factor)
 
@@ -91,7 +108,7 @@ class GroupedProduct(Plain):
             made: Tensor = torch._grouped_mm(of_output.t(), inputs, offs=self.rows.ends)
             return made if factor == 1 else made * factor
         made = inputs.new_zeros(len(self.rows.counts), of_output.shape[1], inputs.shape[1])
-        for expert, mine in self._runs():
+        for expert, mine in self.rows.runs():
             torch.addmm(made[expert], of_output[mine].t(), inputs[mine], beta=0, alpha=factor, out=made[expert])
         return made
 
@@ -102,19 +119,60 @@ class GroupedProduct(Plain):
             made = made if factor == 1 else made * factor
             return made if total is None else total.add_(made)
         found = x.new_empty(len(x), weights.shape[2]) if total is None else total
-        for expert, mine in self._runs():
+        for expert, mine in self.rows.runs():
             torch.addmm(found[mine], x[mine], weights[expert], beta=total is not None, alpha=factor, out=found[mine])
         return found
 
-    def _runs(self) -> list[tuple[int, slice]]:
-        """The experts that have rows, and these."""
-        counts = self.rows.counts
-        ends = accumulate(counts)
-        return [
-            (expert, slice(end - count, end))
-            for expert, (count, end) in enumerate(zip(counts, ends, strict=True))
-            if count
-        ]
+
+def add_biases(y: Tensor, biases: Tensor, rows: Rows, factors: Tensor | None = None) -> Tensor:
+    """Add to each of the rows `y` `[nK, d]`, in place, the bias of its expert, of `[E, d]`.
+
+    factors: by which the bias of each row is multiplied, `[nK]`; None: by 1.
+    """
+    added: Tensor = _Biased.apply(y, biases, rows, factors)
+    return added
+
+
+class _Biased(torch.autograd.Function):
+    """The gradient of biases is a grouped product too, so that it is the same to the bit every time."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, biases: Tensor, rows: Rows, factors: Tensor | None) -> Tensor:
+        ctx.save_for_backward(*(() if factors is None else (biases, factors)))
+        ctx.rows = rows
+        ctx.mark_dirty(y)
+        for mine, bias in _biases_of_rows(y, biases, rows):
+            if factors is None:
+                y[mine] += bias
+            else:
+                y[mine].addcmul_(factors[mine, None], bias)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        rows, saved = ctx.rows, ctx.saved_tensors
+        columns = grad.new_ones(len(grad), ALIGNED_BYTES // 2)  # all are alike: one would not be aligned
+        if saved:
+            columns.mul_(saved[1][:, None])
+        of_biases = GroupedProduct(rows).weight_gradient((grad,), (columns,))[..., 0]
+        if not saved:
+            return grad, of_biases, None, None
+        biases, factors = saved
+        of_factors = torch.empty_like(factors)
+        for mine, bias in _biases_of_rows(grad, biases, rows):
+            torch.sum(grad[mine] * bias, -1, dtype=factors.dtype, out=of_factors[mine])
+        return grad, of_biases, None, of_factors
+
+
+def _biases_of_rows(x: Tensor, biases: Tensor, rows: Rows) -> Iterator[tuple[slice, Tensor]]:
+    """Yields rows with the bias of their expert, or some rows with the biases of theirs if all experts are one call."""
+    if not _has_grouped_products(x):
+        yield from ((mine, biases[expert]) for expert, mine in rows.runs())
+        return
+    step = max(1, BLOCK // x.shape[1])
+    for start in range(0, len(x), step):
+        mine = slice(start, start + step)
+        yield mine, biases[rows.numbers[mine]]
 
 
 class WideProduct(Plain):
@@ -122,7 +180,7 @@ class WideProduct(Plain):
 
     def forward(self, x: Prepared, weight: Prepared, factor: float = 1.0, bias: Tensor | None = None) -> Tensor:
         (inputs,), (wide,) = x, (weight[0].to(wide_dtype(weight[0].dtype)),)
-        return super().forward((inputs.to(wide.dtype),), (wide,), factor, bias)
+        return super().forward((inputs.to(wide.dtype),), (wide,), factor, None if bias is None else bias.to(wide.dtype))
 
     def input_gradient(self, grad: Prepared, weight: Prepared, total: Tensor | None, factor: float = 1.0) -> Tensor:
         (of_output,), (narrow,) = grad, weight

@@ -9,12 +9,12 @@ some pairs, and which have all, without a mask of all pairs (Dong et al. 2024, a
 """
 
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 TILE = 128  # rows of queries, and of keys
 
@@ -40,12 +40,16 @@ class Flex:
         self.softcap, self.scale = softcap, scale
 
     @torch.compiler.disable
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """q `[s, b, h, e]`, k and v `[s, b, k, e]` → `[s, b, h, e]`."""
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
+        """q `[s, b, h, e]`, k and v `[s, b, k, e]`, sinks `[h]` → `[s, b, h, e]`."""
         q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
         options = {"block_mask": self.mask, "scale": self.scale, "enable_gqa": True}
-        y = compiled(q.is_cuda)(q, k, v, score_mod=_capping(self.softcap), **options)
-        return y.permute(2, 0, 1, 3)
+        run = partial(compiled(q.is_cuda), q, k, v, score_mod=_capping(self.softcap), **options)
+        if sinks is None:
+            return run().permute(2, 0, 1, 3)
+        y, extra = run(return_aux=AuxRequest(lse=True))
+        share = torch.sigmoid(extra.lse - sinks[:, None])[..., None]  # b h s 1, of all keys but the sink
+        return (y * share.to(y.dtype)).permute(2, 0, 1, 3)
 
 
 @cache

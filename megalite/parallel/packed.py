@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megalite.parallel.attention import gradient_of_sinks
+
 ops = torch.ops.aten
 Ends = tuple[Tensor | None, Tensor | None, int, int]
 
@@ -45,19 +47,26 @@ class Packed:
             self.offsets = offsets.to(device, non_blocking=True)
             self.ends = torch.tensor([[len(cuts), max(b - a for a, b in pairwise(cuts))] for cuts in groups])
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """q `[s, b, h, e]`, k and v `[s, b, k, e]` → `[s, b, h, e]`."""
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
+        """q `[s, b, h, e]`, k and v `[s, b, k, e]`, sinks `[h]` → `[s, b, h, e]`."""
         out: Tensor
-        out, _ = packed_attention(q, k, v, self.offsets, self.ends, self.left, self.scale)
+        out, _ = packed_attention(q, k, v, sinks, self.offsets, self.ends, self.left, self.scale)
         return out
 
 
 # Custom operations do not break the graph of a compiled layer, which cannot look into them.
 @torch.library.custom_op("megalite::packed_attention", mutates_args=())
 def packed_attention(
-    q: Tensor, k: Tensor, v: Tensor, offsets: Tensor | None, ends: Tensor | None, left: int, scale: float | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    offsets: Tensor | None,
+    ends: Tensor | None,
+    left: int,
+    scale: float | None,
 ) -> tuple[Tensor, Tensor]:
-    """The output `[s, b, h, e]` and log-sum-exp `[b, h, s]`.
+    """The output `[s, b, h, e]` and log-sum-exp `[b, h, s]`, sinks included.
 
     offsets: where documents begin, and the length, `[g, s + 1]`. ends: for each group how many offsets it has, without
     those after the length, and how long its longest document is, `[g, 2]` on the host. left: the keys before its own
@@ -69,7 +78,11 @@ def packed_attention(
         for *given, documents in zip(*tokens, ends_of, strict=True)
     ]
     outs, sums, *_ = zip(*found, strict=True)
-    return _joined(outs, 1, q.shape), _joined(sums, 0, (q.shape[1], q.shape[2], len(q)))
+    out, lse = _joined(outs, 1, q.shape), _joined(sums, 0, (q.shape[1], q.shape[2], len(q)))
+    if sinks is not None:
+        keys, lse = lse, torch.logaddexp(lse, sinks[:, None].to(lse.dtype))
+        out.mul_((keys - lse).exp_().permute(2, 0, 1)[..., None])
+    return out, lse
 
 
 @torch.library.custom_op("megalite::packed_attention_backward", mutates_args=())
@@ -78,14 +91,16 @@ def packed_attention_backward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    sinks: Tensor | None,
     out: Tensor,
     lse: Tensor,
     offsets: Tensor | None,
     ends: Tensor | None,
     left: int,
     scale: float | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of q, k and v."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The gradients of q, k, v and sinks; the last is empty where there are none."""
+    of_sinks = q.new_empty(0) if sinks is None else gradient_of_sinks(sinks, grad, out, lse)
     no_dropout = torch.empty(2, dtype=torch.uint64, device=q.device), torch.empty(0, device=q.device)
     tokens = [*(_by_call(x, ends) for x in (grad, q, k, v, out)), _sums_by_call(lse, ends)]
     found = [
@@ -93,7 +108,7 @@ def packed_attention_backward(
         for *given, documents in zip(*tokens, _ends(offsets, ends, len(q)), strict=True)
     ]
     dq, dk, dv = zip(*found, strict=True)
-    return _joined(dq, 1, q.shape), _joined(dk, 1, k.shape), _joined(dv, 1, v.shape)
+    return _joined(dq, 1, q.shape), _joined(dk, 1, k.shape), _joined(dv, 1, v.shape), of_sinks
 
 
 @packed_attention.register_fake
@@ -103,19 +118,24 @@ def _shapes(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
 
 
 @packed_attention_backward.register_fake
-def _shapes_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+def _shapes_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *_: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    of_sinks = q.new_empty(0) if sinks is None else sinks.new_empty(sinks.shape)
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), of_sinks
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, offsets, ends, *ctx.how = inputs
-    ctx.save_for_backward(q, k, v, *output, offsets, ends)
+    q, k, v, sinks, offsets, ends, *ctx.how = inputs
+    ctx.save_for_backward(q, k, v, sinks, *output, offsets, ends)
+    ctx.has_sinks = sinks is not None
     ctx.mark_non_differentiable(output[1])
     ctx.set_materialize_grads(False)
 
 
 def _backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:
-    return *packed_attention_backward(grad, *ctx.saved_tensors, *ctx.how), None, None, None, None
+    *found, of_sinks = packed_attention_backward(grad, *ctx.saved_tensors, *ctx.how)
+    return *found, of_sinks if ctx.has_sinks else None, None, None, None, None
 
 
 packed_attention.register_autograd(_backward, setup_context=_keep)

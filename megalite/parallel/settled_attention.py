@@ -105,5 +105,7 @@ def _try(kernel: Kernel, need: Need, heads: Heads, device: torch.device) -> None
     documents = [(0, length)] if need.documents or need.ring else None
     shapes = (heads.count, heads.width), (heads.kv_count, heads.width), (heads.kv_count, heads.value_width)
     given = [torch.ones(length, 1, *shape, dtype=dtype, device=device, requires_grad=True) for shape in shapes]
+    if scores.sinks:
+        given.append(torch.ones(heads.count, dtype=dtype, device=device, requires_grad=True))
     attention("ring", None, length, device, documents, scores, kernel)(*given).sum().backward()
     torch.cuda.synchronize(device)

@@ -14,11 +14,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from megalite.distributed.collectives import reduce_scatter
 from megalite.parallel.linear import WeightGradients, linears
-from megalite.parallel.parameter import parameter, part
+from megalite.parallel.parameter import parameter, part, whole
 from megalite.parallel.product import PLAIN_PRODUCT, Product
 from megalite.parallel.scattered import scattered_linear
 from megalite.plan.parts.part import Weight
@@ -59,16 +59,27 @@ def columns(x: Tensor, layers: Sequence[ColumnLinear], group: dist.ProcessGroup)
 
 
 class RowLinear(Linear):
-    """y = factor · x Wᵀ, the input features split over tp: `[s, b, in/t]` → `[s/t, b, out]`."""
+    """y = factor · (x Wᵀ + b), the input features split over tp: `[s, b, in/t]` → `[s/t, b, out]`.
 
-    def __init__(self, weight: Weight, mesh: DeviceMesh, factor: float = 1.0) -> None:
+    A rank adds the bias to its part of the sequence, of which it makes a part of the bias's gradient.
+    """
+
+    def __init__(self, weight: Weight, mesh: DeviceMesh, factor: float = 1.0, bias: Weight | None = None) -> None:
         super().__init__(weight)
         self.factor = factor
         self.rows = weight.shape[0]
         self.weight = parameter(weight, mesh, Shard(1))
+        self.bias = None if bias is None else parameter(bias, mesh, Replicate())
         self.group: dist.ProcessGroup = mesh.get_group()
 
     def forward(self, x: Tensor) -> Tensor:
+        y = self._product(x)
+        if self.bias is None:
+            return y
+        bias = whole(self.bias)
+        return y + (bias if self.factor == 1 else bias * self.factor)
+
+    def _product(self, x: Tensor) -> Tensor:
         n = self._pieces(x)
         if n > 1:
             assert isinstance(self.weight, DTensor)

@@ -82,7 +82,7 @@ def attended(config: Config) -> list[tuple[str, list[int], list[int] | None, boo
                 assert (offsets.dtype, offsets.device) == (torch.int32, DEVICE)
             ends = None if offsets is None else list(offsets.shape)
             found.append((name, list(args[first].shape), ends, args[causal]))
-    for name, first, offset in (("packed_attention", 0, 3), ("packed_attention_backward", 1, 6)):
+    for name, first, offset in (("packed_attention", 0, 4), ("packed_attention_backward", 1, 7)):
         for args, _ in calls.of(f"megalite::{name}"):
             assert (args[offset].dtype, args[offset].device) == (torch.int32, DEVICE)
             found.append((name, list(args[first].shape), list(args[offset].shape), True))

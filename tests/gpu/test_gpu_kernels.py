@@ -120,17 +120,18 @@ def test_swiglu() -> None:
         assert_swiglu(*block)
 
 
-def test_weighted_swiglu() -> None:
+@pytest.mark.parametrize("clamped", [False, True])
+def test_weighted_swiglu(clamped: bool) -> None:
     gate, up, dy = (normal(MIXTURE.rows, MIXTURE.hidden, seed=seed, scale=3.0) for seed in range(3))
     scores = normal(MIXTURE.rows, seed=3, dtype=torch.float32)
     inputs = gate.requires_grad_(), up.requires_grad_(), scores.requires_grad_()
 
     def compute() -> tuple[Tensor, ...]:
-        y = weighted_swiglu(*inputs)
+        y = weighted_swiglu(*inputs, clamped=clamped)
         return y, *torch.autograd.grad(y, inputs, dy)
 
     for block in in_blocks(*twice(compute), *inputs, dy):
-        assert_weighted_swiglu(*block)
+        assert_weighted_swiglu(*block, clamped=clamped)
 
 
 def test_rows_of_experts() -> None:

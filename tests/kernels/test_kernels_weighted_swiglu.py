@@ -25,46 +25,70 @@ def inputs(rows: int, width: int, dtype: torch.dtype, scale: float = 1.0) -> lis
     return [x.requires_grad_() for x in (*both, scores)] + [grad]
 
 
-def _check(rows: int, width: int, dtype: torch.dtype, backend: Backend) -> None:
-    *given, grad = inputs(rows, width, dtype, scale=3.0)
-    y = weighted_swiglu(*given, backend)
+def _check(rows: int, width: int, dtype: torch.dtype, backend: Backend, clamped: bool) -> None:
+    *given, grad = inputs(rows, width, dtype, scale=6.0 if clamped else 3.0)
+    y = weighted_swiglu(*given, backend, clamped)
     y.backward(grad)
     gradients, values = [x.grad for x in given], [x.detach() for x in given]
-    assert_weighted_swiglu(y.detach(), *gradients, *values, grad, rounded=TERM_ROUNDINGS[backend])
+    assert_weighted_swiglu(y.detach(), *gradients, *values, grad, TERM_ROUNDINGS[backend], clamped)
 
 
+@pytest.mark.parametrize("clamped", [False, True])
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(5, 32), (1, 1), (3, 1000), (2, 4099), (2, 4096), (37, 250), (3, 768)])
-def test_forward_and_backward(shape: tuple[int, int], dtype: torch.dtype, backend: Backend) -> None:
-    _check(*shape, dtype, backend)
+def test_forward_and_backward(shape: tuple[int, int], dtype: torch.dtype, backend: Backend, clamped: bool) -> None:
+    _check(*shape, dtype, backend, clamped)
 
 
 @settings(max_examples=20)
-@given(rows=st.integers(1, 50), width=st.integers(1, 50), dtype=st.sampled_from(DTYPES))
-def test_any_shape(rows: int, width: int, dtype: torch.dtype) -> None:
-    _check(rows, width, dtype, "triton")
+@given(rows=st.integers(1, 50), width=st.integers(1, 50), dtype=st.sampled_from(DTYPES), clamped=st.booleans())
+def test_any_shape(rows: int, width: int, dtype: torch.dtype, clamped: bool) -> None:
+    _check(rows, width, dtype, "triton", clamped)
 
 
+@pytest.mark.parametrize("clamped", [False, True])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_gradients_by_differences(backend: Backend) -> None:
-    *given, _ = inputs(2, 5, torch.float64)
-    assert torch.autograd.gradcheck(weighted_swiglu, (*given, backend))
-
-
-def test_registered_ops() -> None:
-    *given, grad = inputs(3, 40, torch.bfloat16)
-    torch.library.opcheck(torch.ops.megalite.weighted_swiglu.default, tuple(given))
-    detached = [x.detach() for x in given]
-    torch.library.opcheck(torch.ops.megalite.weighted_swiglu_backward.default, (*detached, grad))
+def test_gradients_by_differences(backend: Backend, clamped: bool) -> None:
+    *given, _ = inputs(2, 5, torch.float64, scale=5.0 if clamped else 1.0)
+    assert torch.autograd.gradcheck(weighted_swiglu, (*given, backend, clamped))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_inputs_and_incoming_gradient_are_left_alone(dtype: torch.dtype, backend: Backend) -> None:
+def test_the_clamped_form_has_gradients_up_to_its_ends_and_lets_nan_through(
+    dtype: torch.dtype, backend: Backend
+) -> None:
+    beyond = 7 + 4 * torch.finfo(dtype).eps  # the next number
+    ends = torch.tensor([[-beyond, -7.0, 0.5, 7.0, beyond, torch.inf]], dtype=dtype, device=DEVICE)
+    gate, up = ends.clone().requires_grad_(), ends.clone().requires_grad_()
+    scores = torch.ones(1, dtype=wide_dtype(dtype), device=DEVICE)
+    weighted_swiglu(gate, torch.ones_like(gate), scores, backend, clamped=True).sum().backward()
+    weighted_swiglu(torch.ones_like(up), up, scores, backend, clamped=True).sum().backward()
+    assert gate.grad is not None
+    assert up.grad is not None
+    assert (gate.grad != 0).tolist() == [[True, True, True, True, False, False]]
+    assert (up.grad != 0).tolist() == [[False, True, True, True, False, False]]
+    one, nan = torch.ones_like(ends), torch.full_like(ends, torch.nan)
+    for both in ((nan, one), (one, nan)):
+        assert weighted_swiglu(*both, scores, backend, clamped=True).isnan().all()
+
+
+@pytest.mark.parametrize("clamped", [False, True])
+def test_registered_ops(clamped: bool) -> None:
+    *given, grad = inputs(3, 40, torch.bfloat16)
+    torch.library.opcheck(torch.ops.megalite.weighted_swiglu.default, (*given, clamped))
+    detached = [x.detach() for x in given]
+    torch.library.opcheck(torch.ops.megalite.weighted_swiglu_backward.default, (*detached, grad, clamped))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("clamped", [False, True])
+def test_inputs_and_incoming_gradient_are_left_alone(dtype: torch.dtype, backend: Backend, clamped: bool) -> None:
     every = inputs(4, 8, dtype)
     before = [x.detach().clone() for x in every]
-    weighted_swiglu(*every[:3], backend).backward(every[3])
+    weighted_swiglu(*every[:3], backend, clamped).backward(every[3])
     for x, old in zip(every, before, strict=True):
         assert torch.equal(x.detach(), old)
 
@@ -82,11 +106,12 @@ def test_a_score_of_zero_leaves_a_gradient_of_the_score_alone(backend: Backend) 
 
 
 @pytest.mark.parametrize("cut", [lambda x: x[:, :5], lambda x: x[:, ::2], lambda x: x.T, lambda x: x[:1].expand(7, -1)])
-def test_strided(cut: Callable[[Tensor], Tensor]) -> None:
-    gate, up, dy = (cut(random(7, 10, dtype=torch.float64, seed=seed)) for seed in range(3))
+@pytest.mark.parametrize("clamped", [False, True])
+def test_strided(cut: Callable[[Tensor], Tensor], clamped: bool) -> None:
+    gate, up, dy = (cut(random(7, 10, dtype=torch.float64, seed=seed, scale=5.0)) for seed in range(3))
     scores = random(3 * len(gate), dtype=torch.float64, seed=3)[::3]
     given = [x.requires_grad_() for x in (gate, up, scores)]
-    y, expected = weighted_swiglu(*given, "triton"), reference(*given)
+    y, expected = weighted_swiglu(*given, "triton", clamped), reference(*given, clamped)
     torch.testing.assert_close(y, expected, rtol=1e-13, atol=1e-13)
     found, exact = (torch.autograd.grad(each, given, dy) for each in (y, expected))
     torch.testing.assert_close(found, exact, rtol=1e-13, atol=1e-13)
@@ -104,7 +129,7 @@ def test_rows_farther_apart_than_int32_counts() -> None:
     far = far_apart(gate, up, dy)
     assert torch.equal(weighted_swiglu(*far[:2], scores, "triton"), weighted_swiglu(gate, up, scores, "triton"))
     backward = torch.ops.megalite.weighted_swiglu_backward
-    assert all(map(torch.equal, backward(*far[:2], scores, far[2]), backward(gate, up, scores, dy)))
+    assert all(map(torch.equal, backward(*far[:2], scores, far[2], False), backward(gate, up, scores, dy, False)))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -1,6 +1,6 @@
 """A layer's experts against another implementation: loops over tokens and experts, which autograd differentiates."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -40,31 +40,38 @@ KINDS = {
     "corrected, softmax": Mixture(5, 2, 7, Router(correction_rate=0.01)),
     "a shared one": Mixture(5, 2, 7, shared=SwiGLU(6)),
     "a shared one with a gate": Mixture(5, 2, 7, Router("sigmoid"), SwiGLU(6), shared_gate=True),
+    "clamped": Mixture(5, 2, 7, clamped=True),
+    "biases": Mixture(5, 2, 7, biases=True),
+    "biases, clamped, sigmoid, scaled, both losses": Mixture(
+        5, 3, 7, Router("sigmoid", scale=0.5, **BOTH), clamped=True, biases=True
+    ),
     "in turn": Mixture(5, 2, 7, Router(force_balance=True, **BOTH)),
 }
 
 
 class Weights(NamedTuple):
-    """Weights of a router and of its experts, and those of a shared one."""
+    """Weights and biases of a router and of its experts, and weights of a shared one."""
 
     router: Tensor
+    router_bias: Tensor
     gate: Tensor
+    gate_bias: Tensor
     up: Tensor
+    up_bias: Tensor
     down: Tensor
+    down_bias: Tensor
     shared: Sequence[Tensor] = ()  # gate, up, down
     shared_gate: Tensor | None = None
 
     @staticmethod
-    def of(module: Experts) -> list[nn.Parameter]:
-        mlps, shared, last = module.experts, module.shared, module.shared_gate
-        found = [module.router.weight, mlps.gate.weight, mlps.up.weight, mlps.down.weight]
-        if shared is not None:
-            found += [shared.gate.weight, shared.up.weight, shared.down.weight]
-        return found if last is None else [*found, last.weight]
-
-    @staticmethod
-    def from_list(every: Sequence[Tensor]) -> "Weights":
-        return Weights(*every[:4], every[4:7], every[7] if len(every) > 7 else None)
+    def of(tensors: Mapping[str, Tensor]) -> "Weights":
+        """The parameters of a module by name, with biases of 0 where it has none."""
+        found = []
+        for name in ("router", "experts.gate", "experts.up", "experts.down"):
+            weight = tensors[f"{name}.weight"]
+            found += [weight, tensors.get(f"{name}.bias", weight.new_zeros(weight.shape[:-1]))]
+        shared = [tensor for name, tensor in tensors.items() if name.startswith("shared.")]
+        return Weights(*found, shared, tensors.get("shared_gate.weight"))
 
 
 def made(
@@ -114,7 +121,7 @@ def looped(
         outputs, all_shares, counts = [], [], [0] * kind.count
         for place in range(len(x)):
             token = x[place, sequence]
-            logits = torch.stack([torch.dot(row, token) for row in weights.router])
+            logits = torch.stack([torch.dot(row, token) for row in weights.router]) + weights.router_bias
             scores = torch.stack([1 / (1 + (-z).exp()) if router.scores == "sigmoid" else z.exp() for z in logits])
             if router.scores == "softmax":
                 scores = scores / scores.sum()
@@ -125,8 +132,14 @@ def looped(
             total = sum(scores[expert] for expert in mine) if router.normalize else 1.0
             output = torch.zeros(WIDTH, dtype=torch.float64)
             for expert in mine:
-                own = [each[expert] for each in (weights.gate, weights.up, weights.down)]
-                output = output + router.scale * scores[expert] / total * factor * swiglu(*own, token)
+                gate = weights.gate[expert] @ token + weights.gate_bias[expert]
+                up = weights.up[expert] @ token + weights.up_bias[expert]
+                hidden = gate / (1 + (-gate).exp()) * up
+                if kind.clamped:
+                    gate, up = torch.where(gate > 7, 7.0, gate), torch.where(up.abs() > 7, 7 * up.sign(), up)
+                    hidden = gate / (1 + (-1.702 * gate).exp()) * (1 + up)
+                made = weights.down[expert] @ hidden + weights.down_bias[expert]
+                output = output + router.scale * scores[expert] / total * factor * made
                 counts[expert] += 1
             if weights.shared:
                 share = 1.0 if weights.shared_gate is None else 1 / (1 + (-(weights.shared_gate @ token)).exp())
@@ -151,11 +164,11 @@ class Found(NamedTuple):
 
 
 def expected(module: Experts, kind: Mixture, x: Tensor, grad: Tensor, factor: float = 1.0) -> Found:
-    x, weights = x.detach().double().requires_grad_(), [part(each).detach().double() for each in Weights.of(module)]
+    names = [name for name, _ in module.named_parameters()]
+    x, weights = x.detach().double().requires_grad_(), [part(each).detach().double() for each in module.parameters()]
     corrections = [number for each in module.buffers() for number in each.to_local().tolist()]
-    output, losses = looped(
-        x, Weights.from_list([each.requires_grad_() for each in weights]), kind, factor, corrections
-    )
+    named = {name: weight.requires_grad_() for name, weight in zip(names, weights, strict=True)}
+    output, losses = looped(x, Weights.of(named), kind, factor, corrections)
     objective = (output * grad.double()).sum() + SHARE * losses
     of_x, *of_weights = torch.autograd.grad(objective, [x, *weights], materialize_grads=True)
     return Found(output.detach(), of_x, of_weights)
@@ -165,7 +178,7 @@ def found(module: Experts, x: Tensor, grad: Tensor) -> Found:
     output = module(x, Losses(SHARE))
     output.backward(grad)
     assert x.grad is not None
-    return Found(output.detach(), x.grad, [weight.grad.to_local() for weight in Weights.of(module)])
+    return Found(output.detach(), x.grad, [weight.grad.to_local() for weight in module.parameters()])
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -219,7 +232,7 @@ def test_an_expert_without_tokens_has_gradients_of_zero(
 ) -> None:
     dtype = torch.bfloat16 if grouped else torch.float64
     monkeypatch.setattr(products, "_has_grouped_products", lambda *_: grouped)
-    kind, (x, grad) = Mixture(5, 2, 16, Router(z_loss=0.05)), tokens(dtype)
+    kind, (x, grad) = Mixture(5, 2, 16, Router(z_loss=0.05), biases=True), tokens(dtype)
     module = made(kind, alone, dtype)
     with torch.no_grad():
         busy = change(module)
@@ -232,7 +245,7 @@ def test_an_expert_without_tokens_has_gradients_of_zero(
     for gradient, correct in zip(numbers.of_weights, reference.of_weights, strict=True):
         apart = (gradient.double() - correct).norm() / correct.norm()
         assert apart <= tolerance
-    for gradient in numbers.of_weights[1:]:
+    for gradient in numbers.of_weights[2:]:
         assert [expert for expert in range(kind.count) if gradient[expert].any()] == busy
 
 
@@ -269,15 +282,16 @@ def test_an_evaluation_is_a_forward_pass_without_counts(alone: Mesh, monkeypatch
         assert torch.equal(module(x), trained)
 
 
-def test_modules_have_the_weights_that_plans_name(alone: Mesh) -> None:
-    kind = KINDS["softmax"]
+@pytest.mark.parametrize("name", ["softmax", "biases"])
+def test_modules_have_the_weights_that_plans_name(name: str, alone: Mesh) -> None:
+    kind = KINDS[name]
     module, planned = made(kind, alone), dict(ExpertsPart(WIDTH, kind).weights())
     assert {name: tuple(weight.shape) for name, weight in module.named_parameters()} == {
         name: weight.shape for name, weight in planned.items()
     }
     used = replace(kind, count=kind.active)
-    assert sum(each.active for name, each in planned.items() if name != "router.weight") == sum(
-        each.elements for name, each in ExpertsPart(WIDTH, used).weights() if name != "router.weight"
+    assert sum(each.active for name, each in planned.items() if name.startswith("experts")) == sum(
+        each.elements for name, each in ExpertsPart(WIDTH, used).weights() if name.startswith("experts")
     )
 
 

@@ -49,9 +49,9 @@ def cases() -> list[Case]:
             found.append(Case(method, cp, heads, kv_heads, documents, 6 * 2 * cp))
     windows = product(METHODS, (2, 4), (1, 2, 5, 6, 7, 20, 100))  # a chunk has 6 positions
     for i, (method, cp, window) in enumerate(windows):
-        kind = Scores(window, 1.5 if i % 3 == 0 else None)
+        kind = Scores(window, 1.5 if i % 3 == 0 else None, sinks=i % 4 == 1)
         found.append(Case(method, cp, 8, 2, i % 2 == 0, 6 * 2 * cp, kind))
-    for kind in (Scores(None, 1.5), Scores(scale=0.1), Scores(5, None, 0.1)):
+    for kind in (Scores(None, 1.5), Scores(scale=0.1), Scores(5, None, 0.1), Scores(sinks=True)):
         found += [Case(method, 2, 8, 2, False, 6 * 2 * 2, kind) for method in METHODS]
     return found
 
@@ -67,32 +67,38 @@ def documents(case: Case) -> list[Documents] | None:
 
 
 def inputs(case: Case) -> list[Tensor]:
-    """q, k, v and the gradient of the output."""
+    """q, k, v, the gradient of the output, and sinks if there are any."""
     generator = torch.Generator().manual_seed(case.cp)
 
     def random_heads(count: int) -> Tensor:
         shape = (case.length, case.samples, count, case.head_size)
         return torch.randn(shape, dtype=torch.float64, generator=generator)
 
-    return [random_heads(count) for count in (case.heads, case.kv_heads, case.kv_heads, case.heads)]
+    found = [random_heads(count) for count in (case.heads, case.kv_heads, case.kv_heads, case.heads)]
+    return [*found, torch.linspace(-3, 3, case.heads, dtype=torch.float64)] if case.kind.sinks else found
 
 
 def differences(case: Case) -> list[float]:
-    """Of output, dq, dk and dv put together from all ranks: the largest difference from the oracle's."""
+    """Of output, dq, dk, dv and those of sinks, of all ranks together: the largest difference from the oracle's."""
     mesh = Mesh.build(Layout(cp=case.cp), CPU)
     if mesh is None:
         return []
     bounds = documents(case)
     mine = rows(case.method, case.cp, mesh.coordinates["cp"], case.length)
-    *leaves, grad = (split(x, mine) for x in inputs(case))
+    *leaves, grad = (split(x, mine) for x in inputs(case)[:4])
+    sinks = [each.requires_grad_() for each in inputs(case)[4:]]
     leaves = [leaf.requires_grad_() for leaf in leaves]
-    y = attention(case.method, mesh.cp, case.length, CPU, bounds, case.kind)(*leaves)
+    y = attention(case.method, mesh.cp, case.length, CPU, bounds, case.kind)(*leaves, *sinks)
     y.backward(grad)
-    whole = [leaf.requires_grad_() for leaf in inputs(case)[:3]]
-    expected = oracle(*whole, bounds, case.kind)
+    whole = [leaf.requires_grad_() for leaf in (*inputs(case)[:3], *inputs(case)[4:])]
+    expected = oracle(*whole[:3], bounds, case.kind, *whole[3:])
     expected.backward(inputs(case)[3])
-    pairs = zip([y, *(leaf.grad for leaf in leaves)], [expected, *(leaf.grad for leaf in whole)], strict=True)
-    return [(joined(mine.detach(), mesh, case.method) - theirs).abs().max().item() for mine, theirs in pairs]
+    found = [joined(each.detach(), mesh, case.method) for each in (y, *(leaf.grad for leaf in leaves))]
+    for each in sinks:
+        dist.all_reduce(each.grad, group=mesh.cp)
+        found.append(each.grad)
+    pairs = zip(found, [expected, *(leaf.grad for leaf in whole)], strict=True)
+    return [(mine - theirs).abs().max().item() for mine, theirs in pairs]
 
 
 def joined(x: Tensor, mesh: Mesh, method: Method) -> Tensor:

@@ -109,12 +109,34 @@ def test_capped_scores_are_those_of_the_formula(cp: int, monkeypatch: pytest.Mon
 def from_oracle(cp: int, documents: list[tuple[int, ...]], kind: Scores) -> float:
     """The largest difference of the result and its gradients from those under an explicit mask."""
     *given, grad = (heads(count, seed) for seed, count in enumerate((HEADS, KV_HEADS, KV_HEADS, HEADS)))
-    leaves = [x.clone().requires_grad_() for x in given]
-    expected = oracle(*leaves, documents, kind)
+    sinks = [torch.linspace(-3, 3, HEADS, dtype=torch.float64)] if kind.sinks else []
+    leaves = [x.clone().requires_grad_() for x in (*given, *sinks)]
+    expected = oracle(*leaves[:3], documents, kind, *leaves[3:])
     expected.backward(grad)
-    found = over_ranks("ring", cp, *given, grad, documents, kind)
+    found = over_ranks("ring", cp, *given, grad, documents, kind, *sinks)
     exact = (expected, *(leaf.grad for leaf in leaves))
     return torch.stack([(x - y).detach().abs().max() for x, y in zip(found, exact, strict=True)]).max().item()
+
+
+@pytest.mark.parametrize("kernels", ["cpu", "explicit", "cuda"], indirect=True)
+@pytest.mark.parametrize("cp", [1, 2])
+def test_sinks_are_one_more_column_of_scores(kernels: str, cp: int) -> None:
+    for window in (None, 1, 4):
+        for documents in (DOCUMENTS, [(0, LENGTH)] * 2):
+            assert from_oracle(cp, documents, Scores(window, sinks=True)) < 1e-13
+
+
+@pytest.mark.parametrize("kind", [Scores(sinks=True), Scores(4, sinks=True), Scores(None, 0.7, sinks=True)], ids=str)
+def test_gradients_of_sinks_by_differences(kind: Scores) -> None:
+    """Sinks far above all scores and far below, too: of these, attention has no trace."""
+    q, k, v = (heads(count, seed)[..., :2].requires_grad_() for seed, count in enumerate((HEADS, KV_HEADS, KV_HEADS)))
+    sinks = torch.tensor([-1000.0, -1.0, 0.0, 1.0, 2.0, 1000.0], dtype=torch.float64, requires_grad=True)
+    attend = attention_over("ring", None, LENGTH, CPU, None, kind)
+    assert torch.autograd.gradcheck(attend, (q, k, v, sinks))
+    y = attend(q, k, v, sinks)
+    without = attention_over("ring", None, LENGTH, CPU, None, replace(kind, sinks=False))(q, k, v)
+    torch.testing.assert_close(y[:, :, 0], without[:, :, 0], rtol=1e-13, atol=1e-13)
+    assert not y[:, :, 5].any()
 
 
 def in_blocks(
@@ -182,6 +204,9 @@ def test_flex_attention_is_told_what_to_attend_to(documents: list[tuple[int, ...
     q, k, v = (torch.randn(length, 2, count, 16, dtype=torch.float64) for count in (HEADS, KV_HEADS, KV_HEADS))
     attend = flex.Flex(documents or [(0, length)], window, 0.7, CPU, 0.4)
     torch.testing.assert_close(attend(q, k, v), oracle(q, k, v, documents, kind), rtol=1e-12, atol=1e-12)
+    sinks = torch.linspace(-3, 3, HEADS, dtype=torch.float64)
+    expected = oracle(q, k, v, documents, kind, sinks)
+    torch.testing.assert_close(attend(q, k, v, sinks), expected, rtol=1e-12, atol=1e-12)
     for sample, bounds in enumerate(documents or [(0, length)]):
         tiles = [part.split(128, dim=1) for part in mask(length, bounds, window).split(128)]
         some = torch.tensor([[bool(tile.any()) for tile in row] for row in tiles])

@@ -38,13 +38,15 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("stand_ins")
 @pytest.mark.parametrize("documents", [None, CUT, ALIKE], ids=["whole", "documents", "equal documents"])
 @pytest.mark.parametrize("window", [None, 1, 4, 11])
-@pytest.mark.parametrize("scale", [None, 0.3])
+@pytest.mark.parametrize(("scale", "sinks"), [(None, False), (0.3, False), (None, True)])
 def test_results_and_gradients_are_those_of_the_mask(
-    documents: list[Documents] | None, window: int | None, scale: float | None
+    documents: list[Documents] | None, window: int | None, scale: float | None, sinks: bool
 ) -> None:
     given = [heads(LENGTH, 2, count, seed).requires_grad_() for seed, count in enumerate((HEADS, KV_HEADS, KV_HEADS))]
     grad = heads(LENGTH, 2, HEADS, 3)
-    exact = oracle(*given, documents, Scores(window, None, scale))
+    if sinks:
+        given.append(torch.linspace(-3, 3, HEADS, dtype=torch.float64).requires_grad_())
+    exact = oracle(*given[:3], documents, Scores(window, None, scale), *given[3:])
     found = Packed(documents, window, CPU, scale)(*given)
     results = (found, *torch.autograd.grad(found, given, grad)), (exact, *torch.autograd.grad(exact, given, grad))
     assert max((a - b).abs().max().item() for a, b in zip(*results, strict=True)) < 1e-14
@@ -106,8 +108,8 @@ def in_one_call(documents: Sequence[Documents] | None, window: int | None) -> An
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> None:
         how = offsets, attend.ends, attend.left, attend.scale
-        out, lse = packed.packed_attention._init_fn(q, k, v, *how)
-        packed.packed_attention_backward._init_fn(out, q, k, v, out, lse, *how)
+        out, lse = packed.packed_attention._init_fn(q, k, v, None, *how)
+        packed.packed_attention_backward._init_fn(out, q, k, v, None, out, lse, *how)
 
     return run
 

@@ -19,7 +19,7 @@ from megalite.plan.parts.part import Weight
 MODELS = (
     MODEL,
     replace(MODEL, qkv_bias=False, qk_norm=True, head_width=6),
-    replace(MODEL, tie_embeddings=True),
+    replace(MODEL, tie_embeddings=True, out_bias=True),
     replace(MODEL, kv_heads=2, head_width=6, norm="post", qk_norm=True, qk_norm_width="all"),
 )
 

@@ -52,7 +52,11 @@ class GroupedQueryPart(Gathered):
         elif self.kind.norms == "all":
             yield "q_norm.weight", Weight((heads.queries,), roles.QUERY_NORM)
             yield "k_norm.weight", Weight((heads.keys,), roles.KEY_NORM)
+        if heads.scores.sinks:
+            yield "sinks", Weight((heads.count,), roles.SINKS)
         yield "o.weight", Weight((self.width, heads.outputs), roles.ATTENTION_OUTPUT)
+        if self.kind.out_bias:
+            yield "o.bias", Weight((self.width,), roles.ATTENTION_OUTPUT.bias)
 
     def products(self, tokens: float, tp: int) -> list[Product]:
         heads = self.heads
@@ -83,7 +87,7 @@ class GroupedQueryPart(Gathered):
             for name, weight in self.weights()
             if weight.role.kind is not roles.RoleKind.NORM
         }
-        output = gradients.pop("o.weight")
+        output = gradients.pop("o.weight") + gradients.pop("o.bias", 0)
         columns, into = self.casts(sizes, q + k + v, o)
         put_off = sum(size for name, size in (("q", q), ("k", k), ("v", v)) if gradients[f"{name}.weight"])
         return (

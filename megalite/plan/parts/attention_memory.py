@@ -180,7 +180,8 @@ class AttentionMemory:
     @cached_property
     def _in_blocks(self) -> bool:
         whole = self.config.parallel.cp == 1 or self._exchanges_heads
-        if self._on_cpu and (self._windowed is not None or self.config.data.mask_documents):
+        cut = self._windowed is not None or self.config.data.mask_documents
+        if self._on_cpu and (cut or self.heads.scores.sinks):
             return True
         return not whole or self._kernel in ("math", "flex")
 

@@ -50,16 +50,21 @@ class ExpertsPart:
 
     def weights(self) -> Iterator[tuple[str, Weight]]:
         count, hidden, used = self.kind.count, self.kind.width, self.kind.active
-        yield "router.weight", Weight((count, self.width), roles.ROUTER)
+        yield from self._with_bias("router", Weight((count, self.width), roles.ROUTER))
         if self.kind.router.correction_rate is not None:
             yield "router.correction", Weight((count,), roles.CORRECTION, trained=False)
-        yield "experts.gate.weight", Weight((count, hidden, self.width), roles.EXPERT_GATE, used=used)
-        yield "experts.up.weight", Weight((count, hidden, self.width), roles.EXPERT_UP, used=used)
-        yield "experts.down.weight", Weight((count, self.width, hidden), roles.EXPERT_DOWN, used=used)
+        yield from self._with_bias("experts.gate", Weight((count, hidden, self.width), roles.EXPERT_GATE, used=used))
+        yield from self._with_bias("experts.up", Weight((count, hidden, self.width), roles.EXPERT_UP, used=used))
+        yield from self._with_bias("experts.down", Weight((count, self.width, hidden), roles.EXPERT_DOWN, used=used))
         if self.shared is not None:
             yield from ((f"{SHARED}.{name}", weight) for name, weight in self.shared.weights())
         if self.kind.shared_gate:
             yield f"{SHARED}_gate.weight", Weight((1, self.width), roles.ROUTER)
+
+    def _with_bias(self, name: str, weight: Weight) -> Iterator[tuple[str, Weight]]:
+        yield f"{name}.weight", weight
+        if self.kind.biases:
+            yield f"{name}.bias", replace(weight, shape=weight.shape[:-1], role=weight.role.bias)
 
     @cached_property
     def shared(self) -> SharedExpertPart | None:
@@ -113,8 +118,11 @@ class ExpertsPart:
 
     def backward(self, sizes: Sizes, own: int) -> tuple[Moment, ...]:
         rows, hidden = self._rows(sizes)
-        grads = {name: sizes.w * each.gradient(sizes.t, sizes.config.parallel.ep) for name, each in self.weights()}
-        router, gate, up, down = (grads[f"{name}.weight"] for name in MATRICES)
+        gradients: Counter[str] = Counter()  # by matrix, with those of its bias
+        for name, weight in self.weights():
+            matrix, _, _ = name.rpartition(".")
+            gradients[matrix] += sizes.w * weight.gradient(sizes.t, sizes.config.parallel.ep)
+        router, gate, up, down = (gradients[name] for name in MATRICES)
         # The gradient of what all return is held until the shared expert has used it.
         held, given = (own, sizes.stream) if self.shared is not None else (0, 0)
         # Full recompute begins when a gradient of rows is there, and makes what experts return once more.
@@ -125,7 +133,7 @@ class ExpertsPart:
             Moment("down", own + rows + hidden, down, put_off=rows),
             Moment("swiglu", held + 3 * hidden),
             Moment("gate and up", held + 2 * hidden + rows, gate + up, put_off=2 * hidden),
-            *self._shared_backward(sizes, own, rows, grads.get("shared_gate.weight", 0)),
+            *self._shared_backward(sizes, own, rows, gradients["shared_gate"]),
             Moment("router", rows + 2 * sizes.stream + given, router, put_off=self._logits(sizes)),
         )
 

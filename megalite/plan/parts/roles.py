@@ -11,7 +11,7 @@ class RoleKind(Enum):
     HEAD = "head"  # from the residual stream to logits
     MATRIX = "matrix"  # inside of a layer
     NORM = "norm"  # the factors of a norm
-    BIAS = "bias"
+    BIAS = "bias"  # begins as 0; sinks are among them
     STATE = "state"  # no parameter: something that a layer remembers from step to step; begins as 0
 
 
@@ -19,6 +19,7 @@ class Side(Enum):
     """Features that a dimension of a parameter counts."""
 
     STREAM = "stream"  # features of the residual stream, model.width
+    QUERY_HEADS = "query heads"
     QUERIES = "queries"  # features of all query heads
     KEYS = "keys"  # features of all key-value heads
     ONE_HEAD = "one head"  # features of any single head
@@ -46,10 +47,11 @@ class Role:
     def split(self) -> bool:
         """Flag: tensor parallelism splits the parameter.
 
-        It does not split norms of the residual stream or of one head, experts, and the router that chooses them.
+        It does not split norms and biases of the residual stream, norms of one head, experts, and the router that
+        chooses them.
         """
-        whole_norm = self.kind is RoleKind.NORM and self.outputs in (Side.STREAM, Side.ONE_HEAD)
-        return not (whole_norm or self.of_expert or self.outputs is Side.EXPERTS)
+        vector = self.inputs is None and self.outputs in (Side.STREAM, Side.ONE_HEAD)
+        return not (vector or self.of_expert or self.outputs is Side.EXPERTS)
 
     @property
     def copied(self) -> bool:
@@ -64,7 +66,7 @@ class Role:
     @property
     def bias(self) -> "Role":
         """The role of the bias that is added to the outputs of this matrix."""
-        return Role(RoleKind.BIAS, self.outputs)
+        return Role(RoleKind.BIAS, self.outputs, of_expert=self.of_expert)
 
     @property
     def component(self) -> str:
@@ -73,7 +75,8 @@ class Role:
             return self.kind.value
         if self.kind is RoleKind.NORM:
             return "norms"
-        return "attention" if {self.outputs, self.inputs}.isdisjoint((Side.FEED_FORWARD, Side.EXPERTS)) else "mlp"
+        of_mlp = self.of_expert or {self.outputs, self.inputs} & {Side.FEED_FORWARD, Side.EXPERTS}
+        return "mlp" if of_mlp else "attention"
 
 
 EMBEDDING = Role(RoleKind.EMBEDDING, Side.VOCABULARY, Side.STREAM, in_layer=False)
@@ -85,6 +88,7 @@ QUERY_NORM = Role(RoleKind.NORM, Side.QUERIES)  # norm of all heads together
 KEY_NORM = Role(RoleKind.NORM, Side.KEYS)
 QUERY = Role(RoleKind.MATRIX, Side.QUERIES, Side.STREAM)
 KEY = VALUE = Role(RoleKind.MATRIX, Side.KEYS, Side.STREAM)
+SINKS = Role(RoleKind.BIAS, Side.QUERY_HEADS)
 ATTENTION_OUTPUT = Role(RoleKind.MATRIX, Side.STREAM, Side.QUERIES)
 GATE = UP_PROJECTION = Role(RoleKind.MATRIX, Side.FEED_FORWARD, Side.STREAM)
 DOWN_PROJECTION = Role(RoleKind.MATRIX, Side.STREAM, Side.FEED_FORWARD)

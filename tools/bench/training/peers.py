@@ -107,8 +107,8 @@ def sum_gradients(model: nn.Module) -> None:
 def check_comparable(config: Config, name: str) -> None:
     """Raises InputError for a configuration that another program does not train alike."""
     model, layout = config.model, config.parallel.layout
-    if model.norm != "pre" or model.qk_norm or model.qkv_bias or model.attention != Attention():
-        raise InputError(f"{name} is compared on plain Llamas: model.norm pre, no qk_norm, qkv_bias, model.attention")
+    if model.norm != "pre" or model.qk_norm or model.qkv_bias or model.out_bias or model.attention != Attention():
+        raise InputError(f"{name} is compared on plain Llamas: model.norm pre, no qk_norm, biases, model.attention")
     if model.parametrization != "standard" or multipliers(model) != Multipliers():
         raise InputError(f"{name} has no model.parametrization but standard, and no multipliers")
     if layout.dp != layout.world_size:

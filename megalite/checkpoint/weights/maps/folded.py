@@ -32,3 +32,5 @@ def _factors(model: Model) -> Iterator[tuple[str, float]]:
             yield f"layers.{number}.attention.{name}", scores
         for name in last:
             yield f"layers.{number}.{name}.weight", found.branch
+        if model.out_bias and model.norm != "post":
+            yield f"layers.{number}.attention.o.bias", found.branch

@@ -77,13 +77,14 @@ def in_blocks(
     length = len(q)
     sequences = [Sequences(slice(i, i + 1), cuts) for i, cuts in enumerate(documents)]
     wide = torch.promote_types(q.dtype, torch.float32)
-    result, kv = torch.empty_like(q, dtype=wide), torch.stack((k, v), dim=1)
+    kv = torch.cat((k, v), dim=-1)
+    result = empty_result(q, kv)[0]
     dq, dkv = torch.zeros_like(q, dtype=wide), torch.zeros_like(kv, dtype=wide)
     of_sinks = list[Tensor]()
     for rank in range(cp):
         mine = split(torch.arange(length, device=q.device), rows(method, cp, rank, length))
         seen = keys_and_blocks(method, cp, rank, length, sequences, q.device, kind.window_in(length))
-        out, lse = empty_result(q[mine], sinks)
+        out, lse = empty_result(q[mine], kv, sinks)
         for keys, blocks in seen:
             attend(out, lse, q[mine], kv[keys], blocks, kind)
         out = out.to(q.dtype)
@@ -95,4 +96,5 @@ def in_blocks(
         result[mine], dq[mine] = out.to(wide), part
         if sinks is not None:
             of_sinks.append(gradient_of_sinks(sinks, grad[mine], out, lse))
-    return [result, dq, *dkv.unbind(1), *([] if sinks is None else [torch.stack(of_sinks).sum(0)])]
+    of_kv = dkv.split((k.shape[-1], v.shape[-1]), dim=-1)
+    return [result, dq, *of_kv, *([] if sinks is None else [torch.stack(of_sinks).sum(0)])]

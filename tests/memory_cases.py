@@ -32,6 +32,15 @@ FP8: Overrides = {"train.precision": "fp8"}
 ROWWISE: Overrides = {"train.float8_recipe": "rowwise"}
 NORMED: Overrides = {"model.qk_norm": True, "train.recompute": "selective", "model.sequence_length": 4096}
 
+KEYS: Overrides = {  # latents of keys and values alone; attention takes more than the head and the feed-forward
+    "model.kv_heads": 8,
+    "model.head_width": 96,
+    "model.rotary_width": 32,
+    "model.ffn": 64,
+    "model.vocab_size": 256,
+    "model.attention.latent": "{key_rank: 128, value_width: 64}",
+}
+LATENT: Overrides = {**KEYS, "model.attention.latent": "{query_rank: 192, key_rank: 128, value_width: 64}"}
 EXPERTS: Overrides = {"model.experts.count": 8, "model.experts.active": 3, "model.experts.width": 1024}
 # Tokens at their experts take more than weights do.
 NARROW_EXPERTS: Overrides = {
@@ -258,6 +267,26 @@ CASES: dict[str, tuple[Overrides, int]] = {  # name -> overrides and the pipelin
     "experts, zbv, zero2": ({**EXPERTS, **ZERO2, "parallel.pipeline.schedule": "zbv", **SHARDED, **PIPELINE}, 0),
     "experts, ring, balance loss, fp32": (
         {**EXPERTS, **BALANCED, "parallel.cp": 2, "train.precision": "fp32", "model.experts.scores": "sigmoid"},
+        0,
+    ),
+    "latent": (LATENT, 0),
+    "latent, fp32": ({**LATENT, "train.precision": "fp32"}, 0),
+    "latent, long": ({**LATENT, "model.sequence_length": 2048}, 0),
+    "latent of keys": ({**KEYS, "batch.micro": 4}, 0),
+    "latent, selective": ({**LATENT, "train.recompute": "selective", "batch.micro": 4}, 0),
+    "latent, full": ({**LATENT, "train.recompute": "full", "model.layers": 6}, 0),
+    "latent, offloaded": ({**LATENT, "train.offload_activations": True}, 0),
+    "latent, tp, zero3": ({**LATENT, **SHARDED, "parallel.tp": 2, "model.sequence_length": 2048}, 0),
+    "latent of keys, tp 4, zero2": ({**KEYS, **ZERO2, **SHARDED, "parallel.tp": 4, "model.sequence_length": 2048}, 0),
+    "latent, ring": ({**LATENT, "parallel.cp": 4, "model.sequence_length": 2048}, 0),
+    "latent, all_gather": ({**LATENT, **ALL_GATHER, "parallel.cp": 2, "model.sequence_length": 2048}, 0),
+    "latent, ulysses": ({**LATENT, **ULYSSES, "parallel.cp": 2, "model.sequence_length": 2048}, 0),
+    "latent, ring, window": ({**LATENT, **WINDOW, "parallel.cp": 2, "model.sequence_length": 2048}, 0),
+    "latent, capped": ({**LATENT, **CAPPED}, 0),
+    "latent, documents": ({**LATENT, **DOCUMENTS}, 0),
+    "latent, zb_h1, tp": ({**LATENT, **PIPELINE, "parallel.pipeline.schedule": "zb_h1", "parallel.tp": 2}, 0),
+    "latent of keys, dualpipev, muon": (
+        {**KEYS, **PIPELINE, "parallel.pipeline.schedule": "dualpipev", "optim.name": "muon"},
         0,
     ),
     "dualpipev": ({"parallel.pipeline.schedule": "dualpipev", "train.precision": "fp32", **PIPELINE}, 1),

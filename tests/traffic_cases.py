@@ -35,6 +35,13 @@ FULL: Overrides = {"train.recompute": "full"}
 SELECTIVE: Overrides = {"train.recompute": "selective"}
 MUON: Overrides = {"optim.name": "muon"}
 WINDOW: Overrides = {"model.attention.window": 20}
+LATENT: Overrides = {
+    "model.kv_heads": 8,
+    "model.head_width": 12,
+    "model.rotary_width": 4,
+    "model.attention.latent": "{query_rank: 24, key_rank: 16, value_width: 8}",
+}
+KEYS: Overrides = {**LATENT, "model.attention.latent": "{key_rank: 16, value_width: 8}"}
 EXPERTS: Overrides = {"model.experts.count": 6, "model.experts.active": 2, "model.experts.width": 24}
 SHARED: Overrides = {"model.experts.shared_width": 32, "model.experts.shared_gate": True}
 BALANCED: Overrides = {**EXPERTS, "model.experts.balance_loss": 0.1}
@@ -150,6 +157,16 @@ CASES: dict[str, tuple[Overrides, dict[str, int]]] = {  # name -> overrides, and
         {**EXPERTS, **APART, **GPT_OSS, **TP, **context("ring", 2), **data("zero2", dp_shard=2)},
         {"tp": 1},
     ),
+    "latent, tp, zero3": ({**LATENT, **TP, **data("zero3", dp_shard=2)}, {"tp": 1}),
+    "latent of keys, tp, full recompute": ({**KEYS, **TP, **FULL}, {}),
+    "latent, ring, tp, selective recompute, fp32": (
+        {**LATENT, **context("ring", 2), **TP, **SELECTIVE, **FP32},
+        {"cp": 1},
+    ),
+    "latent, all_gather": ({**LATENT, **context("all_gather", 4)}, {"cp": 3}),
+    "latent, ulysses, tp, zb_h1": ({**LATENT, **context("ulysses", 2), **TP, **pipeline("zb_h1")}, {"pp": 1}),
+    "latent of keys, ring, window": ({**KEYS, **context("ring", 4), **WINDOW}, {"cp": 1}),
+    "latent, tp, muon": ({**LATENT, **TP, **MUON, **data("zero2", dp_shard=2)}, {}),
     "all five axes": (
         {
             **pipeline("interleaved_1f1b"),

@@ -11,6 +11,7 @@ from megalite.config.schema import (
     Config,
     Curriculum,
     Experts,
+    Latent,
     Model,
     Parallel,
     Rampup,
@@ -94,6 +95,7 @@ def _shrink_model(model: Model, layers: int, parallel: Parallel) -> Model:
     heads = kv_heads * min(model.heads // model.kv_heads, 4)
     if parallel.context.method == "ulysses":
         heads = lcm(heads, tp * cp)
+    kv_heads = kv_heads if model.attention.latent is None else heads
     length = 6 * parallel.sequence_parts if cp > 1 else 12 * tp
     attention = model.attention
     for key in ("full_every", "nope_every"):
@@ -108,6 +110,7 @@ def _shrink_model(model: Model, layers: int, parallel: Parallel) -> Model:
     # Heads together are as wide as the model, wider or narrower, as they are at full size.
     head_width = None if model.head_width is None else 8 if own == model.width else 12 if own > model.width else 6
     rotary_width = _shrink_rotary(model, head_width or 8)
+    attention = replace(attention, latent=_shrink_latent(model, width, head_width or 8))
     return replace(
         model,
         attention=attention,
@@ -123,6 +126,22 @@ def _shrink_model(model: Model, layers: int, parallel: Parallel) -> Model:
         ffn=_side(model.ffn, model.width, width, tp, 24),
         vocab_size=_shrink_vocabulary(model, width, tp),
         sequence_length=length,
+    )
+
+
+def _shrink_latent(model: Model, width: int, head_width: int) -> Latent | None:
+    """About the same shares of the width and of a head, and unlike each other if they are."""
+    latent = model.attention.latent
+    if latent is None:
+        return None
+
+    def share(rank: int, least: int) -> int:
+        return min(rank, max(least, round(rank * width / model.width)))
+
+    return Latent(
+        query_rank=None if latent.query_rank is None else share(latent.query_rank, 6),
+        key_rank=share(latent.key_rank, 5),
+        value_width=max(1, round(latent.value_width * head_width / model.head_size)),
     )
 
 

@@ -22,6 +22,7 @@ from megalite.config.schema import AttentionKernel, Config
 
 Kernel = Literal["flash3", "flash4", "cudnn", "flash", "efficient", "flex", "math"]
 ORDER: tuple[Kernel, ...] = get_args(Kernel)  # the first that can is chosen
+PADDING: tuple[Kernel, ...] = ("flash3", "flash4", "flash")  # they take values as wide as keys: others are padded
 WIDEST = 256  # features of a head, for any of FlashAttention's
 
 
@@ -91,11 +92,11 @@ SINKLESS = Rule("does not return the log-sum-exp that sinks need", lambda need, 
 UNMASKED = Rule("knows no documents and no windows", lambda need, _: need.documents or need.window)
 ALONE = Rule("needs whole sequences on a rank, with no ring", lambda need, _: need.ring)
 AMPERE = Rule("needs compute capability 8.0", lambda _, gpu: gpu.capability < (8, 0))
-EQUAL = Rule("needs values as wide as keys", lambda need, _: need.width != need.value_width)
+PADS = Rule("pads values to the width of keys", lambda need, _: need.plain and need.width != need.value_width)
 EIGHTS = Rule("needs heads of a multiple of 8", lambda need, _: bool(need.width % 8 or need.value_width % 8))
 NARROW = Rule(f"needs heads of at most {WIDEST}", lambda need, _: max(need.width, need.value_width) > WIDEST)
 REPEATED = Rule("does not repeat itself to the bit", lambda need, _: need.deterministic)
-_FLASH = (HALF, UNCAPPED, AMPERE, EQUAL, NARROW)
+_FLASH = (HALF, UNCAPPED, AMPERE, NARROW)
 
 RULES: Mapping[Kernel, tuple[Rule, ...]] = {
     "flash3": (
@@ -155,7 +156,11 @@ RULES: Mapping[Kernel, tuple[Rule, ...]] = {
     "math": (),
 }
 PREFERENCES: Mapping[Kernel, tuple[Rule, ...]] = {  # further rules where nobody has asked for the kernel
-    "flash4": (Rule("is for compute capability 10", lambda _, gpu: gpu.capability[0] < 10),),
+    "flash3": (PADS,),
+    "flash4": (
+        PADS,
+        Rule("is for compute capability 10", lambda _, gpu: gpu.capability[0] < 10),
+    ),
     "cudnn": (
         Rule(
             "is faster on compute capability 9.0, 10.0 and 10.3 only",

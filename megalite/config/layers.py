@@ -1,5 +1,6 @@
 """The kinds of a model's layers. All code that looks at layers reads them here, so layers may differ."""
 
+import math
 from dataclasses import dataclass, field, fields, replace
 from functools import cache, lru_cache
 from typing import Literal, NamedTuple
@@ -77,6 +78,19 @@ class GroupedQuery:
 
 
 @dataclass(frozen=True)
+class Latent:
+    """Latent attention (arXiv 2405.04434, §2.1).
+
+    The features of keys that turn are made of the token itself, once for all heads; the others and values are made of
+    `key_rank` features. query_rank: features of which queries are made; None: all of the token's.
+    """
+
+    heads: Heads
+    query_rank: int | None
+    key_rank: int
+
+
+@dataclass(frozen=True)
 class SwiGLU:
     """SwiGLU (arXiv 2002.05202) with a hidden width."""
 
@@ -145,7 +159,7 @@ class LayerKind:
     are not turned by their positions (NoPE, arXiv 2305.19466).
     """
 
-    attention: GroupedQuery
+    attention: GroupedQuery | Latent
     feed_forward: SwiGLU | Mixture
     norms: frozenset[Literal["before", "after"]]
     rope: Rope | None
@@ -162,15 +176,31 @@ NORMS: dict[str, frozenset[Literal["before", "after"]]] = {"pre": frozenset(["be
 def layer_kinds(model: Model) -> tuple[LayerKind, ...]:
     """The kind of every layer of `model`, first to last."""
     attention = model.attention
-    scores = Scores(attention.window, attention.softcap, multipliers(model).scores, attention.sinks)
-    heads = Heads(model.heads, model.kv_heads, model.head_size, model.rotary_size, model.head_size, scores)
     usual = LayerKind(
-        GroupedQuery(heads, model.qkv_bias, model.qk_norm_width if model.qk_norm else None, model.out_bias),
+        _attention(model),
         SwiGLU(model.ffn),
         NORMS[model.norm],
         Rope(model.rope_theta, model.rope_scaling),
     )
     return _kinds(model.layers, usual, attention.full_every, attention.nope_every, _experts(model))
+
+
+def _attention(model: Model) -> GroupedQuery | Latent:
+    attention, latent, scaling = model.attention, model.attention.latent, model.rope_scaling
+    scores = Scores(attention.window, attention.softcap, multipliers(model).scores, attention.sinks)
+    heads = Heads(model.heads, model.kv_heads, model.head_size, model.rotary_size, model.head_size, scores)
+    if latent is None:
+        norms = model.qk_norm_width if model.qk_norm else None
+        return GroupedQuery(heads, model.qkv_bias, norms, model.out_bias)
+    if scaling is not None and scaling.mscale_all_dim:
+        sharper = yarn_factor(scaling, scaling.mscale_all_dim) ** 2
+        scores = replace(scores, scale=sharper / math.sqrt(model.head_size))
+    return Latent(replace(heads, value_width=latent.value_width, scores=scores), latent.query_rank, latent.key_rank)
+
+
+def yarn_factor(scaling: RopeScaling, scale: float) -> float:
+    """m(scale) of YaRN (arXiv 2309.00071, §3.4)."""
+    return 1 + scale * math.log(scaling.factor) / 10
 
 
 def _experts(model: Model) -> "_Experts | None":

@@ -40,15 +40,29 @@ class RopeScaling:
     attention_factor: float | None = None  # scales cosines and sines; null: it follows from factor
     short_factors: list[float] | None = None  # stretch every pair's wavelength in sequences up to original_length
     long_factors: list[float] | None = None  # and in longer ones
+    mscale: float | None = None  # latent attention: sharpens cosines and sines, see `layers.yarn_factor`
+    mscale_all_dim: float | None = None  # and scores
 
 
 SCALING_KEYS = {  # kind -> the keys of RopeScaling that it uses, beside kind and factor
     "llama3": ("low_frequency_factor", "high_frequency_factor", "original_length"),
     "linear": (),
-    "yarn": ("original_length", "beta_fast", "beta_slow", "attention_factor"),
+    "yarn": ("original_length", "beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim"),
     "longrope": ("original_length", "attention_factor", "short_factors", "long_factors"),
     "dynamic": ("original_length",),
 }
+
+
+@dataclass
+class Latent:
+    """Latent attention: keys and values are made of a few features of a token (DeepSeek-V2, arXiv 2405.04434, §2.1).
+
+    `model.rotary_width` features of a key are apart from these: they turn, and all heads share them.
+    """
+
+    query_rank: int | None = None  # features of which queries are made; null: all of the token's
+    key_rank: int = 512  # features of which keys and values are made
+    value_width: int = 128  # features of a head's values; queries and keys have model.head_width
 
 
 @dataclass
@@ -60,6 +74,7 @@ class Attention:
     softcap: float | None = None  # scores s become softcap · tanh(s / softcap), as in Gemma 2; null: they stay
     sinks: bool = False  # every query head has one more score, learned, of a key whose value is 0, as in gpt-oss
     nope_every: int | None = None  # layers n - 1, 2n - 1, … have no rotary positions, as in SmolLM3; null: all have
+    latent: Latent | None = None  # null: grouped-query attention
 
 
 @dataclass

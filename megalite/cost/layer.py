@@ -11,13 +11,14 @@ from math import ceil
 from operator import add
 from typing import NamedTuple
 
+from megalite.config.attention_kernels import PADDING
 from megalite.config.layers import Heads
 from megalite.cost.cluster import Cluster
 from megalite.cost.constants import FITTED_CONSTANTS, Constants
 from megalite.cost.kernels import VECTOR_ELEMENTS, Kernels
 from megalite.cost.network import Group, Net
 from megalite.cost.program import HOST_BACKWARD_RATIO, TABLE_KERNELS, Program, attention_shares, machine_of
-from megalite.cost.share import Share
+from megalite.cost.share import Computed, Share
 from megalite.plan.parts.part import Product
 from megalite.plan.parts.window import attended_pairs
 from megalite.plan.recompute_modes import Mode
@@ -173,9 +174,14 @@ class LayerModel:
             there, back = (self.kernels.passes(each * scores) for each in program.scores)
             return products + there, 2 * products + back
         seen = attended_pairs(s, heads.scores.window) / s  # keys of a query, on average
-        flops = 2 * share.tokens * seen * (heads.queries + heads.outputs) / share.tp
-        gpu, kernel = self.cluster.gpu.name, program.attention
-        chosen = TABLE_KERNELS.get(share.kernel(heads, machine_of(gpu)), "flash2") if kernel == "table" else kernel
+        gpu, outputs = self.cluster.gpu.name, heads.outputs
+        if program.attention == "table":
+            kernel = share.kernel(heads, machine_of(gpu))
+            chosen = TABLE_KERNELS.get(kernel, "flash2")
+            outputs = heads.queries if kernel in PADDING else outputs
+        else:
+            chosen = program.attention
+        flops = 2 * share.tokens * seen * (heads.queries + outputs) / share.tp
         there, back = attention_shares(chosen, gpu, heads.width)
         forward = self.kernels.attention(flops, there, share.outside)
         return forward, self.kernels.attention(ATTENTION_BACKWARD * flops, back, share.outside)
@@ -210,31 +216,47 @@ class LayerModel:
         half = self.net.collective("all_reduce", stream, self.tp) * (1 - program.hidden)
         if program.rearranges and share.tp > 1:
             half += 2 * self.kernels.passes(2 * stream) * (1 - program.hidden)
-        gathers = half / (2 if program.gathers_fp8 and share.precision == "fp8" else 1)
-        return gathers + half, 2 * half + (gathers if program.gathers_again else 0.0), 0.0
+        features = sum(features for part in share.parts for _, features in self._gathered(part))
+        of_inputs = half * features / (2 * share.width)
+        gathers = of_inputs / (2 if program.gathers_fp8 and share.precision == "fp8" else 1)
+        return gathers + half, of_inputs + half + (gathers if program.gathers_again else 0.0), 0.0
+
+    def _gathered(self, part: Computed) -> list[tuple[Product, float]]:
+        """The products for which ranks of tp gather, with the features of a token. Experts are timed as if one did."""
+        first, *others = part.products(_aligned(self.share.tokens), self.share.tp)
+        found = others[:-1] if first.gathered == 0 else [first]
+        return [(each, each.inputs if each.gathered is None else each.gathered) for each in found]
 
     def _overlapped(self, stream: float, n: int) -> tuple[float, float, float]:
         """The same of collectives beside matrix products, as `parallel.linear` and `parallel.scattered` begin them.
 
-        A part's input is gathered in `n` pieces and its output scattered in as many, and so is the output's gradient
-        gathered: a product waits for the first, or is followed by the last. Backward gathers the input again beside the
-        first product, and scatters its gradient beside the second; halves of a split backward wait for these. Further
-        pieces start while those before are on their way, and pieces are taken to be multiplied as fast as the whole.
+        The input of a part, or each latent, is gathered in `n` pieces and the output scattered in as many, and so is
+        the output's gradient gathered: a product waits for the first, or is followed by the last. Backward gathers the
+        input again beside the first product, and scatters its gradient beside the second; halves of a split backward
+        wait for these. Further pieces start while those before are on their way, and pieces are taken to be multiplied
+        as fast as the whole.
         """
-        whole, start = (self.net.collective("all_gather", size, self.tp) for size in (stream, 0.0))
-        piece = (whole - start) / n
+        start = self.net.collective("all_gather", 0.0, self.tp)
         forward, inputs, weights = self._of_product
 
-        def in_pieces(product: float) -> float:
+        def in_pieces(product: float, whole: float) -> float:
+            piece = (whole - start) / n
             return start + piece + (n - 1) * (self.beside(product / n, piece) - product / n)
+
+        def gathered(features: float) -> float:
+            return self.net.collective("all_gather", stream * features / self.share.width, self.tp)
 
         there = back = hidden = 0.0
         for part in self.share.parts:
-            columns, *_, rows = part.products(_aligned(self.share.tokens), self.share.tp)
-            there += in_pieces(forward(columns)) + in_pieces(forward(rows))
-            beside = sum(self.beside(each(columns), whole) - each(columns) for each in (inputs, weights))
-            back += in_pieces(inputs(rows)) + beside
-            hidden += 2 * whole - beside
+            rows = part.products(_aligned(self.share.tokens), self.share.tp)[-1]
+            there += in_pieces(forward(rows), gathered(self.share.width))
+            back += in_pieces(inputs(rows), gathered(self.share.width))
+            for columns, features in self._gathered(part):
+                whole = gathered(features)
+                there += in_pieces(forward(columns), whole)
+                beside = sum(self.beside(each(columns), whole) - each(columns) for each in (inputs, weights))
+                back += beside
+                hidden += 2 * whole - beside
         return there, back, hidden
 
     def _dispatch(self) -> float:

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from megalite.base.errors import InputError, counted
-from megalite.config.layers import Scores
+from megalite.config.layers import Heads, Scores
 from megalite.model.positions import TokenPositions
 from megalite.parallel.context import Attention
 from megalite_launch.base.texts import memory_text
@@ -32,21 +32,20 @@ class Cache:
         layers: Sequence[int],
         slots: int,
         capacity: int,
-        heads: int,
-        width: int,
+        heads: Heads,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        """Raises InputError if there is no memory for it."""
-        shape = slots, heads, capacity, width
+        """Raises InputError if there is no memory for it. heads: of a rank."""
+        keys, values = ((slots, heads.kv_count, capacity, width) for width in (heads.width, heads.value_width))
         self.capacity, self.lengths = capacity, [0] * slots  # final ones, as `Engine.prompts` is told
         try:  # zeros, since what is hidden is multiplied by 0 still
             self.layers = {
-                layer: (torch.zeros(shape, dtype=dtype, device=device), torch.zeros(shape, dtype=dtype, device=device))
+                layer: (torch.zeros(keys, dtype=dtype, device=device), torch.zeros(values, dtype=dtype, device=device))
                 for layer in layers
             }
         except RuntimeError:  # CUDA's lack of memory is one too
-            size = 2 * len(layers) * slots * heads * capacity * width * dtype.itemsize
+            size = len(layers) * slots * (heads.keys + heads.values) * capacity * dtype.itemsize
             text = f"{counted(slots, 'sequence')} of {counted(capacity, 'token')}"
             raise InputError(
                 f"the cache of {text} takes {memory_text(size)}, more than there is; use a smaller --batch or "
@@ -110,7 +109,7 @@ class Next(TokenPositions):
         padding = q.shape[0] - count
         queries = (q[:count] if padding else q).view(count, k.shape[2], -1, q.shape[3])  # n k g e
         y = _attend(queries, keys[:count, :, seen], values[:count, :, seen], hidden, kind, sinks)
-        y = y.reshape(count, 1, q.shape[2], q.shape[3])
+        y = y.reshape(count, 1, q.shape[2], v.shape[3])
         return F.pad(y, (0, 0, 0, 0, 0, 0, 0, padding)) if padding else y
 
     def _visible(self, kind: Scores, q: Tensor) -> tuple[slice, Tensor | None]:
@@ -133,7 +132,7 @@ class Next(TokenPositions):
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None, kind: Scores, sinks: Tensor | None = None
 ) -> Tensor:
-    """q `[n, k, g, e]`, k and v `[n, k, m, e]`, hidden `[n, 1, 1, m]`, sinks `[k·g]` → `[n, k, g, e]`."""
+    """q `[n, k, g, e]`, k `[n, k, m, e]`, v `[n, k, m, u]`, hidden `[n, 1, 1, m]`, sinks `[k·g]` → `[n, k, g, u]`."""
     if kind.softcap is None and sinks is None:
         mask = None if hidden is None else hidden.expand(-1, -1, q.shape[2], -1)
         return F.scaled_dot_product_attention(q, k, v, mask, scale=kind.scale)

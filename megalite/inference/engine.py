@@ -5,6 +5,7 @@ r  rows of it whose logits are wanted                   v  vocabulary
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from itertools import accumulate, groupby
 
 import torch
@@ -54,8 +55,9 @@ class Engine:
 
     def cache(self, slots: int, capacity: int) -> Cache:
         """An empty cache. Raises InputError if there is no memory for it."""
-        heads = self.model.kv_heads // self.mesh.layout.tp
-        return Cache(self.layers, slots, capacity, heads, self.model.head_size, self.dtype, self.mesh.device)
+        heads = layer_kinds(self.model)[0].attention.heads
+        local = replace(heads, kv_count=heads.kv_count // self.mesh.layout.tp)
+        return Cache(self.layers, slots, capacity, local, self.dtype, self.mesh.device)
 
     def prompts(
         self,

@@ -20,6 +20,7 @@ from megalite.config.schema import Kernels, Model
 from megalite.distributed.collectives import all_gather
 from megalite.model.attention import Attention
 from megalite.model.experts import ExpertMLPs, Experts
+from megalite.model.latent import LatentAttention
 from megalite.model.mlp import MLP
 from megalite.model.norm import Norm
 from megalite.model.positions import TokenPositions
@@ -30,7 +31,7 @@ from megalite.parallel.parameter import copy_of, part
 from megalite.parallel.tensor import ColumnLinear, VocabularyEmbedding
 from megalite.plan.model.weights import embedding, final_norm, head, layer_weights
 from megalite.plan.parts.attention import GroupedQueryPart
-from megalite.plan.parts.layer import feed_forward
+from megalite.plan.parts.layer import attention, feed_forward
 from megalite.plan.parts.swiglu import SwiGLUPart
 from megalite_kernels import linear_cross_entropy
 from megalite_kernels.linear_cross_entropy import has_gpu_products
@@ -56,13 +57,18 @@ class Layer(nn.Module):
         # The last module before the stream takes the factor of the branch.
         of_norm, of_rest = (branch, 1.0) if "after" in kind.norms else (1.0, branch)
         of_first = 1.0 if self.before else of_norm
-        weights, attention = dict(layer_weights(model, kind)), GroupedQueryPart(model.width, kind.attention)
+        weights = dict(layer_weights(model, kind))
 
         def norm(name: str, factor: float) -> Norm:
             return Norm(weights[f"{name}.weight"], model.norm_eps, tp, kernels, factor)
 
         self.attention_norm = norm("attention_norm", of_first)
-        self.attention = Attention(attention, model.norm_eps, kind.rope is not None, tp, kernels, of_rest)
+        attends = attention(model.width, kind.attention)
+        self.attention: Attention | LatentAttention
+        if isinstance(attends, GroupedQueryPart):
+            self.attention = Attention(attends, model.norm_eps, kind.rope is not None, tp, kernels, of_rest)
+        else:
+            self.attention = LatentAttention(attends, tp, kernels, of_rest)
         self.mlp_norm = norm("mlp_norm", of_first)
         part = feed_forward(model.width, kind.feed_forward)
         self.mlp: MLP | Experts

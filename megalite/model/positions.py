@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from megalite.config.layers import Rotation, Scores, layer_kinds, rotations
+from megalite.config.layers import Rotation, Scores, layer_kinds, rotations, yarn_factor
 from megalite.config.schema import Model, RopeScaling
 from megalite.model.router import Losses
 from megalite.parallel.context import Attention, attention
@@ -112,7 +112,9 @@ def attention_factor(scaling: RopeScaling | None) -> float:
     if scaling.attention_factor is not None:
         return scaling.attention_factor
     if scaling.kind == "yarn":
-        return 1 + math.log(scaling.factor) / 10
+        if scaling.mscale and scaling.mscale_all_dim:
+            return yarn_factor(scaling, scaling.mscale) / yarn_factor(scaling, scaling.mscale_all_dim)
+        return yarn_factor(scaling, 1)
     return math.sqrt(1 + math.log(scaling.factor) / math.log(scaling.original_length))
 
 

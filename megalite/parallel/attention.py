@@ -6,8 +6,10 @@ output and log-sum-exp of each row, backward computes exact gradients block by b
 arXiv 2205.14135). A sink is a key whose value is 0, which every row has seen before all blocks. Flash-attention kernels
 compute the blocks if they can, on the CPU and on CUDA. No mask of all pairs of queries and keys is ever made.
 
-    s  positions held here   h  query heads          e  width of a head
+    s  positions held here   h  query heads          e  width of a query and of a key      u  width of a value
     b  micro-batch           k  key-value heads      n  queries of a block, m  keys of a block
+
+Keys and values travel as one tensor kv `[s, b, k, e + u]`.
 """
 
 from collections.abc import Callable, Iterable
@@ -17,6 +19,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from megalite.config.layers import Scores
 from megalite.parallel import explicit
@@ -29,7 +32,7 @@ FULL_SCORES = Scores()
 class BlockKernels(NamedTuple):
     """The functions that compute the attention of a block.
 
-    forward: from q, k, v and the block, computes the output `[n, b, h, e]` and the log-sum-exp `[b, h, n]`.
+    forward: from q, k, v and the block, computes the output `[n, b, h, u]` and the log-sum-exp `[b, h, n]`.
     backward: from the gradient of the output, the final output and log-sum-exp, q, k, v and the block, computes the
     gradients of q, k, v.
     parts: splits a block into the blocks that `forward` and `backward` can take.
@@ -40,15 +43,15 @@ class BlockKernels(NamedTuple):
     parts: Callable[[Block], list[Block]]
 
 
-def empty_result(q: Tensor, sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """The output `[s, b, h, e]` and log-sum-exp `[b, h, s]` of queries that have seen no key, in float32 or wider.
+def empty_result(q: Tensor, kv: Tensor, sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """The output `[s, b, h, u]` and log-sum-exp `[b, h, s]` of queries that have seen no key, in float32 or wider.
 
     sinks: `[h]`, the score that queries of each head have all the same.
     """
     wide = torch.promote_types(q.dtype, torch.float32)
-    s, b, h, _ = q.shape
+    s, b, h, e = q.shape
     lse = q.new_full((b, h, s), -torch.inf, dtype=wide)
-    return torch.zeros_like(q, dtype=wide), lse if sinks is None else lse.copy_(sinks[:, None])
+    return q.new_zeros((s, b, h, kv.shape[-1] - e), dtype=wide), lse if sinks is None else lse.copy_(sinks[:, None])
 
 
 def gradient_of_sinks(sinks: Tensor, grad: Tensor, out: Tensor, lse: Tensor) -> Tensor:
@@ -67,13 +70,13 @@ def attend(
     kind: Scores = FULL_SCORES,
     math: bool = False,
 ) -> None:
-    """Merge the attention of q `[s, b, h, e]` over kv `[s', 2, b, k, e]` into the result `out`, `lse`, in place.
+    """Merge the attention of q `[s, b, h, e]` over kv `[s', b, k, e + u]` into the result `out`, `lse`, in place.
 
     kind: says how scores are made; blocks have its window already. math: by plain PyTorch, whatever kernels there are.
     """
     kernels = _kernels(q, kind, math)
     for block in chain.from_iterable(map(kernels.parts, blocks)):
-        found, found_lse = kernels.forward(*_cut(q, kv, block), block)  # n b h e, b h n
+        found, found_lse = kernels.forward(*_cut(q, kv, block), block)  # n b h u, b h n
         seen_lse = lse[block.samples, :, block.queries]
         share = torch.sigmoid(found_lse - seen_lse).permute(2, 0, 1)[..., None]
         out[block.queries, block.samples].lerp_(found.to(out.dtype), share)
@@ -112,8 +115,33 @@ def _kernels(q: Tensor, kind: Scores, math: bool = False) -> BlockKernels:
         forward = partial(explicit.forward, softcap=softcap, scale=scale)
         return BlockKernels(forward, partial(explicit.backward, softcap=softcap, scale=scale), _as_it_is)
     if q.is_cuda:
-        return BlockKernels(partial(_forward_cuda, scale=scale), partial(_backward_cuda, scale=scale), reachable)
-    return BlockKernels(partial(_forward_cpu, scale=scale), partial(_backward_cpu, scale=scale), triangles)
+        return _padding(partial(_forward_cuda, scale=scale), partial(_backward_cuda, scale=scale), reachable)
+    return _padding(partial(_forward_cpu, scale=scale), partial(_backward_cpu, scale=scale), triangles)
+
+
+def _padding(
+    forward: Callable[..., tuple[Tensor, Tensor]],
+    backward: Callable[..., tuple[Tensor, ...]],
+    parts: Callable[[Block], list[Block]],
+) -> BlockKernels:
+    """Kernels that take values as wide as keys, for values of any smaller width: these are padded with 0."""
+
+    def padded_forward(q: Tensor, k: Tensor, v: Tensor, block: Block) -> tuple[Tensor, Tensor]:
+        out, lse = forward(q, k, _as_wide(v, k), block)
+        return out[..., : v.shape[-1]], lse
+
+    def padded_backward(
+        grad: Tensor, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, block: Block
+    ) -> tuple[Tensor, ...]:
+        dq, dk, dv = backward(_as_wide(grad, k), _as_wide(out, k), lse, q, k, _as_wide(v, k), block)
+        return dq, dk, dv[..., : v.shape[-1]]
+
+    return BlockKernels(padded_forward, padded_backward, parts)
+
+
+def _as_wide(x: Tensor, k: Tensor) -> Tensor:
+    missing = k.shape[-1] - x.shape[-1]
+    return F.pad(x, (0, missing)) if missing else x
 
 
 def _as_it_is(block: Block) -> list[Block]:
@@ -121,7 +149,8 @@ def _as_it_is(block: Block) -> list[Block]:
 
 
 def _cut(q: Tensor, kv: Tensor, block: Block) -> tuple[Tensor, Tensor, Tensor]:
-    keys, values = kv[block.keys, :, block.samples].unbind(1)
+    e = q.shape[-1]
+    keys, values = kv[block.keys, block.samples].split((e, kv.shape[-1] - e), dim=-1)
     return q[block.queries, block.samples], keys, values
 
 

@@ -11,13 +11,14 @@ Three methods compute the same result as attention over the unsplit sequence:
 With a window, ring and all_gather are the same: a rank fetches the keys and values in the windows of its queries, the
 halo.
 
-    s  positions of this rank     h  query heads          e  width of a head
-    b  micro-batch                k  key-value heads      c  ranks of the group
+    s  positions of this rank     h  query heads          e  width of a query and of a key
+    b  micro-batch                k  key-value heads      u  width of a value
+    c  ranks of the group
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from math import lcm
 from typing import Any
 
@@ -27,7 +28,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from megalite.config.attention_kernels import Kernel
+from megalite.config.attention_kernels import PADDING, Kernel
 from megalite.config.layers import Scores
 from megalite.parallel.attention import attend, attend_backward, empty_result, gradient_of_sinks
 from megalite.parallel.blocks import Block
@@ -36,11 +37,11 @@ from megalite.parallel.flex import Flex
 from megalite.parallel.packed import Packed
 from megalite.parallel.sequence import Documents, Method, Sequences, gaps, missing, own_blocks, place, ring_steps, rows
 
-# q [s, b, h, e], k and v [s, b, k, e], and sinks [h] where scores have some → [s, b, h, e]
+# q [s, b, h, e], k [s, b, k, e], v [s, b, k, u], and sinks [h] where scores have some → [s, b, h, u]
 Attention = Callable[..., Tensor]
 Gaps = Sequence[tuple[slice, Sequence[Block]]]
 FULL_SCORES = Scores()
-FLASH: tuple[Kernel, ...] = ("flash", "flash3", "flash4")
+FLASH = PADDING
 # PyTorch's functions for the kernels that it chooses from; FlashAttention 3 and 4 take the place of 2 when activated.
 BACKENDS: dict[Kernel, SDPBackend] = {
     **dict.fromkeys(FLASH, SDPBackend.FLASH_ATTENTION),
@@ -92,12 +93,16 @@ def _whole(
     window, on_cuda = kind.window_in(length), device.type == "cuda"
     if kernel == "flex" or (kernel is None and kind.softcap is not None and on_cuda):
         return Flex(documents or [(0, length)], window, kind.softcap, device, kind.scale)
+
+    def in_blocks() -> Attention:
+        blocks = own_blocks((range(length),), _sequences(length, documents), device, window)
+        return Ring([blocks], None, kind, kernel == "math")
+
     if documents is None and window is None and kind.softcap is None and not kind.sinks and kernel != "math":
-        return partial(causal, scale=kind.scale, kernel=kernel)
+        return ByWidths(partial(causal, scale=kind.scale, kernel=kernel), in_blocks, kernel)
     if kernel in FLASH and on_cuda:
-        return Packed(documents, window, device, kind.scale)
-    blocks = own_blocks((range(length),), _sequences(length, documents), device, window)
-    return Ring([blocks], None, kind, kernel == "math")
+        return ByWidths(Packed(documents, window, device, kind.scale), in_blocks, kernel)
+    return in_blocks()
 
 
 def causal(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None, kernel: Kernel | None = None) -> Tensor:
@@ -138,7 +143,32 @@ class Ring:
 
     @torch.compiler.disable
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
-        return _Ring.apply(q, torch.stack((k, v), dim=1), sinks, self.steps, self.group, (self.kind, self.math))
+        return _Ring.apply(q, torch.cat((k, v), dim=-1), sinks, self.steps, self.group, (self.kind, self.math))
+
+
+@dataclass(eq=False)
+class ByWidths:
+    """Attention by a kernel in one call where values are as wide as keys, or where the kernel takes them as they are.
+
+    Else blocks, for which values are padded block by block, so nothing padded is kept for backward.
+    """
+
+    in_one: Attention
+    make_blocks: Callable[[], Attention]
+    kernel: Kernel | None
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, *sinks: Tensor) -> Tensor:
+        if k.shape[-1] == v.shape[-1] or (q.is_cuda and self.kernel not in FLASH):
+            return self.in_one(q, k, v, *sinks)
+        return self._in_blocks(q, k, v, *sinks)
+
+    @torch.compiler.disable
+    def _in_blocks(self, q: Tensor, k: Tensor, v: Tensor, *sinks: Tensor) -> Tensor:
+        return self._blocks(q, k, v, *sinks)
+
+    @cached_property
+    def _blocks(self) -> Attention:
+        return self.make_blocks()
 
 
 @dataclass(eq=False)
@@ -154,7 +184,7 @@ class Fetching:
     @torch.compiler.disable
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
         how = self.kind, self.math
-        return _Fetching.apply(q, torch.stack((k, v), dim=1), sinks, self.own, self.far, self.exchange, how)
+        return _Fetching.apply(q, torch.cat((k, v), dim=-1), sinks, self.own, self.far, self.exchange, how)
 
 
 @dataclass(eq=False)
@@ -171,9 +201,11 @@ class Ulysses:
         copies = lcm(k.shape[2], cp) // k.shape[2]  # so that cp divides the number of key-value heads
         k, v = (x.repeat_interleave(copies, dim=2) for x in (k, v))
         by_rank = [x.unflatten(2, (cp, -1)).movedim(2, 0) for x in (q, k, v)]  # c s b h/c e
-        everywhere = _AllToAll.apply(torch.cat(by_rank, dim=3), self.group).flatten(0, 1)  # c·s b (h + 2k)/c e
-        y = self.whole(*everywhere.split([x.shape[3] for x in by_rank], dim=2), *mine)
-        return _AllToAll.apply(y.unflatten(0, (cp, -1)), self.group).movedim(0, 2).flatten(2, 3)  # s b h e
+        features = torch.cat([x.flatten(3) for x in by_rank], dim=3)
+        everywhere = _AllToAll.apply(features, self.group).flatten(0, 1)  # c·s b (h·e + k·e + k·u)/c
+        parts = zip(everywhere.split([x.shape[3] * x.shape[4] for x in by_rank], dim=2), by_rank, strict=True)
+        y = self.whole(*(part.unflatten(2, x.shape[3:]) for part, x in parts), *mine)
+        return _AllToAll.apply(y.unflatten(0, (cp, -1)), self.group).movedim(0, 2).flatten(2, 3)  # s b h u
 
 
 class _Ring(torch.autograd.Function):
@@ -187,7 +219,7 @@ class _Ring(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, kv: Tensor, sinks: Tensor | None, steps: Any, group: dist.ProcessGroup | None, how: Any
     ) -> Tensor:
-        out, lse = empty_result(q, sinks)
+        out, lse = empty_result(q, kv, sinks)
         held = kv
         for step, blocks in enumerate(steps):
             arriving = _pass_on(held, group) if step < len(steps) - 1 else None
@@ -252,7 +284,7 @@ class _Fetching(torch.autograd.Function):
         exchange: KeyValueExchange,
         how: tuple[Scores, bool],
     ) -> Tensor:
-        out, lse = empty_result(q, sinks)
+        out, lse = empty_result(q, kv, sinks)
         arriving = exchange.fetch(kv)
         attend(out, lse, q, kv, own, *how)
         fetched = arriving()

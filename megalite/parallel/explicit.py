@@ -10,6 +10,7 @@ All is computed in float32 or wider. Scores are made for a few rows of queries a
 
     n  queries     b  micro-batch        h  query heads                  g  query heads of a key-value head
     m  keys        e  width of a head    k  key-value heads              r  rows of queries at a time
+    u  width of a value
 """
 
 import math
@@ -26,9 +27,9 @@ from megalite.plan.parts.attention_memory import MAX_SCORES, ROWS
 def forward(
     q: Tensor, k: Tensor, v: Tensor, block: Block, softcap: float | None, scale: float | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Output `[n, b, h, e]` and log-sum-exp `[b, h, n]` of q `[n, b, h, e]` over k and v `[m, b, k, e]`."""
+    """Output `[n, b, h, u]` and log-sum-exp `[b, h, n]` of q `[n, b, h, e]` over k `[m, b, k, e]`, v `[m, b, k, u]`."""
     keys, values = (_by_head(x, k)[:, 0] for x in (k, v))
-    out = torch.empty_like(q, dtype=keys.dtype)
+    out = keys.new_empty(*q.shape[:-1], v.shape[-1])
     lse = keys.new_empty(q.shape[1], q.shape[2], len(q))
     scale = _scale(q) if scale is None else scale
     for rows, columns, hidden in _steps(block, q, k):
@@ -52,7 +53,7 @@ def backward(
     softcap: float | None,
     scale: float | None = None,
 ) -> tuple[Tensor, ...]:
-    """Gradients of q, k and v; grad and out are `[n, b, h, e]`, and lse `[b, h, n]`."""
+    """Gradients of q, k and v; grad and out are `[n, b, h, u]`, and lse `[b, h, n]`."""
     keys, values = (_by_head(x, k)[:, 0] for x in (k, v))
     dq, dk, dv = torch.empty_like(q, dtype=keys.dtype), torch.zeros_like(keys), torch.zeros_like(values)
     scale = _scale(q) if scale is None else scale
@@ -69,7 +70,7 @@ def backward(
         dq[rows] = _times(dscores, keys[:, columns]).permute(2, 0, 1, 3).reshape(dq[rows].shape)
         dk[:, columns] += dscores.flatten(1, 2).mT @ queries.flatten(1, 2)
         del dscores, bent
-    return dq, *(x.transpose(0, 1).reshape(k.shape) for x in (dk, dv))
+    return dq, dk.transpose(0, 1).reshape(k.shape), dv.transpose(0, 1).reshape(v.shape)
 
 
 def _by_head(x: Tensor, k: Tensor) -> Tensor:

@@ -58,6 +58,20 @@ def columns(x: Tensor, layers: Sequence[ColumnLinear], group: dist.ProcessGroup)
     return linears(x, weights, group, first.gradients, first.product, biases=biases)
 
 
+class CopiedLinear(Linear):
+    """y = x Wᵀ, of which every rank has a copy of W, and computes its own part of the sequence; see `of_own_part`."""
+
+    def __init__(self, weight: Weight, mesh: DeviceMesh) -> None:
+        super().__init__(weight)
+        self.weight = parameter(weight, mesh, Replicate())
+
+
+def of_own_part(x: Tensor, layers: Sequence[CopiedLinear]) -> Sequence[Tensor]:
+    """The outputs of layers that share an input: `[s/t, b, in]` → `[s/t, b, out]` each."""
+    first = layers[0]
+    return linears(x, [layer.weight for layer in layers], None, first.gradients, first.product)
+
+
 class RowLinear(Linear):
     """y = factor · (x Wᵀ + b), the input features split over tp: `[s, b, in/t]` → `[s/t, b, out]`.
 

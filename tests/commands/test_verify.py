@@ -396,6 +396,23 @@ def test_a_shrunken_copy_is_valid_small_and_of_the_same_kind(preset: Path, degre
     assert micro_batches(small) == min(micro_batches(whole), 2 * whole.parallel.pp + 1)
 
 
+@pytest.mark.parametrize(("method", "cp"), [("ring", 1), ("ulysses", 8)])
+@pytest.mark.parametrize("rank", ["null", "1536"])
+def test_a_shrunken_copy_has_latents_of_the_same_kinds(rank: str, method: str, cp: int) -> None:
+    sizes = "width=7168 heads=128 kv_heads=128 head_width=192 rotary_width=64 sequence_length=4096"
+    latent = f"model.attention.latent={{query_rank: {rank}}}"
+    layout = ["parallel.tp=2", f"parallel.cp={cp}", f"parallel.context.method={method}", "parallel.dp_shard=1"]
+    whole = check(load([], [*(f"model.{size}" for size in sizes.split()), latent, *layout]))
+    small = shrink(whole)
+    assert validate(small, 2 * cp) == []
+    found = small.model.attention.latent
+    assert found is not None
+    assert (found.query_rank is None) == (rank == "null")
+    assert found.key_rank < (found.query_rank or small.model.width) <= small.model.width
+    assert found.value_width < small.model.head_size
+    assert small.model.heads == small.model.kv_heads >= max(4, 2 * cp)
+
+
 @pytest.mark.parametrize(("vocabulary", "tp"), [(32001, 2), (50257, 4), (37, 3), (5, 4)])
 def test_a_shrunken_copy_has_padding_where_the_model_has(vocabulary: int, tp: int) -> None:
     whole = configuration(tp=tp)

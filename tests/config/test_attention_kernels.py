@@ -57,7 +57,7 @@ CHOSEN: list[tuple[Need, Machine | None, Kernel]] = [
     (replace(PLAIN, width=12, value_width=12), H100, "flash"),
     (replace(PLAIN, width=12, value_width=12, window=True), H100, "math"),
     (replace(PLAIN, width=192, value_width=128), EVERYTHING, "cudnn"),
-    (replace(PLAIN, width=192, value_width=128, documents=True), EVERYTHING, "math"),
+    (replace(PLAIN, width=192, value_width=128, documents=True), EVERYTHING, "flash3"),
     (replace(PLAIN, precision="fp32"), EVERYTHING, "efficient"),
     (replace(PLAIN, precision="fp32", width=6, value_width=6), H100, "math"),
     (replace(PLAIN, precision="fp32", window=True), H100, "math"),

@@ -18,6 +18,7 @@ OPTIONAL = {  # sections that are none by default
     "model.base",
     "batch.rampup",
     "batch.curriculum",
+    "model.attention.latent",
     "model.experts",
     "kernels",
     "checkpoint.local",

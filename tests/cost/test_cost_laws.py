@@ -39,18 +39,22 @@ def drawn(draw: st.DrawFn) -> tuple[Config, str]:
     rounds = draw(st.integers(1, 20)) * (pp if virtual else 1)
     micro = draw(st.sampled_from([1, 2]))
     kv_heads = tp * draw(POWERS)
+    latent = draw(st.sampled_from([None, "{key_rank: 96}", "{query_rank: 256, value_width: 64}"]))
+    kv_heads *= cp if latent else 1
     values: dict[str, Any] = {
         "model.layers": draw(st.integers(stages, stages + 6)),
         "model.width": 128 * draw(st.integers(2, 48)),
-        "model.heads": kv_heads * cp * draw(st.sampled_from([1, 2])),
+        "model.heads": kv_heads if latent else kv_heads * cp * draw(st.sampled_from([1, 2])),
         "model.kv_heads": kv_heads,
-        "model.head_width": draw(st.sampled_from([64, 128])),
+        "model.head_width": 128 if latent else draw(st.sampled_from([64, 128])),
+        "model.rotary_width": 32 if latent else "null",
+        "model.attention.latent": latent or "null",
         "model.ffn": 64 * tp * draw(st.integers(4, 60)),
         "model.vocab_size": 16 * tp * draw(st.integers(16, 4000)),
         "model.sequence_length": 2 ** draw(st.integers(7, 13)),
         "model.norm": draw(st.sampled_from(["pre", "post"])),
         "model.tie_embeddings": draw(st.booleans()),
-        "model.qk_norm": draw(st.booleans()),
+        "model.qk_norm": not latent and draw(st.booleans()),
         "model.attention.window": draw(st.sampled_from(["null", 64, 1000])),
         "parallel.tp": tp,
         "parallel.cp": cp,

@@ -187,6 +187,25 @@ def test_a_layer_waits_for_as_many_collectives_as_a_run_does(
     assert layer.inputs.tensor == pytest.approx((backward + 4 if backward < 6 else 6) * whole)  # halves hide nothing
 
 
+def test_of_latent_attention_latents_are_gathered() -> None:
+    latent = "{query_rank: 1024, key_rank: 512, value_width: 128}"
+    heads = {"model.kv_heads": 32, "model.head_width": 192, "model.rotary_width": 64}
+    layer, whole = at_tp_2(**heads, **{"model.attention.latent": latent})
+    assert layer.forward.tensor == pytest.approx((3 + (1024 + 512 + 64) / 4096) / 4 * whole)
+    assert layer.backward.tensor == pytest.approx(2 / 4 * whole)
+
+
+def test_kernels_that_pad_values_take_as_long_as_for_values_that_are_as_wide_as_keys() -> None:
+    def attention(width: int, **more: object) -> float:
+        latent = f"{{query_rank: 1024, key_rank: 512, value_width: {width}}}"
+        heads = {"model.kv_heads": 32, "model.head_width": 192, "model.rotary_width": 64}
+        return at_tp_2(**heads, **{"model.attention.latent": latent}, **more)[0].forward.attention
+
+    padded = {"kernels.attention": "flash"}
+    assert attention(128, **padded) == attention(192, **padded)
+    assert attention(128) == pytest.approx((192 + 128) / (192 + 192) * attention(192))
+
+
 def test_collectives_beside_products_slow_them() -> None:
     """Each byte that is not waited for, in its share; and on slow links, products hide no more than they take."""
     config = check(load(["llama3_8b"], ["parallel.tp=2", "batch.micro=1", "train.precision=bf16"]), 2)

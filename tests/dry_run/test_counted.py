@@ -9,7 +9,22 @@ import pytest
 import torch
 import torch.distributed as dist
 from toy_jobs import CPU
-from traffic_cases import CASES, FP32, FULL, MUON, NORMED, POST, TIED, TP, Overrides, configured, data, pipeline
+from traffic_cases import (
+    CASES,
+    FP32,
+    FULL,
+    KEYS,
+    LATENT,
+    MUON,
+    NORMED,
+    POST,
+    TIED,
+    TP,
+    Overrides,
+    configured,
+    data,
+    pipeline,
+)
 
 from megalite.config.schema import Config
 from megalite.data.loader import Micros
@@ -96,8 +111,8 @@ def test_gradients_of_weights_that_tp_does_not_split_are_summed_once_a_step(over
 
 @pytest.mark.parametrize(
     "overrides",
-    [FULL, {**FULL, **POST}, {**pipeline("zb_h1"), **NORMED}, {"train.product": f"{__name__}:ANOTHER"}],
-    ids=["full recompute", "norms after", "split", "another product"],
+    [FULL, {**FULL, **POST}, {**pipeline("zb_h1"), **NORMED}, {"train.product": f"{__name__}:ANOTHER"}, LATENT, KEYS],
+    ids=["full recompute", "norms after", "split", "another product", "latent", "latent of keys"],
 )
 def test_collectives_in_pieces_are_predicted(overrides: Overrides, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pieces, "MIN_PIECE_BYTES", 1)

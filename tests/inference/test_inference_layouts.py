@@ -10,17 +10,27 @@ from ranks import Ranks
 
 from megalite.base.errors import InputError
 from megalite.config.layout import Layout
-from megalite.config.schema import Experts
+from megalite.config.schema import Attention, Experts, Latent
 from megalite.distributed.mesh import Mesh
 from megalite.inference.draw import Draw
 from megalite.inference.engine import check_layout
 from megalite.inference.generate import Request, Timing, generate
 
 EXPERTS = Experts(8, 3, 24, first_dense=1, scores="sigmoid", balance_loss=0.1)
+LATENT = {
+    "kv_heads": 8,
+    "head_width": 10,
+    "rotary_width": 4,
+    "qk_norm": False,
+    "qkv_bias": False,
+    "attention": Attention(window=7, full_every=2, latent=Latent(20, 12, 6)),
+}
 LAYOUTS = [Layout(tp=2), Layout(pp=2), Layout(pp=2, tp=2), Layout(tp=4), Layout(pp=4), Layout(dp_shard=2, pp=2, tp=2)]
 
 
-@pytest.mark.parametrize("change", [{}, {"tie_embeddings": True}, {"vocab_size": 61}, {"experts": EXPERTS}], ids=str)
+@pytest.mark.parametrize(
+    "change", [{}, {"tie_embeddings": True}, {"vocab_size": 61}, {"experts": EXPERTS}, LATENT], ids=str
+)
 def test_every_layout_writes_the_same_texts(change: dict[str, Any], ranks: Ranks) -> None:
     """Greedily and at random; with windows in some layers, whose prompts come in several lengths at once."""
     model = replace(inference_cases.MODEL, **change)
@@ -70,9 +80,10 @@ def test_of_equal_prompts_one_is_read(alone: Mesh) -> None:
     assert timing.tokens == 6 * 3
 
 
+@pytest.mark.parametrize("change", [{"experts": EXPERTS}, LATENT], ids=["experts", "latent attention"])
 @torch.inference_mode()
-def test_a_model_with_experts_writes_what_a_forward_pass_of_the_whole_text_would(alone: Mesh) -> None:
-    engine = inference_cases.engine_of(alone, replace(inference_cases.MODEL, experts=EXPERTS))
+def test_it_writes_what_a_forward_pass_of_the_whole_text_would(change: dict[str, Any], alone: Mesh) -> None:
+    engine = inference_cases.engine_of(alone, replace(inference_cases.MODEL, **change))
     written = inference_cases.texts(engine, inference_cases.requests(8), Draw(0), 3)
     for index, prompt in enumerate(inference_cases.prompts()):
         text = [*prompt, *written[index, 0]]

@@ -37,11 +37,38 @@ def model_rules(model: Model) -> Iterator[Problem]:
         yield Problem(
             "model.attention.full_every", rule, "set model.attention.window, or use null", attention.full_every
         )
+    yield from _latent(model)
     yield from _experts(model)
     yield from _base(model)
     if model.rope_scaling is not None:
         yield from _rope_scaling(model.rope_scaling, model.rope_theta)
         yield from _of_length(model.rope_scaling, model.rotary_size if model.heads >= 1 else 0)
+
+
+def _latent(model: Model) -> Iterator[Problem]:
+    latent, section, scaling = model.attention.latent, "model.attention.latent", model.rope_scaling
+    if latent is None:
+        for name in ("mscale", "mscale_all_dim"):
+            if scaling is not None and scaling.kind == "yarn" and getattr(scaling, name) is not None:
+                rule, fix = f"has no meaning without {section}", "use model.rope_scaling.attention_factor"
+                yield Problem(f"model.rope_scaling.{name}", rule, fix, getattr(scaling, name))
+        return
+    if model.kv_heads != model.heads:
+        rule = f"must be model.heads = {model.heads} with {section}, whose heads all have keys and values"
+        yield Problem("model.kv_heads", rule, f"use {model.heads}", model.kv_heads)
+    if model.rotary_width is None:
+        rule = f"is needed for {section}: so many features of a key turn, and are shared by all heads"
+        yield Problem("model.rotary_width", rule, "DeepSeek-V3 has 64, of model.head_width = 192", None)
+    if model.heads >= 1 and latent.value_width > model.head_size:
+        rule = f"must be at most the width of a head, {model.head_size}"
+        yield Problem(f"{section}.value_width", rule, value=latent.value_width)
+    flags = {f"model.{key}": getattr(model, key) for key in ("qk_norm", "qkv_bias", "out_bias")}
+    for key, used in {**flags, "model.attention.sinks": model.attention.sinks}.items():
+        if used:
+            yield Problem(key, f"cannot be used with {section}", "use false", True)
+    if model.parametrization != "standard":
+        rule = f"cannot be used with {section}: nobody has shown how the rates of its matrices go with the width"
+        yield Problem("model.parametrization", rule, "use standard", model.parametrization)
 
 
 def _experts(model: Model) -> Iterator[Problem]:

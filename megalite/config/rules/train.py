@@ -100,6 +100,9 @@ def _float8(config: Config) -> Iterator[Problem]:
     if train.product != "plain":
         rule = f"cannot be used with train.product = {train.product}, which computes the same products"
         yield Problem("train.precision", rule, "use bf16, or train.product=plain", "fp8")
+    if config.model.attention.latent is not None:
+        rule = "cannot be used with model.attention.latent, whose small products would be cast more than computed"
+        yield Problem("train.precision", rule, "use bf16", "fp8")
     lengths = {"model.sequence_length": config.model.sequence_length}
     if config.batch.curriculum is not None:  # sequences grow by multiples of the first length
         lengths["batch.curriculum.start"] = config.batch.curriculum.start

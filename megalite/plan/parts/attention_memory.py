@@ -12,7 +12,7 @@ import math
 from dataclasses import dataclass
 from functools import cached_property
 
-from megalite.config.attention_kernels import ANY_GPU, Kernel, need_of, planned_kernel
+from megalite.config.attention_kernels import ANY_GPU, PADDING, Kernel, need_of, planned_kernel
 from megalite.config.layers import Heads
 from megalite.config.schema import Config
 from megalite.plan.parts.part import Kept
@@ -136,11 +136,15 @@ class AttentionMemory:
             tensors = 3 if self.heads.scores.softcap is not None else 2
             scores = rows * longest * (tensors * self._heads * self.z + masked)
             return self._wide(q + 2 * kv + 4 * self._of(self.queries, rows)) + scores
+        padded = 0
+        if self._pads:  # values, their gradients, outputs and gradients of these become as wide as keys
+            kv = self._of(self._both_as_keys, m)
+            padded = kv // 2 + 2 * q
         if not self._on_cpu:
-            return q + kv
+            return q + kv + padded
         in_one = q if piece is None else self._of(self.queries, piece)
-        keys = kv if piece is None else self._of(self.kv, piece)
-        return q + kv + in_one + keys * self._shared + keys
+        keys = kv if piece is None else self._of(self._both_as_keys, piece)
+        return q + kv + in_one + keys * self._shared + keys + padded
 
     @cached_property
     def _kernel(self) -> Kernel:
@@ -183,7 +187,7 @@ class AttentionMemory:
         cut = self._windowed is not None or self.config.data.mask_documents
         if self._on_cpu and (cut or self.heads.scores.sinks):
             return True
-        return not whole or self._kernel in ("math", "flex")
+        return not whole or self._pads or self._kernel in ("math", "flex")
 
     @cached_property
     def _windowed(self) -> int | None:
@@ -211,6 +215,16 @@ class AttentionMemory:
     def kv(self) -> int:
         """Bytes of keys and values. Ulysses copies key-value heads until all ranks of cp can have equally many."""
         return self.sizes.split(self.heads.keys + self.heads.values) * self._kv_copies
+
+    @cached_property
+    def _both_as_keys(self) -> int:
+        """Bytes of keys and of values that are as wide."""
+        return self.sizes.split(2 * self.heads.keys) * self._kv_copies
+
+    @property
+    def _pads(self) -> bool:
+        """Flag: the kernel takes values as wide as keys, and these are not."""
+        return self.heads.value_width != self.heads.width and self._kernel in PADDING
 
     @property
     def _kv_copies(self) -> int:

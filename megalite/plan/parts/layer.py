@@ -5,15 +5,21 @@ from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from megalite.config.layers import LayerKind, Mixture, SwiGLU
+from megalite.config.layers import GroupedQuery, Latent, LayerKind, Mixture, SwiGLU
 from megalite.plan.parts import roles
 from megalite.plan.parts.attention import GroupedQueryPart
 from megalite.plan.parts.experts import ExpertsPart
+from megalite.plan.parts.latent import LatentPart
 from megalite.plan.parts.part import Kept, Moment, Part, Product, Weight
 from megalite.plan.parts.roles import RoleKind
 from megalite.plan.parts.sizes import Sizes
 from megalite.plan.parts.swiglu import SwiGLUPart
 from megalite.plan.parts.transfers import Transfers
+
+
+def attention(width: int, kind: GroupedQuery | Latent) -> GroupedQueryPart | LatentPart:
+    """The attention of a layer of the residual stream's `width`."""
+    return GroupedQueryPart(width, kind) if isinstance(kind, GroupedQuery) else LatentPart(width, kind)
 
 
 def feed_forward(width: int, kind: SwiGLU | Mixture) -> SwiGLUPart | ExpertsPart:
@@ -31,7 +37,7 @@ class Layer:
     @cached_property
     def parts(self) -> tuple[Part, Part]:
         """Attention and feed-forward."""
-        return GroupedQueryPart(self.width, self.kind.attention), feed_forward(self.width, self.kind.feed_forward)
+        return attention(self.width, self.kind.attention), feed_forward(self.width, self.kind.feed_forward)
 
     def norms(self, part: Part) -> tuple[str | None, str | None]:
         """The names of the norms before and after a part; None: there is none."""

@@ -62,13 +62,15 @@ class Weight:
 class Product(NamedTuple):
     """A matrix product with a weight on one rank: `rows` of `inputs` features to as many of `outputs` features.
 
-    groups: weights among which the rows are divided, evenly on average.
+    groups: weights among which the rows are divided, evenly on average. gathered: features of a token that ranks of
+    tensor parallelism gather for it, 0 where its rows are the rank's part of the sequence; None: its inputs.
     """
 
     rows: float
     outputs: float
     inputs: float
     groups: int = 1
+    gathered: int | None = None
 
     @property
     def flops(self) -> float:

@@ -23,6 +23,7 @@ class Side(Enum):
     QUERIES = "queries"  # features of all query heads
     KEYS = "keys"  # features of all key-value heads
     ONE_HEAD = "one head"  # features of any single head
+    LATENT = "latent"  # features of which queries, or keys and values, are made
     FEED_FORWARD = "feed-forward"  # hidden features, model.ffn
     EXPERTS = "experts"  # experts of a layer
     VOCABULARY = "vocabulary"
@@ -47,11 +48,11 @@ class Role:
     def split(self) -> bool:
         """Flag: tensor parallelism splits the parameter.
 
-        It does not split norms and biases of the residual stream, norms of one head, experts, and the router that
-        chooses them.
+        It does not split norms and biases of the residual stream, what makes features that heads share, experts, and
+        the router that chooses them.
         """
-        vector = self.inputs is None and self.outputs in (Side.STREAM, Side.ONE_HEAD)
-        return not (vector or self.of_expert or self.outputs is Side.EXPERTS)
+        of_stream = self.inputs is None and self.outputs is Side.STREAM
+        return not (of_stream or self.of_expert or self.outputs in (Side.EXPERTS, Side.ONE_HEAD, Side.LATENT))
 
     @property
     def copied(self) -> bool:
@@ -89,6 +90,11 @@ KEY_NORM = Role(RoleKind.NORM, Side.KEYS)
 QUERY = Role(RoleKind.MATRIX, Side.QUERIES, Side.STREAM)
 KEY = VALUE = Role(RoleKind.MATRIX, Side.KEYS, Side.STREAM)
 SINKS = Role(RoleKind.BIAS, Side.QUERY_HEADS)
+LATENT = Role(RoleKind.MATRIX, Side.LATENT, Side.STREAM)
+LATENT_NORM = Role(RoleKind.NORM, Side.LATENT)
+SHARED_KEY = Role(RoleKind.MATRIX, Side.ONE_HEAD, Side.STREAM)
+QUERY_OF_LATENT = Role(RoleKind.MATRIX, Side.QUERIES, Side.LATENT)
+KEY_OF_LATENT = VALUE_OF_LATENT = Role(RoleKind.MATRIX, Side.KEYS, Side.LATENT)
 ATTENTION_OUTPUT = Role(RoleKind.MATRIX, Side.STREAM, Side.QUERIES)
 GATE = UP_PROJECTION = Role(RoleKind.MATRIX, Side.FEED_FORWARD, Side.STREAM)
 DOWN_PROJECTION = Role(RoleKind.MATRIX, Side.STREAM, Side.FEED_FORWARD)

@@ -93,11 +93,16 @@ class Sizes:
     @cached_property
     def pieces(self) -> int:
         """The pieces in which ranks of tp gather the input of a part in forward, scatter its output, and gather its
-        gradient. PyTorch's products alone are computed in pieces, where nothing is compiled."""
+        gradient."""
+        return self.in_pieces(self.gathered)
+
+    def in_pieces(self, size: int) -> int:
+        """The pieces of a tensor of `size` bytes over all ranks of tp. PyTorch's products alone are computed in pieces,
+        where nothing is compiled."""
         parallel, train = self.config.parallel, self.config.train
         if train.product != "plain" or train.precision == "fp8" or train.compile:
             return 1
-        return pieces(self.config.model.sequence_length // parallel.cp // parallel.tp, self.gathered)
+        return pieces(self.config.model.sequence_length // parallel.cp // parallel.tp, size)
 
     def over_tp(self, kind: str, purpose: str, n: int = 1) -> Transfers:
         """A collective over tp of the residual stream, in `n` pieces."""

@@ -1,0 +1,68 @@
+"""Latent attention, as one rank computes it; the letters of shapes are those of `decoder`.
+
+r  features of a latent     p  features of keys that turn, which all heads share
+"""
+
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from megalite.config.schema import Kernels
+from megalite.distributed.collectives import all_gather
+from megalite.model.norm import Norm
+from megalite.model.weights import column, row
+from megalite.parallel.context import Attention as Attend
+from megalite.parallel.tensor import CopiedLinear, columns, of_own_part
+from megalite.plan.parts.latent import LatentPart
+from megalite_kernels import rope
+
+NORM_EPS = 1e-6  # DeepSeek's, whatever the other norms have
+
+
+class LatentAttention(nn.Module):
+    """Causal latent attention (arXiv 2405.04434, §2.1), heads split over tp. factor: of its output.
+
+    A head's queries and keys have the layout of `megalite_kernels.rope`: features that pair up are half a head apart,
+    and the first pairs turn. In keys `k_shared` makes these, and the others are made of the latent.
+    """
+
+    def __init__(self, part: LatentPart, tp: DeviceMesh, kernels: Kernels, factor: float = 1.0) -> None:
+        super().__init__()
+        weights, self.heads = dict(part.weights()), part.heads
+        self.group = tp.get_group()
+        self.q_down = self.q_norm = None
+        if "q" in part.latents:
+            self.q_down = CopiedLinear(weights["q_down.weight"], tp)
+            self.q_norm = Norm(weights["q_norm.weight"], NORM_EPS, tp, kernels)
+        self.kv_down = CopiedLinear(weights["kv_down.weight"], tp)
+        self.kv_norm = Norm(weights["kv_norm.weight"], NORM_EPS, tp, kernels)
+        self.k_shared = CopiedLinear(weights["k_shared.weight"], tp)
+        self.q, self.k, self.v = column(weights, "q", tp), column(weights, "k", tp), column(weights, "v", tp)
+        self.o = row(weights, "o", tp, factor)
+        self.rope = partial(rope, backend=kernels.rope)
+
+    def forward(self, x: Tensor, angles: tuple[Tensor, ...], attend: Attend) -> Tensor:
+        """Output `[s/t, b, d]` of attention. angles: cosine and sine of every token; none without rotary positions."""
+        if self.q_down is None or self.q_norm is None:
+            latent, shared = of_own_part(x, (self.kv_down, self.k_shared))  # s/t b r, s/t b p
+        else:
+            x, latent, shared = of_own_part(x, (self.q_down, self.kv_down, self.k_shared))
+            x = self.q_norm(x)
+        (q,) = columns(x, (self.q,), self.group)
+        k, v = columns(self.kv_norm(latent), (self.k, self.v), self.group)
+        q, v = q.unflatten(-1, (-1, self.heads.width)), v.unflatten(-1, (-1, self.heads.value_width))  # s b h/t e
+        shared = all_gather(shared, self.group).unsqueeze(2)  # s b 1 p
+        if angles:
+            (cos, sin), turning = angles, self.heads.rotary_width // 2
+            q, shared = self.rope(q, cos, sin), self.rope(shared, cos[..., :turning], sin[..., :turning])
+        k = k.unflatten(-1, (q.shape[2], -1))
+        return self.o(attend(q, _keys(shared, k), v).flatten(2))  # s/t b d
+
+
+def _keys(shared: Tensor, own: Tensor) -> Tensor:
+    """Keys `[s, b, h, e]` of `shared` `[s, b, 1, p]` and `own` `[s, b, h, e - p]`. Pairs are half of either apart."""
+    first, second = shared.expand(-1, -1, own.shape[2], -1).chunk(2, -1)
+    one, other = own.chunk(2, -1)
+    return torch.cat((first, one, second, other), dim=-1)

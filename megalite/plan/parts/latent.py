@@ -1,0 +1,159 @@
+"""Latent attention, as plans know it. Its module is `megalite.model.latent`.
+
+    q, k, v, o  features of all queries, keys, values and outputs of a token    t  tp
+    h           width of the residual stream                                    T  tokens on a rank
+    r           features of both latents and of the shared part of keys         w  bytes of an activation
+
+A rank makes latents of its part of the sequence, by matrices of which all ranks of tp have copies. Only latents are
+gathered, rwT bytes, unless queries are made of the token itself. Kept are queries, keys, values and output as in
+grouped-query attention, and latents before and after their norms.
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from megalite.config.layers import Heads, Latent
+from megalite.plan.parts import roles
+from megalite.plan.parts.attention_memory import AttentionMemory
+from megalite.plan.parts.context import ContextTraffic
+from megalite.plan.parts.part import Kept, Moment, Passed, Product, Weight
+from megalite.plan.parts.sizes import Sizes
+from megalite.plan.parts.transfers import Transfers, over
+
+
+@dataclass(frozen=True)
+class LatentPart:
+    """The attention of a layer of the residual stream's `width`."""
+
+    width: int
+    kind: Latent
+
+    name = "attention"
+    takes = "latents"
+
+    @property
+    def heads(self) -> Heads:
+        return self.kind.heads
+
+    @property
+    def latents(self) -> dict[str, int]:
+        """Features of each latent, by the name of what is made of it."""
+        queries = {} if self.kind.query_rank is None else {"q": self.kind.query_rank}
+        return {**queries, "kv": self.kind.key_rank}
+
+    def weights(self) -> Iterator[tuple[str, Weight]]:
+        heads, rank = self.heads, self.kind.key_rank
+        for name, size in self.latents.items():
+            yield f"{name}_down.weight", Weight((size, self.width), roles.LATENT)
+            yield f"{name}_norm.weight", Weight((size,), roles.LATENT_NORM)
+        yield "k_shared.weight", Weight((heads.rotary_width, self.width), roles.SHARED_KEY)
+        if self.kind.query_rank is None:
+            yield "q.weight", Weight((heads.queries, self.width), roles.QUERY)
+        else:
+            yield "q.weight", Weight((heads.queries, self.kind.query_rank), roles.QUERY_OF_LATENT)
+        yield "k.weight", Weight((self._own_keys, rank), roles.KEY_OF_LATENT)
+        yield "v.weight", Weight((heads.values, rank), roles.VALUE_OF_LATENT)
+        yield "o.weight", Weight((self.width, heads.outputs), roles.ATTENTION_OUTPUT)
+
+    @property
+    def _own_keys(self) -> int:
+        """Features of all keys of a token, but for the shared ones."""
+        return self.heads.keys - self.heads.kv_count * self.heads.rotary_width
+
+    def products(self, tokens: float, tp: int) -> list[Product]:
+        heads, rank = self.heads, self.kind.key_rank
+        down = sum(self.latents.values()) + heads.rotary_width
+        return [
+            Product(tokens / tp, down, self.width, gathered=0),
+            Product(tokens, heads.queries / tp, self.latents.get("q", self.width)),
+            Product(tokens, (self._own_keys + heads.values) / tp, rank, gathered=rank + heads.rotary_width),
+            Product(tokens, self.width, heads.outputs / tp),
+        ]
+
+    def passed(self, tp: int) -> Passed:
+        return Passed(heads=(self.heads.queries + self.heads.keys + self.heads.values) / tp)
+
+    def kept(self, sizes: Sizes) -> tuple[Kept, ...]:
+        heads = self.heads
+        found = [*self._memory(sizes).kept()]
+        found.append(Kept("attention", heads.count * sizes.tokens * sizes.z // sizes.t, "attention"))
+        for name, size in self.latents.items():
+            moment = "queries" if name == "q" else "keys and values"
+            found += [Kept("norms", sizes.split(size), moment), Kept("norms", sizes.statistic, moment)]
+            found.append(Kept("attention", sizes.split(size), moment, for_weights=moment, cheap=True))
+        return tuple(found)
+
+    def forward(self, sizes: Sizes, passing: int) -> int:
+        return sizes.gathered + passing
+
+    def backward(self, sizes: Sizes, own: int) -> tuple[Moment, ...]:
+        gathered, heads, stream = sizes.gathered, self.heads, sizes.stream
+        features = heads.queries, self._own_keys, heads.keys, heads.values, heads.outputs
+        q, own_k, k, v, o = map(sizes.split, features)
+        gradients = {
+            name.removesuffix(".weight"): sizes.w * weight.gradient(sizes.t)
+            for name, weight in self.weights()
+            if weight.role.kind is not roles.RoleKind.NORM
+        }
+        made = {name: gradients.pop(name) for name in ("q", "k", "v", "o")}
+        kv, of_kv = self._of_latent(sizes, self.kind.key_rank, made["k"] + made["v"])
+        if self.kind.query_rank is None:
+            of_q, again = sizes.linear(q, bool(made["q"])), gathered
+        else:
+            of_q, again = self._of_latent(sizes, self.kind.query_rank, made["q"])
+        latents = sizes.split(sum(self.latents.values()) + heads.rotary_width)
+        return (
+            Moment("output", max(own, gathered) + o, made["o"], put_off=gathered or stream),
+            Moment("attention", o + self._memory(sizes).backward),
+            Moment("rope", q * (2 + sizes.z // sizes.w) + own_k + k + v),
+            Moment("keys and values", q + own_k + v + kv, made["k"] + made["v"], put_off=own_k + v, again=of_kv),
+            Moment("queries", q + of_q, made["q"], put_off=q, again=again),
+            Moment("latents", latents + stream, sum(gradients.values()), put_off=latents),
+        )
+
+    def _of_latent(self, sizes: Sizes, rank: int, trained: int) -> tuple[int, int]:
+        """Bytes in backward of layers that take a latent of `rank` features, beside gradients of what they make: of the
+        latent's gradient, and of the latent itself where tp gathers it."""
+        whole = sizes.tokens * sizes.w * rank
+        gathered = whole if sizes.t > 1 else 0
+        return whole + (gathered if trained else 0), gathered
+
+    def forward_transfers(self, sizes: Sizes, cp: int, phase: str) -> Transfers:
+        found = ContextTraffic(sizes, self.heads, cp).forward(phase)
+        for name, size in self._gathered(sizes).items():
+            n = 1 if name == "shared keys" else sizes.in_pieces(size)
+            found += over("tp", "all_gather", size // n, sizes.w, f"{phase}: gather of {name}", n)
+        return found
+
+    def output_transfers(self, sizes: Sizes, phase: str) -> Transfers:
+        return sizes.over_tp("reduce_scatter", f"{phase}: scatter of the output of attention", sizes.pieces)
+
+    def backward_transfers(self, sizes: Sizes, cp: int) -> Transfers:
+        found = ContextTraffic(sizes, self.heads, cp).backward()
+        found += sizes.over_tp("all_gather", "backward: gather of the output gradient of attention", sizes.pieces)
+        for name, size in self._gathered(sizes).items():
+            found += over("tp", "reduce_scatter", size, sizes.w, f"backward: scatter of the gradient of {name}")
+        return found
+
+    def weight_transfers(self, sizes: Sizes) -> Transfers:
+        found: Transfers = Counter()
+        for name, size in self._gathered(sizes).items():
+            if name != "shared keys":
+                found += over("tp", "all_gather", size, sizes.w, f"weight gradients: gather of {name}")
+        return found
+
+    def _gathered(self, sizes: Sizes) -> dict[str, int]:
+        """Bytes of what ranks of tp gather."""
+        if sizes.t == 1:
+            return {}
+        queries = (
+            ("latents of queries", self.kind.query_rank)
+            if "q" in self.latents
+            else ("the input of queries", self.width)
+        )
+        found = (queries, ("latents of keys and values", self.kind.key_rank), ("shared keys", self.heads.rotary_width))
+        return {name: sizes.tokens * sizes.w * (size or 0) for name, size in found}
+
+    def _memory(self, sizes: Sizes) -> AttentionMemory:
+        return AttentionMemory(sizes, self.heads, normed=False)

@@ -40,6 +40,15 @@ LONG = {
 ORIGINAL = "original_max_position_embeddings"
 SLIDING = {"use_sliding_window": True, "sliding_window": 5}
 EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2}
+GROUPED = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 12,
+    "n_shared_experts": 2,
+    "n_group": 4,
+    "topk_group": 2,
+    "routed_scaling_factor": 2.5,
+}
 ALTERNATING = ["sliding_attention", "full_attention"] * 2
 
 
@@ -57,6 +66,9 @@ class Case:
         with torch.no_grad():
             for name, param in model.named_parameters():
                 param.normal_(1.0 if "norm" in name else 0.0, 0.3, generator=generator)
+            for name, buffer in model.named_buffers():
+                if name.endswith("correction_bias"):
+                    buffer.normal_(0.0, 0.3, generator=generator)
         return model.to(dtype).eval()
 
     def save(self, path: Path, dtype: Any = torch.float32, shard: str = "20KB") -> Any:
@@ -113,6 +125,10 @@ CASES = {
         "Qwen3Moe", EXPERTS | SLIDING | {"head_dim": 8, "moe_intermediate_size": 20, "tie_word_embeddings": True}
     ),
     "olmoe": Case("Olmoe", EXPERTS),
+    "glm4_moe": Case("Glm4Moe", GROUPED | {"head_dim": 8, "use_qk_norm": True, "first_k_dense_replace": 2}),
+    "glm4_moe, biases, no groups": Case(
+        "Glm4Moe", GROUPED | {"attention_bias": True, "n_group": 1, "topk_group": 1, "norm_topk_prob": False}
+    ),
     "olmoe, scores of a sum of 1": Case("Olmoe", EXPERTS | {"num_key_value_heads": 4, "norm_topk_prob": True}),
     "llama, dynamic": Case("Llama", {"rope_parameters": DYNAMIC}),
     "qwen2, dynamic, stretched": Case("Qwen2", {"rope_parameters": DYNAMIC, "max_position_embeddings": 8}),

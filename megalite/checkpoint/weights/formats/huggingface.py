@@ -29,6 +29,7 @@ HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 PIECE = 1 << 22  # bytes compared at a time
 SHARD_BYTES = 5_000_000_000  # bytes of a file, as the hub advises
 IGNORED_TENSORS = re.compile(r"(model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq)")  # older files have these
+LAYER_TENSOR = re.compile(r"model\.layers\.(\d{1,6})\.")
 COMPANIONS = re.compile(
     r"config\.json|generation_config\.json|tokenizer.*|special_tokens_map\.json|added_tokens\.json|vocab\.(json|txt)|merges\.txt"
     r"|chat_template\..*|README\.md|LICENSE.*|NOTICE.*|USE_POLICY.*|model\.safetensors\.index\.json"
@@ -45,7 +46,7 @@ def open_folder(path: Path) -> Weights:
     found = {
         name: stored
         for name, stored in files.index.tensors.items()
-        if name in table or not IGNORED_TENSORS.fullmatch(name)
+        if name in table or not (IGNORED_TENSORS.fullmatch(name) or _is_beyond(name, family, model))
     }
     head = found.pop(HEAD, None) if model.tie_embeddings else None
     refuse_differences(path, files.source, found.keys(), table)
@@ -64,6 +65,12 @@ def open_folder(path: Path) -> Weights:
         family=family.model_type,
         companions=companions(path),
     )
+
+
+def _is_beyond(name: str, family: Family, model: Model) -> bool:
+    """Return whether a tensor is of a layer after the last, which predicts further tokens; transformers ignores it."""
+    found = LAYER_TENSOR.match(name)
+    return family.predicts_more and found is not None and int(found[1]) >= model.layers
 
 
 def _refuse_too_few(path: Path, files: Files, model: Model, stacked: bool) -> None:

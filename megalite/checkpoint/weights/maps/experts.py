@@ -15,14 +15,20 @@ from megalite.checkpoint.weights.maps.strips import Theirs, part
 from megalite.config.schema import Experts, Model
 from megalite.plan.parts.part import Weight
 
+CORRECTION_RATE = 0.001  # of DeepSeek-V3's training (arXiv 2412.19437, §4.2); files do not tell it
 EXPERTS = {  # tensors of a layer with experts, `{}` the number of one, and ours
     "mlp.gate.weight": ("mlp.router.weight",),
     "mlp.experts.{}.gate_proj.weight": ("mlp.experts.gate.weight",),
     "mlp.experts.{}.up_proj.weight": ("mlp.experts.up.weight",),
     "mlp.experts.{}.down_proj.weight": ("mlp.experts.down.weight",),
 }
+CORRECTION = {"mlp.gate.e_score_correction_bias": ("mlp.router.correction",)}
+SHARED = {f"mlp.shared_experts.{name}_proj.weight": (f"mlp.shared.{name}.weight",) for name in ("gate", "up", "down")}
+CORRECTED_EXPERTS = {**EXPERTS, **CORRECTION, **SHARED}  # of DeepSeek-V3 and those that follow it
 STACKED_EXPERTS = {  # the same in every family
     "mlp.gate.weight": ("mlp.router.weight",),
+    **CORRECTION,
+    **SHARED,
     "mlp.experts.gate_up_proj": ("mlp.experts.gate.weight", "mlp.experts.up.weight"),
     "mlp.experts.down_proj": ("mlp.experts.down.weight",),
 }
@@ -57,6 +63,46 @@ def experts(fields: Fields, count: int, **more: Any) -> Experts:
     # Versions of transformers differ in which of the two names a family has.
     key = "num_experts" if fields.get("num_local_experts") is None else "num_local_experts"
     return Experts(count=fields.whole(key, count), active=fields.whole("num_experts_per_tok"), **more)
+
+
+def corrected_experts(fields: Fields, **more: Any) -> Experts:
+    """The experts of a config.json with the keys of DeepSeek-V3. more: keys of ours in place of what these tell."""
+    width, shared = fields.whole("moe_intermediate_size"), fields.get("n_shared_experts", 1)
+    if type(shared) is not int or shared < 0:
+        raise fields.wrong("n_shared_experts", "must be a whole number or null")
+    first_dense = fields.get("first_k_dense_replace", 1)
+    if type(first_dense) is not int or first_dense < 0:
+        raise fields.wrong("first_k_dense_replace", "must be a whole number")
+    found = Experts(
+        count=fields.whole("n_routed_experts"),
+        active=fields.whole("num_experts_per_tok"),
+        width=width,
+        first_dense=first_dense,
+        scores="sigmoid",
+        normalize=fields.flag("norm_topk_prob", True),
+        scale=fields.number("routed_scaling_factor"),
+        groups=fields.whole("n_group", 1),
+        active_groups=fields.whole("topk_group", 1),
+        correction_rate=CORRECTION_RATE,
+        shared_width=width * shared or None,
+    )
+    return replace(found, **more)
+
+
+def corrected_fields(model: Model) -> dict[str, Any]:
+    """The inverse of `corrected_experts`."""
+    found = with_width(model)
+    return {
+        "moe_intermediate_size": found.width,
+        "n_routed_experts": found.count,
+        "num_experts_per_tok": found.active,
+        "n_shared_experts": (found.shared_width or 0) // (found.width or 1),
+        "first_k_dense_replace": found.first_dense,
+        "norm_topk_prob": found.normalize,
+        "routed_scaling_factor": found.scale,
+        "n_group": found.groups,
+        "topk_group": found.active_groups,
+    }
 
 
 def with_width(model: Model) -> Experts:

@@ -53,7 +53,8 @@ class Family:
     family has none, else all of its models have some. defaults: what transformers takes for keys that a
     config.json may leave out. features: the model's keys beyond sizes, from the fields and the sizes. fields: the
     inverse. scalings: the kinds of RoPE scaling that transformers knows of it. partial: whether it can turn a part of
-    every head.
+    every head. predicts_more: files may have layers after the last, which predict further tokens and are left out.
+    reads: keys of NEUTRAL_VALUES that `features` reads itself.
     """
 
     model_type: str
@@ -65,6 +66,8 @@ class Family:
     experts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     scalings: Collection[str] = tuple(SCALING_KEYS)
     partial: bool = False
+    predicts_more: bool = False
+    reads: Collection[str] = ()
 
     def table(self, model: Model, stacked_experts: bool = False) -> Table:
         """Return how their tensors are made of our weights, in transformers' order but for experts.
@@ -89,7 +92,8 @@ class Family:
         if fields.get("hidden_act") == "swish":  # another name of it
             fields.values = {**fields.values, "hidden_act": "silu"}
         for key, (value, why) in NEUTRAL_VALUES.items():
-            fields.refuse(key, value, why)
+            if key not in self.reads:
+                fields.refuse(key, value, why)
         heads = fields.whole("num_attention_heads")
         sizes: dict[str, Any] = {
             ours: fields.whole(key, heads if ours == "kv_heads" else None) for key, ours in SIZES.items()

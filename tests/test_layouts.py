@@ -27,6 +27,8 @@ from megalite.config.schema import (
     Context,
     Data,
     DataParallel,
+    Experts,
+    Latent,
     Model,
     Optim,
     Parallel,
@@ -53,7 +55,9 @@ FEATURES = {
     "offload": (False, True),  # of activations
     "optimizer": ("adamw", "muon", "adamw on the host", "muon on the host"),
     "clip_norm": (0.0, 0.01),
-    "parametrization": ("standard", "mup", "completep"),
+    "kind": ("standard", "mup", "completep", "latent", "latent, experts", "experts", "groups", "biases"),
+    "sinks": (False, True),
+    "ep": ("least", "more", "all"),
 }
 ATTENTION = {
     "full": Attention(),
@@ -67,8 +71,25 @@ SCALED = {
     "mup": {"parametrization": "mup", "base": Base(4, None, 3), **FACTORS},
     "completep": {"parametrization": "completep", "base": Base(4, 3, 3), **FACTORS},
 }
+EXPERTS = {  # of 8, so that ranks of every axis can share them out
+    "latent, experts": Experts(8, 3, 5, 1, scores="sigmoid", groups=4, active_groups=2, correction_rate=0.1),
+    "experts": Experts(8, 2, 7, balance_loss=0.1, z_loss=0.01),
+    "groups": Experts(8, 2, 5, every=2, groups=2, balance_loss=0.1, correction_rate=0.1, shared_width=8),
+    "biases": Experts(8, 3, 6, scores="sigmoid", gate="clamped", biases=True, shared_width=16, shared_gate=True),
+}
 # Only where one of the axes is used:
-MATTERS = {"split": ("pp",), "mode": ("dp_replicate", "dp_shard", "cp"), "method": ("cp",)}
+MATTERS = {
+    "split": ("pp",),
+    "mode": ("dp_replicate", "dp_shard", "cp"),
+    "method": ("cp",),
+    "ep": ("dp_shard", "cp", "tp"),
+}
+# Only with some settings of another feature:
+NEEDS = {
+    **{name: ("kind", [each for each in FEATURES["kind"] if "latent" not in each]) for name in ("qk_norm", "qkv_bias")},
+    "sinks": ("kind", [each for each in FEATURES["kind"] if "latent" not in each]),
+    "ep": ("kind", list(EXPERTS)),
+}
 LAYOUTS = [Layout(*sizes) for sizes in product((1, 2, 4), *[(1, 2, 4, 8)] * 4)]
 LAYOUTS = [layout for layout in LAYOUTS if layout.world_size <= SIZE]
 CANDIDATES = 3
@@ -84,10 +105,16 @@ def matters(feature: str, layout: Layout) -> bool:
     return feature not in MATTERS or any(used(layout)[axis] for axis in MATTERS[feature])
 
 
+def allowed(name: str, row: Row) -> bool:
+    """Whether a feature has a meaning beside the settings of others, as far as these are chosen."""
+    other, settings = NEEDS.get(name, ("", ()))
+    return row.get(other) is None or row[other] in settings
+
+
 def pairs(layout: Layout, row: Row) -> set[tuple[Setting, Setting]]:
     """Every two settings that meet in `layout` and both matter there."""
-    settings = [*used(layout).items(), *((name, value) for name, value in row.items() if matters(name, layout))]
-    return set(combinations(settings, 2))
+    here = ((name, value) for name, value in row.items() if matters(name, layout) and allowed(name, row))
+    return set(combinations([*used(layout).items(), *here], 2))
 
 
 @cache
@@ -97,7 +124,8 @@ def possible_pairs() -> set[tuple[Setting, Setting]]:
         levels = {axis: (value,) for axis, value in used(layout).items()}
         levels |= {name: values for name, values in FEATURES.items() if matters(name, layout)}
         for one, other in combinations(levels, 2):
-            found |= {((one, a), (other, b)) for a in levels[one] for b in levels[other]}
+            met = product(levels[one], levels[other])
+            found |= {((one, a), (other, b)) for a, b in met if allowed(one, {other: b}) and allowed(other, {one: a})}
     return found
 
 
@@ -131,6 +159,13 @@ def cases() -> list[tuple[Layout, Row]]:
     return chosen
 
 
+def experts_shared_by(layout: Layout, how: object) -> int:
+    """Ranks that share out experts: as few as can be, as few as can be but more than these, or all that can."""
+    inner = layout.dp_shard * layout.cp
+    parts = {"least": 1, "more": next((part for part in (2, 4, 8) if inner % part == 0), 1), "all": inner}
+    return layout.tp * parts[str(how)]
+
+
 def layers(split: object, stages: int) -> tuple[int, list[int] | None]:
     """The number of layers, and an explicit split."""
     if split != "explicit":
@@ -144,8 +179,11 @@ def configuration(layout: Layout, row: Row) -> Config:
     """A model as small as can be; few of its dimensions divide evenly over FSDP's ranks, and some leave ranks empty."""
     pipeline = Pipeline(row["schedule"])
     count, pipeline.split = layers(row["split"], layout.pp * pipeline.stages_per_rank)
-    kv_heads = max(2, layout.tp)
+    kv_heads, kind = max(2, layout.tp), str(row["kind"])
+    latent = Latent(7, 5, 4) if "latent" in kind else None
     shared = 2 if row["heads"] == "grouped" else 1
+    if latent is not None:  # all heads have keys of their own
+        kv_heads, shared = max(kv_heads * shared, layout.tp * layout.cp), 1
     model = Model(
         layers=count,
         width=10,
@@ -157,16 +195,18 @@ def configuration(layout: Layout, row: Row) -> Config:
         sequence_length=16,
         tie_embeddings=row["tie_embeddings"],
         norm=row["norm"],
-        qk_norm=row["qk_norm"] != "none",
-        qk_norm_width="all" if row["qk_norm"] == "all" else "head",
-        qkv_bias=row["qkv_bias"],
-        attention=ATTENTION[row["attention"]],
-        **SCALED.get(row["parametrization"], {}),
+        rotary_width=None if latent is None else 2,
+        qk_norm=row["qk_norm"] != "none" and latent is None,
+        qk_norm_width="all" if row["qk_norm"] == "all" and latent is None else "head",
+        qkv_bias=row["qkv_bias"] and latent is None,
+        out_bias=row["qkv_bias"] and latent is None,
+        attention=replace(ATTENTION[row["attention"]], latent=latent, sinks=row["sinks"] and latent is None),
+        experts=EXPERTS.get(kind),
+        **SCALED.get(kind, {}),
     )
     micro_batches = {"few": max(1, layout.pp - 1), "multiple": 2 * layout.pp, "ragged": 2 * layout.pp + 1}
-    parallel = Parallel(
-        *layout.shape, pipeline=pipeline, context=Context(row["method"]), data=DataParallel(row["mode"])
-    )
+    ep = experts_shared_by(layout, row["ep"]) if kind in EXPERTS else 1
+    parallel = Parallel(*layout.shape, ep, pipeline, Context(row["method"]), DataParallel(row["mode"]))
     recompute, *every = str(row["recompute"]).split(" ", 1)
     train = Train(3, "fp64", recompute=recompute, recompute_every=1 + len(every), offload_activations=row["offload"])
     masked = row["documents"] != "packed"
@@ -200,6 +240,7 @@ def test_layout_trains_as_one_process(layout: Layout, row: Row, ranks: Ranks) ->
         "gradients": 1e-11,
         "weights after 2 steps": 1e-10,
     }
+    required |= {} if config.model.experts is None else {"routing": 0.0}
     assert tolerances == pytest.approx(required, rel=1e-9, abs=0.0)
     assert [difference for difference in told[0] if not difference.passed] == []
 

@@ -49,6 +49,13 @@ GROUPED = {
     "topk_group": 2,
     "routed_scaling_factor": 2.5,
 }
+GPT_OSS = {
+    "num_local_experts": 5,
+    "num_experts_per_tok": 2,
+    "head_dim": 12,
+    "sliding_window": 5,
+    "rope_parameters": YARN | {"truncate": False},
+}
 ALTERNATING = ["sliding_attention", "full_attention"] * 2
 
 
@@ -130,6 +137,11 @@ CASES = {
         "Glm4Moe", GROUPED | {"attention_bias": True, "n_group": 1, "topk_group": 1, "norm_topk_prob": False}
     ),
     "olmoe, scores of a sum of 1": Case("Olmoe", EXPERTS | {"num_key_value_heads": 4, "norm_topk_prob": True}),
+    "gpt_oss": Case("GptOss", GPT_OSS),
+    "gpt_oss, full attention, tied": Case(
+        "GptOss",
+        GPT_OSS | {"layer_types": ["full_attention"] * 4, "tie_word_embeddings": True, "rope_parameters": YARN},
+    ),
     "llama, dynamic": Case("Llama", {"rope_parameters": DYNAMIC}),
     "qwen2, dynamic, stretched": Case("Qwen2", {"rope_parameters": DYNAMIC, "max_position_embeddings": 8}),
 }

@@ -27,6 +27,17 @@ OLMOE = replace(OLMO2, norm="pre")
 QWEN3_MOE = replace(LLAMA, kv_heads=2, qk_norm=True, head_width=12)
 # One pair left alone, one interpolated, two stretched.
 YARN = RopeScaling("yarn", factor=8.0, original_length=64, beta_fast=8.0, beta_slow=1.0)
+GPT_OSS = replace(
+    LLAMA,
+    layers=4,
+    kv_heads=2,
+    head_width=12,
+    qkv_bias=True,
+    out_bias=True,
+    rope_scaling=replace(YARN, truncate=False),
+    attention=Attention(window=5, full_every=2, sinks=True),
+    experts=Experts(7, 3, gate="clamped", biases=True),
+)
 # Four pairs of features of a head; sequences of the tests are longer than a single token.
 LONG = RopeScaling(
     "longrope", 8.0, original_length=1, attention_factor=1.2, short_factors=[1.0] * 4, long_factors=[1.0, 1.5, 3.0, 9.0]
@@ -89,6 +100,27 @@ MODELS = {
     "olmoe": ("Olmoe", replace(OLMOE, experts=Experts(8, 3, normalize=False))),
     "olmoe_one_expert_of_a_token": ("Olmoe", replace(OLMOE, experts=Experts(8, 1, normalize=False))),
     "olmoe_grouped_queries_tied": ("Olmoe", replace(OLMOE, kv_heads=2, tie_embeddings=True, experts=Experts(5, 2))),
+    "gpt_oss": ("GptOss", GPT_OSS),
+    "gpt_oss_no_windows_tied": (
+        "GptOss",
+        replace(
+            GPT_OSS,
+            tie_embeddings=True,
+            rope_scaling=None,
+            attention=Attention(sinks=True),
+            experts=replace(GPT_OSS.experts, count=3, active=3),
+        ),
+    ),
+    "gpt_oss_all_windows_no_biases_of_attention": (
+        "GptOss",
+        replace(
+            GPT_OSS,
+            qkv_bias=False,
+            out_bias=False,
+            rope_scaling=replace(YARN, attention_factor=1.5),
+            attention=Attention(window=5, sinks=True),
+        ),
+    ),
     "qwen3_wide_heads_tied": ("Qwen3", replace(LLAMA, qk_norm=True, head_width=20, tie_embeddings=True)),
 }
 FACTORS = {"parametrization": "completep", "base": Base(8, 1, 2), "embedding_multiplier": 3.0, "logits_multiplier": 2.0}
@@ -152,6 +184,11 @@ def as_ours(family: str, model: Model, tensors: Mapping[str, Tensor]) -> dict[st
     assert table.keys() == tensors.keys()
     parts: dict[str, list[Tensor]] = {}
     for name, theirs in table.items():
+        if theirs.turns:
+            for turn, strip in enumerate(theirs.strips[: theirs.turns]):
+                mine = tensors[name][..., turn :: theirs.turns]
+                parts[strip.name] = [mine.mT if mine.ndim == 3 else mine]
+            continue
         rows = tensors[name].reshape(-1, theirs.strips[0].width)
         for strip, part in zip(theirs.strips, rows.split([strip.height for strip in theirs.strips]), strict=True):
             parts.setdefault(strip.name, []).append(part)

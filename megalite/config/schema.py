@@ -37,6 +37,7 @@ class RopeScaling:
     original_length: int = 8192  # context length before stretching, in tokens
     beta_fast: float = 32.0  # rotations within the original context
     beta_slow: float = 1.0
+    truncate: bool = True  # the pairs between which frequencies are interpolated are whole numbers
     attention_factor: float | None = None  # scales cosines and sines; null: it follows from factor
     short_factors: list[float] | None = None  # stretch every pair's wavelength in sequences up to original_length
     long_factors: list[float] | None = None  # and in longer ones
@@ -47,7 +48,7 @@ class RopeScaling:
 SCALING_KEYS = {  # kind -> the keys of RopeScaling that it uses, beside kind and factor
     "llama3": ("low_frequency_factor", "high_frequency_factor", "original_length"),
     "linear": (),
-    "yarn": ("original_length", "beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim"),
+    "yarn": ("original_length", "beta_fast", "beta_slow", "truncate", "attention_factor", "mscale", "mscale_all_dim"),
     "longrope": ("original_length", "attention_factor", "short_factors", "long_factors"),
     "dynamic": ("original_length",),
 }

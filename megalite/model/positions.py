@@ -100,8 +100,10 @@ def _yarn_pairs(scaling: RopeScaling, rotation: Rotation) -> tuple[float, float]
         wavelength = scaling.original_length / (2 * math.pi * rotations)
         return rotation.rotary_width * math.log(wavelength) / (2 * math.log(rotation.rope.base))
 
-    first = max(math.floor(pair(scaling.beta_fast)), 0)
-    last = min(math.ceil(pair(scaling.beta_slow)), rotation.rotary_width - 1)
+    first, last = pair(scaling.beta_fast), pair(scaling.beta_slow)
+    if scaling.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, rotation.rotary_width - 1)
     return first, last if last != first else last + 0.001  # as transformers avoids a division by 0
 
 

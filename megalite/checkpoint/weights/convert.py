@@ -30,7 +30,9 @@ from megalite.checkpoint.store.index import ITEM_BYTES
 from megalite.checkpoint.weights.formats.opened import Weights
 from megalite.checkpoint.weights.formats.output import Output, OutputPlan, Stream, Written
 from megalite.checkpoint.weights.maps.strips import Strip, Theirs, boxes
+from megalite.checkpoint.weights.maps.woven import groups
 from megalite.checkpoint.weights.read import Reader, reader_of
+from megalite.checkpoint.weights.woven import in_turns
 from megalite.config.convert import to_plain
 from megalite.config.schema import Config
 from megalite_launch.base.files import appended
@@ -227,6 +229,9 @@ def _name(theirs: Theirs) -> str:
 
 def blocks(reader: Reader, theirs: Theirs, dtype: str) -> Iterator[torch.Tensor]:
     """All elements of a tensor of theirs, in order, as flat blocks of a data type. Padding repeats a row."""
+    if theirs.turns:
+        yield from _in_turns(reader, theirs, dtype)
+        return
     strips = theirs.strips
     if not strips:
         assert theirs.padding is not None
@@ -250,6 +255,19 @@ def blocks(reader: Reader, theirs: Theirs, dtype: str) -> Iterator[torch.Tensor]
         count = min(left, most * width)
         yield last.repeat(count // width)
         left -= count
+
+
+def _in_turns(reader: Reader, theirs: Theirs, dtype: str) -> Iterator[torch.Tensor]:
+    """The elements of a tensor that has matrices of ours in turns, an expert at a time."""
+    for strips in groups(theirs):
+        matrices = [torch.empty(strip.height, strip.width, dtype=getattr(torch, dtype)) for strip in strips]
+        parts = []
+        for strip, matrix in zip(strips, matrices, strict=True):
+            name = theirs.kind + strip.name
+            ((place, sizes),) = boxes(reader.index.tensors[name].shape, strip.rows, strip.columns)
+            parts.append((name, matrix.view(sizes), place))
+        reader.fill_parts(parts)
+        yield in_turns(matrices, transposed=len(theirs.shape) == 3).flatten()
 
 
 def _runs(strips: Iterable[Strip], most: int) -> Iterator[list[tuple[Strip, int, int]]]:

@@ -17,9 +17,11 @@ from megalite.base.errors import InputError
 from megalite.checkpoint.store.disk import DamagedError, damage_of, opened, read_at, read_whole
 from megalite.checkpoint.store.index import ITEM_BYTES, MAX_INDEX_BYTES, Index, Stored
 from megalite.checkpoint.store.manifest import INDEX, Manifest
+from megalite.checkpoint.weights import woven
 from megalite.checkpoint.weights.formats.opened import Weights
 from megalite.checkpoint.weights.maps.strips import PREFIX
 from megalite.checkpoint.weights.maps.upcycled import Upcycling
+from megalite.checkpoint.weights.maps.woven import Woven
 from megalite.checkpoint.weights.upcycle import dense_name
 from megalite.model.init import fill_normal
 from megalite.parallel.parameter import box
@@ -28,6 +30,7 @@ from megalite.plan.model.weights import weights
 from megalite.plan.parts.roles import ROUTER
 
 NO_FACTORS: Mapping[str, float] = MappingProxyType({})
+NONE_WOVEN: Mapping[str, Woven] = MappingProxyType({})
 BLOCK = 1 << 22  # bytes read at a time, unless a row of a chunk is larger
 
 
@@ -35,8 +38,8 @@ class Reader:
     """The tensors in the files of the folder `path`, which lie where `index` says.
 
     sizes: of the files, in bytes. source: the file that the index is from. links: whether files may be links, as in the
-    cache of a hub. factors: what tensors are multiplied by when they are read, by name; others stay. Methods raise
-    DamagedError where files are not as the index says.
+    cache of a hub. factors: what tensors are multiplied by when they are read, by name; others stay. woven: places of
+    tensors that have no chunks. Methods raise DamagedError where files are not as the index says.
     """
 
     def __init__(
@@ -47,9 +50,10 @@ class Reader:
         source: str = INDEX,
         links: bool = False,
         factors: Mapping[str, float] = NO_FACTORS,
+        woven: Mapping[str, Woven] = NONE_WOVEN,
     ) -> None:
         self.path, self.index, self.sizes, self.source, self.links = path, index, sizes, source, links
-        self.factors = factors
+        self.factors, self.woven = factors, woven
 
     @staticmethod
     def of_checkpoint(path: Path, manifest: Manifest) -> "Reader":
@@ -61,7 +65,9 @@ class Reader:
     def check(self, names: Iterable[str]) -> None:
         """Check that the positions of the tensors `names` are possible."""
         with damage_of(self.path, self.source):
-            self.index.check(self.sizes, names)
+            self.index.check(self.sizes, (name for name in names if name not in self.woven))
+            for where in self.woven.values():
+                where.index.check(self.sizes, where.names)
 
     def fill(self, tensors: Mapping[str, Tensor]) -> None:
         """Fill `tensors`, after a check of their positions and shapes; of a DTensor, this rank's part."""
@@ -73,13 +79,16 @@ class Reader:
 
     def fill_parts(self, parts: Iterable[tuple[str, Tensor, Sequence[int]]]) -> None:
         """Fill parts of tensors that were checked, each given by name, target, and its first element's place."""
-        stored = self.index.tensors
-        pieces = [
-            piece
-            for name, part, offset in parts
-            for piece in _pieces(stored[name], part, offset, self.factors.get(name, 1.0))
-        ]
+        stored, pieces = self.index.tensors, list[WantedPart]()
+        for name, part, offset in parts:
+            if (where := self.woven.get(name)) is not None:
+                theirs = Reader(self.path, where.index, self.sizes, self.source, self.links)
+                woven.fill(lambda *part, theirs=theirs: theirs.fill_parts([part]), where, part, offset)
+            else:
+                pieces += _pieces(stored[name], part, offset, self.factors.get(name, 1.0))
         pieces.sort(key=lambda piece: (piece.file, piece.position))
+        if not pieces:
+            return
         longest = max([min(BLOCK, sum(piece.bytes for piece in pieces)), *(piece.row_bytes for piece in pieces)])
         scratch = allocated(self.path, (longest,), torch.uint8)
         for number, group in groupby(pieces, key=lambda piece: piece.file):
@@ -94,7 +103,7 @@ def reader_of(found: Weights) -> Reader:
     """Make a reader of weights of any format and check all positions. Raises DamagedError if one is impossible."""
     if found.dense is not None and found.upcycling is not None:
         return UpcycledReader(found, reader_of(found.dense), found.upcycling)
-    reader = Reader(found.path, found.index, found.sizes, found.source, found.links, found.factors)
+    reader = Reader(found.path, found.index, found.sizes, found.source, found.links, found.factors, found.woven)
     reader.check(found.index.tensors)
     return reader
 

@@ -22,8 +22,10 @@ from megalite.checkpoint.weights.maps.families import FAMILIES, UNSUPPORTED_FAMI
 from megalite.checkpoint.weights.maps.fields import Fields
 from megalite.checkpoint.weights.maps.models import plain_model
 from megalite.checkpoint.weights.maps.rope import rope, rope_fields
+from megalite.checkpoint.weights.maps.woven import groups
 from megalite.checkpoint.weights.read import reader_of
 from megalite.checkpoint.weights.sources import open_weights
+from megalite.checkpoint.weights.woven import in_turns
 from megalite.config.layout import Layout
 from megalite.config.load import load
 from megalite.config.schema import SCALING_KEYS, Attention, Experts, Model, RopeScaling
@@ -69,7 +71,11 @@ def test_logits_loss_and_gradients_are_those_of_transformers(name: str, tmp_path
         if key in corrections:  # no gradient changes it
             continue
         rows = {strip.name: gradients[strip.name].reshape(-1, strip.width) for strip in made.strips}
-        found = torch.cat([rows[strip.name][slice(*strip.rows)] for strip in made.strips]).view(made.shape)
+        if made.turns:
+            parts = [[rows[strip.name][slice(*strip.rows)] for strip in each] for each in groups(made)]
+            found = torch.stack([in_turns(each, len(made.shape) == 3) for each in parts]).view(made.shape)
+        else:
+            found = torch.cat([rows[strip.name][slice(*strip.rows)] for strip in made.strips]).view(made.shape)
         assert distance(found, parameters[key].grad) < 10 * TOLERANCE, key  # sums of many rounded terms
 
 

@@ -21,6 +21,7 @@ from megalite.checkpoint.weights.maps.families import CONFIG, MAX_CONFIG_BYTES, 
 from megalite.checkpoint.weights.maps.family import Family
 from megalite.checkpoint.weights.maps.models import lost
 from megalite.checkpoint.weights.maps.strips import PREFIX, Table, under_our_names
+from megalite.checkpoint.weights.maps.woven import places, tensors_of
 from megalite.config.layers import Mixture, layer_kinds
 from megalite.config.schema import Model
 from megalite.plan.model.weights import weights
@@ -40,7 +41,7 @@ def open_folder(path: Path) -> Weights:
     """The weights in a folder. Raises InputError for a model that megalite lacks, DamagedError for damaged files."""
     family, model = read_config(path)
     files = find(path)
-    stacked = are_stacked(files.index.tensors)
+    stacked = family.woven or are_stacked(files.index.tensors)
     _refuse_too_few(path, files, model, stacked)
     table = family.table(model, stacked)
     found = {
@@ -49,12 +50,16 @@ def open_folder(path: Path) -> Weights:
         if name in table or not (IGNORED_TENSORS.fullmatch(name) or _is_beyond(name, family, model))
     }
     head = found.pop(HEAD, None) if model.tie_embeddings else None
-    refuse_differences(path, files.source, found.keys(), table)
+    there = Index(files.index.files, found)
+    refuse_differences(path, files.source, found.keys(), list(tensors_of(table, there)))
     if head is not None and not _same(path, files.index.files, head, found[EMBEDDING]):
         rule = f"{HEAD} is not {EMBEDDING}, though {CONFIG} ties them"
         raise DamagedError(path, f"{rule}; set tie_word_embeddings to false there if they differ on purpose")
     with damage_of(path, files.source):
-        index = under_our_names(Index(files.index.files, found), table, weights(model), PREFIX)
+        plain = {name: theirs for name, theirs in table.items() if not theirs.turns}
+        index = under_our_names(there, plain, weights(model), PREFIX)
+        more, woven = places(there, table, weights(model))
+        index = Index(index.files, {**index.tensors, **more})
     return Weights(
         "hf",
         path,
@@ -64,6 +69,7 @@ def open_folder(path: Path) -> Weights:
         files.source,
         family=family.model_type,
         companions=companions(path),
+        woven=woven,
     )
 
 
@@ -160,7 +166,8 @@ def _family(found: Weights, config: Path | None) -> tuple[Family, dict[str, Any]
         except InputError:
             return family_of(found.model), None
         if not lost(found.model, model):
-            return family, read_object(config, MAX_CONFIG_BYTES)
+            fields = read_object(config, MAX_CONFIG_BYTES)
+            return family, None if fields.get("quantization_config") else fields
         return family_of(found.model, family.model_type), None
     return family_of(found.model, found.family), None
 

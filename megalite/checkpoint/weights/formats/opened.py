@@ -12,6 +12,7 @@ from megalite.checkpoint.store.progress import Training
 from megalite.checkpoint.weights.maps.folded import folded
 from megalite.checkpoint.weights.maps.strips import PREFIX
 from megalite.checkpoint.weights.maps.upcycled import Upcycling
+from megalite.checkpoint.weights.maps.woven import Woven
 from megalite.config.schema import Model
 
 LISTED_NAMES = 5  # names in a message
@@ -28,6 +29,7 @@ class Weights:
     trained: whether the files hold states of an optimizer too. training: the run that saved these, where the index has
     them. manifest: of megalite's checkpoint. factors: what tensors are multiplied by when they are read, by our names.
     upcycling, dense: how experts are made, and the weights of which; the index then has no places of its own.
+    woven: places of tensors that have no chunks in the index.
     """
 
     kind: str
@@ -49,6 +51,7 @@ class Weights:
     factors: Mapping[str, float] = field(default_factory=dict)
     upcycling: Upcycling | None = None
     dense: "Weights | None" = None
+    woven: Mapping[str, Woven] = field(default_factory=dict)
 
     @property
     def bytes(self) -> int:

@@ -8,6 +8,7 @@ from megalite.base.files import read_object
 from megalite.checkpoint.weights.maps.family import Family
 from megalite.checkpoint.weights.maps.fields import Fields
 from megalite.checkpoint.weights.maps.glm4_moe import GLM4_MOE
+from megalite.checkpoint.weights.maps.gpt_oss import GPT_OSS
 from megalite.checkpoint.weights.maps.llama import LLAMA
 from megalite.checkpoint.weights.maps.mistral import MISTRAL
 from megalite.checkpoint.weights.maps.mixtral import MIXTRAL
@@ -25,7 +26,7 @@ CONFIG = "config.json"
 MAX_CONFIG_BYTES = 1 << 24  # bytes of a config.json
 FAMILIES = {
     family.model_type: family
-    for family in (LLAMA, MISTRAL, QWEN2, QWEN3, SMOLLM3, OLMO2, PHI3, MIXTRAL, QWEN3_MOE, OLMOE, GLM4_MOE)
+    for family in (LLAMA, MISTRAL, QWEN2, QWEN3, SMOLLM3, OLMO2, PHI3, MIXTRAL, QWEN3_MOE, OLMOE, GLM4_MOE, GPT_OSS)
 }  # the first that fits is taken
 UNSUPPORTED_FAMILIES = {  # families that people may try, and what of theirs megalite's layers do not have
     "arcee": "squared ReLU without a gate",
@@ -47,7 +48,6 @@ UNSUPPORTED_FAMILIES = {  # families that people may try, and what of theirs meg
     "glm4": "norms before and after attention and feed-forward, and RoPE of neighbouring features",
     "gpt2": "learned positions, layer norms with biases, and GELU",
     "gpt_neox": "parallel attention and feed-forward, layer norms with biases, and GELU",
-    "gpt_oss": "experts with biases and bounded activations, and attention sinks",
     "gptj": "parallel attention and feed-forward, layer norms with biases, GELU, and RoPE of neighbouring features",
     "granite": "multipliers of embeddings, residuals and logits",
     "granitemoe": "multipliers of embeddings, residuals and logits",

@@ -13,6 +13,7 @@ from megalite.checkpoint.weights.maps.experts import STACKED_EXPERTS, of_experts
 from megalite.checkpoint.weights.maps.fields import Fields
 from megalite.checkpoint.weights.maps.rope import ROTARY_FACTOR, rope, rope_fields, rows_of_heads
 from megalite.checkpoint.weights.maps.strips import Table, Theirs, stacked, whole
+from megalite.checkpoint.weights.maps.woven import woven
 from megalite.config.layers import layer_kinds
 from megalite.config.schema import SCALING_KEYS, Attention, Model
 from megalite.plan.model.weights import weights
@@ -54,7 +55,8 @@ class Family:
     config.json may leave out. features: the model's keys beyond sizes, from the fields and the sizes. fields: the
     inverse. scalings: the kinds of RoPE scaling that transformers knows of it. partial: whether it can turn a part of
     every head. predicts_more: files may have layers after the last, which predict further tokens and are left out.
-    reads: keys of NEUTRAL_VALUES that `features` reads itself.
+    woven: whether tensors of experts are as `maps.woven` tells. reads: keys of NEUTRAL_VALUES that `features` reads
+    itself.
     """
 
     model_type: str
@@ -67,6 +69,7 @@ class Family:
     scalings: Collection[str] = tuple(SCALING_KEYS)
     partial: bool = False
     predicts_more: bool = False
+    woven: bool = False
     reads: Collection[str] = ()
 
     def table(self, model: Model, stacked_experts: bool = False) -> Table:
@@ -74,13 +77,15 @@ class Family:
 
         stacked_experts: whether one tensor has all experts of a layer, as in transformers' memory.
         """
-        ours, layer = weights(model), {**self.layer, **(STACKED_EXPERTS if stacked_experts else self.experts)}
+        experts = STACKED_EXPERTS if stacked_experts and not self.woven else self.experts
+        ours, layer = weights(model), {**self.layer, **experts}
         table = {"model.embed_tokens.weight": stacked([("embed.weight", ours["embed.weight"])])}
         for number in range(model.layers):
             for name, parts in layer.items():
                 there = [f"layers.{number}.{each}" for each in parts if f"layers.{number}.{each}" in ours]
                 if there:
-                    table |= _named(model, f"model.layers.{number}.{name}", {each: ours[each] for each in there})
+                    held = {each: ours[each] for each in there}
+                    table |= self._named(model, f"model.layers.{number}.{name}", held)
         table["model.norm.weight"] = stacked([("head.norm.weight", ours["head.norm.weight"])])
         if not model.tie_embeddings:
             table["lm_head.weight"] = stacked([("head.output.weight", ours["head.output.weight"])])
@@ -138,6 +143,15 @@ class Family:
             "use_cache": True,
         }
 
+    def _named(self, model: Model, name: str, parts: Mapping[str, Weight]) -> Table:
+        """Their tensors called `name` that hold our weights: one, or one for each expert."""
+        if not any(weight.role.of_expert for weight in parts.values()):
+            return {name: _stacked(model, parts)}
+        if not self.woven:
+            return dict(of_experts(name, parts))
+        one_of_vectors = len(parts) == 1 and len(next(iter(parts.values())).shape) == 2
+        return {name: stacked(parts.items())} if one_of_vectors else dict(woven(name, parts))
+
     @staticmethod
     def _head_width(fields: Fields) -> int | None:
         """The width of a head where it is not width / heads."""
@@ -145,13 +159,6 @@ class Family:
             return None
         width, heads, found = (fields.whole(key) for key in ("hidden_size", "num_attention_heads", "head_dim"))
         return None if found * heads == width else found
-
-
-def _named(model: Model, name: str, parts: Mapping[str, Weight]) -> Table:
-    """Their tensors called `name` that hold our weights: one, or one for each expert."""
-    if any(weight.role.of_expert for weight in parts.values()):
-        return dict(of_experts(name, parts))
-    return {name: _stacked(model, parts)}
 
 
 def _stacked(model: Model, parts: Mapping[str, Weight]) -> Theirs:

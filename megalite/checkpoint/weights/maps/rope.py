@@ -24,7 +24,7 @@ KEYS = {  # theirs of RoPE scaling, beside rope_type and factor, and ours
     "short_factor": "short_factors",
     "long_factor": "long_factors",
 }
-NEUTRAL_VALUES = {"mscale": None, "mscale_all_dim": None, "truncate": True}  # only so
+NEUTRAL_VALUES = {"mscale": None, "mscale_all_dim": None}  # only so
 
 
 def rope(fields: Fields) -> tuple[float, RopeScaling | None, float]:
@@ -66,6 +66,10 @@ def _scaling(fields: Fields, kind: str, section: Mapping[str, Any]) -> RopeScali
     for key, ours in KEYS.items():
         if ours in SCALING_KEYS[kind] and key in told:
             found[ours] = (fields.numbers if ours.endswith("factors") else fields.number)(key, within=told)
+    if kind == "yarn":
+        found["truncate"] = told.get("truncate", True)
+        if type(found["truncate"]) is not bool:
+            raise fields.wrong("truncate", "must be true or false", found["truncate"])
     if "original_length" in found:
         original = found["original_length"]
         if original < 1 or original % 1:
@@ -89,6 +93,8 @@ def _section(scaling: RopeScaling) -> dict[str, Any]:
     if scaling.kind == "dynamic":
         del used[ORIGINAL_LENGTH]  # it is max_position_embeddings
     told = {key: value for key, value in used.items() if value is not None}
+    if not scaling.truncate:
+        told["truncate"] = False
     return {"rope_type": scaling.kind, "factor": scaling.factor, **told}
 
 

@@ -42,13 +42,15 @@ class Theirs:
     """A tensor of another format. All its strips are equally wide; elements after the last strip are padding.
 
     padding: the row that is repeated in it; None: that before it. kind: begins the names, in an index by our names, of
-    what the strips are of: the weights, or a state that an optimizer has of each.
+    what the strips are of: the weights, or a state that an optimizer has of each. turns: the number of strips of an
+    expert whose outputs take turns, see `woven`; 0: elements are in the order of strips.
     """
 
     shape: tuple[int, ...]
     strips: tuple[Strip, ...]
     padding: Strip | None = None
     kind: str = PREFIX
+    turns: int = 0
 
     @property
     def elements(self) -> int:

@@ -1,0 +1,65 @@
+"""Reads and makes tensors that have our experts' matrices in turns; see `maps.woven`."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from megalite.checkpoint.weights.maps.woven import BLOCK, Woven
+
+Read = Callable[[str, Tensor, Sequence[int]], None]  # fills a part of one of their tensors, from its first element on
+MOST = 1 << 24  # elements of theirs that are read at a time, unless a row has more
+FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # numbers of e2m1; the fourth bit is their sign
+
+
+def fill(read: Read, where: Woven, target: Tensor, offset: Sequence[int]) -> None:
+    """Fill a part of a stack of ours, whose first element is at `offset`."""
+    if vectors := target.ndim == 2:  # matrices of one column
+        target, offset = target[..., None], (*offset, 0)
+    expert, row, column = offset
+    for number, ours in enumerate(target, expert):
+        theirs = ours.T if where.transposed else ours
+        begin, across = (column, row) if where.transposed else (row, column)
+        # One of their dimensions has every `step`-th in it, and all in between are read.
+        down, wide = (1, where.step) if where.transposed else (where.step, 1)
+        lines = max(1, MOST // (down * wide * theirs.shape[1]))
+        for start in range(0, len(theirs), lines):
+            some = theirs[start : start + lines]
+            box = torch.Size((down * len(some), wide * some.shape[1]))
+            found = _matrix(read, where, (number, down * (begin + start), wide * across), box, vectors)
+            first = where.first
+            some.copy_(found[:, first :: where.step] if where.transposed else found[first :: where.step])
+
+
+def _matrix(read: Read, where: Woven, place: Sequence[int], box: torch.Size, vectors: bool) -> Tensor:
+    """A box of one of their matrices, which begins at `place` in the stack."""
+    if len(where.names) == 1:
+        (name,) = where.names
+        found = torch.empty(box, dtype=getattr(torch, where.index.tensors[name].dtype))
+        if vectors:
+            read(name, found[None, :, 0], place[:2])
+        else:
+            read(name, found[None], place)
+        return found
+    (number, row, column), (rows, columns) = place, box
+    first, end = column // BLOCK, -(-(column + columns) // BLOCK)
+    blocks = torch.empty(1, rows, end - first, BLOCK // 2, dtype=torch.uint8)
+    scales = torch.empty(1, rows, end - first, dtype=torch.uint8)
+    read(where.names[0], blocks, (number, row, first, 0))
+    read(where.names[1], scales, (number, row, first))
+    begin = column - first * BLOCK
+    return unpacked(blocks[0], scales[0])[:, begin : begin + columns]
+
+
+def unpacked(blocks: Tensor, scales: Tensor) -> Tensor:
+    """Numbers `[n, 32b]` in bf16 of blocks `[n, b, 16]` and scales `[n, b]`: exact, and NaN where the scale says so."""
+    table = torch.tensor([*FP4, *(-number for number in FP4)])
+    numbers = table[torch.stack((blocks & 15, blocks >> 4), -1).flatten(-2).int()]
+    exponents = scales.long() - 127 + 1023  # as float64 has them, since not every library's power of 2 is exact
+    factors = (exponents << 52).view(torch.float64).masked_fill_(scales == 255, torch.nan)
+    return (numbers * factors[..., None]).to(torch.bfloat16).flatten(1)
+
+
+def in_turns(matrices: Sequence[Tensor], transposed: bool) -> Tensor:
+    """The matrix of one expert as they have it, of ours `[out, in]`; or of vectors `[1, out]`, not transposed."""
+    return torch.stack([matrix.T if transposed else matrix for matrix in matrices], -1).flatten(-2)

@@ -32,26 +32,29 @@ class LatentAttention(nn.Module):
         super().__init__()
         weights, self.heads = dict(part.weights()), part.heads
         self.group = tp.get_group()
-        self.q_down = self.q_norm = None
-        if "q" in part.latents:
+        self.latent_queries = "q_down.weight" in weights
+        if self.latent_queries:
             self.q_down = CopiedLinear(weights["q_down.weight"], tp)
             self.q_norm = Norm(weights["q_norm.weight"], NORM_EPS, tp, kernels)
+            self.q_up = column(weights, "q_up", tp)
+        else:
+            self.q = column(weights, "q", tp)
         self.kv_down = CopiedLinear(weights["kv_down.weight"], tp)
         self.kv_norm = Norm(weights["kv_norm.weight"], NORM_EPS, tp, kernels)
         self.k_shared = CopiedLinear(weights["k_shared.weight"], tp)
-        self.q, self.k, self.v = column(weights, "q", tp), column(weights, "k", tp), column(weights, "v", tp)
+        self.k_up, self.v_up = column(weights, "k_up", tp), column(weights, "v_up", tp)
         self.o = row(weights, "o", tp, factor)
         self.rope = partial(rope, backend=kernels.rope)
 
     def forward(self, x: Tensor, angles: tuple[Tensor, ...], attend: Attend) -> Tensor:
         """Output `[s/t, b, d]` of attention. angles: cosine and sine of every token; none without rotary positions."""
-        if self.q_down is None or self.q_norm is None:
-            latent, shared = of_own_part(x, (self.kv_down, self.k_shared))  # s/t b r, s/t b p
+        if self.latent_queries:
+            of_q, latent, shared = of_own_part(x, (self.q_down, self.kv_down, self.k_shared))  # s/t b r, …, s/t b p
+            (q,) = columns(self.q_norm(of_q), (self.q_up,), self.group)
         else:
-            x, latent, shared = of_own_part(x, (self.q_down, self.kv_down, self.k_shared))
-            x = self.q_norm(x)
-        (q,) = columns(x, (self.q,), self.group)
-        k, v = columns(self.kv_norm(latent), (self.k, self.v), self.group)
+            latent, shared = of_own_part(x, (self.kv_down, self.k_shared))
+            (q,) = columns(x, (self.q,), self.group)
+        k, v = columns(self.kv_norm(latent), (self.k_up, self.v_up), self.group)
         q, v = q.unflatten(-1, (-1, self.heads.width)), v.unflatten(-1, (-1, self.heads.value_width))  # s b h/t e
         shared = all_gather(shared, self.group).unsqueeze(2)  # s b 1 p
         if angles:

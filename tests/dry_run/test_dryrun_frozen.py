@@ -14,7 +14,7 @@ from megalite.dry_run.configuration import as_counted, busiest_rank
 from megalite.dry_run.run import dry_run
 from megalite.plan.memory.peak import rank_memory
 from megalite.plan.memory.walk import HOST_MEMORY
-from megalite.plan.parts.roles import Role
+from megalite.plan.parts.roles import KEY_OF_LATENT, LATENT, QUERY_OF_LATENT, SHARED_KEY, Role
 from megalite.plan.resolved import resolve
 from megalite.plan.traffic.step import step_traffic
 
@@ -34,6 +34,16 @@ CASES: dict[str, Case] = {
     "some, biases, zb_h1, selective recompute": (
         SOME,
         {**NORMED, **SELECTIVE, **pipeline("zb_h1"), "parallel.data.mode": "zero3"},
+        0,
+    ),
+    "keys and values of latents, tp": (
+        frozenset([KEY_OF_LATENT]),
+        {**memory_cases.LATENT, **TP, **data("zero3", dp_shard=2)},
+        0,
+    ),
+    "latents, queries, zb_h1": (
+        frozenset([LATENT, SHARED_KEY, QUERY_OF_LATENT]),
+        {**memory_cases.LATENT, **TP, **pipeline("zb_h1"), "parallel.data.mode": "zero1"},
         0,
     ),
     "ends, tied, tp": (ENDS, {**TIED, **TP, **data("zero3", dp_shard=2)}, 0),

@@ -51,10 +51,10 @@ def reference(
         latent = normal(tokens @ weights["kv_down"].T, weights["kv_norm"])
         angle = torch.outer(torch.arange(len(x), dtype=torch.float64), torch.tensor(turns, dtype=torch.float64))
         phases = torch.polar(torch.ones_like(angle), angle)
-        queries = pairs((of_queries @ weights["q"].T).unflatten(-1, (heads.count, -1)))
-        own = pairs((latent @ weights["k"].T).unflatten(-1, (heads.count, -1)))
+        queries = pairs((of_queries @ weights["q_up" if kind.query_rank else "q"].T).unflatten(-1, (heads.count, -1)))
+        own = pairs((latent @ weights["k_up"].T).unflatten(-1, (heads.count, -1)))
         shared = pairs(tokens @ weights["k_shared"].T) * phases
-        values = (latent @ weights["v"].T).unflatten(-1, (heads.count, -1))
+        values = (latent @ weights["v_up"].T).unflatten(-1, (heads.count, -1))
         scale = heads.width**-0.5 if heads.scores.scale is None else heads.scores.scale
         for at in range(len(x)):
             begin = max(each for each in documents[item] if each <= at)

@@ -21,6 +21,13 @@ from megalite.plan.parts.part import Kept, Moment, Passed, Product, Weight
 from megalite.plan.parts.sizes import Sizes
 from megalite.plan.parts.transfers import Transfers, over
 
+_INPUTS = {  # what matrices take that tp gathers
+    "q.weight": "the input of queries",
+    "q_up.weight": "latents of queries",
+    "k_up.weight": "latents of keys and values",
+    "v_up.weight": "latents of keys and values",
+}
+
 
 @dataclass(frozen=True)
 class LatentPart:
@@ -51,9 +58,9 @@ class LatentPart:
         if self.kind.query_rank is None:
             yield "q.weight", Weight((heads.queries, self.width), roles.QUERY)
         else:
-            yield "q.weight", Weight((heads.queries, self.kind.query_rank), roles.QUERY_OF_LATENT)
-        yield "k.weight", Weight((self._own_keys, rank), roles.KEY_OF_LATENT)
-        yield "v.weight", Weight((heads.values, rank), roles.VALUE_OF_LATENT)
+            yield "q_up.weight", Weight((heads.queries, self.kind.query_rank), roles.QUERY_OF_LATENT)
+        yield "k_up.weight", Weight((self._own_keys, rank), roles.KEY_OF_LATENT)
+        yield "v_up.weight", Weight((heads.values, rank), roles.VALUE_OF_LATENT)
         yield "o.weight", Weight((self.width, heads.outputs), roles.ATTENTION_OUTPUT)
 
     @property
@@ -91,25 +98,26 @@ class LatentPart:
         gathered, heads, stream = sizes.gathered, self.heads, sizes.stream
         features = heads.queries, self._own_keys, heads.keys, heads.values, heads.outputs
         q, own_k, k, v, o = map(sizes.split, features)
-        gradients = {
-            name.removesuffix(".weight"): sizes.w * weight.gradient(sizes.t)
-            for name, weight in self.weights()
-            if weight.role.kind is not roles.RoleKind.NORM
-        }
-        made = {name: gradients.pop(name) for name in ("q", "k", "v", "o")}
-        kv, of_kv = self._of_latent(sizes, self.kind.key_rank, made["k"] + made["v"])
+        gradients = dict.fromkeys((*_INPUTS.values(), "o.weight", "down"), 0)  # of matrices by what they take
+        for name, weight in self.weights():
+            if weight.role.kind is not roles.RoleKind.NORM:
+                key = _INPUTS.get(name, name if name in gradients else "down")
+                gradients[key] += sizes.w * weight.gradient(sizes.t)
+        output, of_keys = gradients["o.weight"], gradients[_INPUTS["k_up.weight"]]
+        of_queries = gradients[_INPUTS["q.weight"]] + gradients[_INPUTS["q_up.weight"]]
+        kv, of_kv = self._of_latent(sizes, self.kind.key_rank, of_keys)
         if self.kind.query_rank is None:
-            of_q, again = sizes.linear(q, bool(made["q"])), gathered
+            of_q, again = sizes.linear(q, bool(of_queries)), gathered
         else:
-            of_q, again = self._of_latent(sizes, self.kind.query_rank, made["q"])
+            of_q, again = self._of_latent(sizes, self.kind.query_rank, of_queries)
         latents = sizes.split(sum(self.latents.values()) + heads.rotary_width)
         return (
-            Moment("output", max(own, gathered) + o, made["o"], put_off=gathered or stream),
+            Moment("output", max(own, gathered) + o, output, put_off=gathered or stream),
             Moment("attention", o + self._memory(sizes).backward),
             Moment("rope", q * (2 + sizes.z // sizes.w) + own_k + k + v),
-            Moment("keys and values", q + own_k + v + kv, made["k"] + made["v"], put_off=own_k + v, again=of_kv),
-            Moment("queries", q + of_q, made["q"], put_off=q, again=again),
-            Moment("latents", latents + stream, sum(gradients.values()), put_off=latents),
+            Moment("keys and values", q + own_k + v + kv, of_keys, put_off=own_k + v, again=of_kv),
+            Moment("queries", q + of_q, of_queries, put_off=q, again=again),
+            Moment("latents", latents + stream, gradients["down"], put_off=latents),
         )
 
     def _of_latent(self, sizes: Sizes, rank: int, trained: int) -> tuple[int, int]:
@@ -137,9 +145,10 @@ class LatentPart:
         return found
 
     def weight_transfers(self, sizes: Sizes) -> Transfers:
+        trained = {_INPUTS.get(name) for name, weight in self.weights() if weight.trained}
         found: Transfers = Counter()
         for name, size in self._gathered(sizes).items():
-            if name != "shared keys":
+            if name in trained:
                 found += over("tp", "all_gather", size, sizes.w, f"weight gradients: gather of {name}")
         return found
 
@@ -147,13 +156,15 @@ class LatentPart:
         """Bytes of what ranks of tp gather."""
         if sizes.t == 1:
             return {}
-        queries = (
-            ("latents of queries", self.kind.query_rank)
-            if "q" in self.latents
-            else ("the input of queries", self.width)
-        )
-        found = (queries, ("latents of keys and values", self.kind.key_rank), ("shared keys", self.heads.rotary_width))
-        return {name: sizes.tokens * sizes.w * (size or 0) for name, size in found}
+        found = {
+            _INPUTS["q.weight"]: self.width,
+            _INPUTS["k_up.weight"]: self.kind.key_rank,
+            "shared keys": self.heads.rotary_width,
+        }
+        if self.kind.query_rank is not None:
+            del found[_INPUTS["q.weight"]]
+            found[_INPUTS["q_up.weight"]] = self.kind.query_rank
+        return {name: sizes.tokens * sizes.w * size for name, size in found.items()}
 
     def _memory(self, sizes: Sizes) -> AttentionMemory:
         return AttentionMemory(sizes, self.heads, normed=False)

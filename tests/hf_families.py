@@ -39,6 +39,16 @@ LONG = {
 }
 ORIGINAL = "original_max_position_embeddings"
 SLIDING = {"use_sliding_window": True, "sliding_window": 5}
+LATENT = {  # in dense layers alone
+    "first_k_dense_replace": 4,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 14,
+    "kv_lora_rank": 12,
+    "qk_nope_head_dim": 10,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 6,
+}
+MSCALE = {"mscale": 1.0, "mscale_all_dim": 0.5}
 EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2}
 GROUPED = {
     "n_routed_experts": 8,
@@ -141,6 +151,14 @@ CASES = {
     "gpt_oss, full attention, tied": Case(
         "GptOss",
         GPT_OSS | {"layer_types": ["full_attention"] * 4, "tie_word_embeddings": True, "rope_parameters": YARN},
+    ),
+    "deepseek_v3": Case("DeepseekV3", LATENT),
+    "deepseek_v3, yarn, queries of the token": Case(
+        "DeepseekV3", LATENT | {"q_lora_rank": None, "rope_parameters": YARN | MSCALE}
+    ),
+    "deepseek_v2, yarn": Case("DeepseekV2", LATENT | {"rope_parameters": YARN | MSCALE}),
+    "deepseek_v2, queries of the token, tied": Case(
+        "DeepseekV2", LATENT | {"q_lora_rank": None, "tie_word_embeddings": True}
     ),
     "llama, dynamic": Case("Llama", {"rope_parameters": DYNAMIC}),
     "qwen2, dynamic, stretched": Case("Qwen2", {"rope_parameters": DYNAMIC, "max_position_embeddings": 8}),

@@ -11,7 +11,7 @@ from torch.overrides import TorchFunctionMode
 
 from megalite.checkpoint.weights.maps.families import FAMILIES
 from megalite.checkpoint.weights.maps.family import Family
-from megalite.config.schema import Attention, Base, Experts, Model, RopeScaling
+from megalite.config.schema import Attention, Base, Experts, Latent, Model, RopeScaling
 from megalite.model.decoder import Decoder
 from megalite.plan.model.weights import weights
 
@@ -25,6 +25,7 @@ SCALING = RopeScaling(factor=8.0, low_frequency_factor=1.0, high_frequency_facto
 OLMO2 = replace(LLAMA, norm="post", qk_norm=True, qk_norm_width="all")
 OLMOE = replace(OLMO2, norm="pre")
 QWEN3_MOE = replace(LLAMA, kv_heads=2, qk_norm=True, head_width=12)
+DEEPSEEK = replace(LLAMA, head_width=20, rotary_width=8, attention=Attention(latent=Latent(14, 12, 6)))
 # One pair left alone, one interpolated, two stretched.
 YARN = RopeScaling("yarn", factor=8.0, original_length=64, beta_fast=8.0, beta_slow=1.0)
 GPT_OSS = replace(
@@ -122,6 +123,15 @@ MODELS = {
         ),
     ),
     "qwen3_wide_heads_tied": ("Qwen3", replace(LLAMA, qk_norm=True, head_width=20, tie_embeddings=True)),
+    "deepseek_v3": ("DeepseekV3", DEEPSEEK),
+    "deepseek_v3_queries_of_the_token": (
+        "DeepseekV3",
+        replace(DEEPSEEK, attention=Attention(latent=Latent(None, 12, 6)), tie_embeddings=True, norm_eps=0.1),
+    ),
+    "deepseek_v3_yarn": ("DeepseekV3", replace(DEEPSEEK, rope_scaling=replace(YARN, mscale=1.0, mscale_all_dim=0.7))),
+    "deepseek_v3_yarn_all_dim": ("DeepseekV3", replace(DEEPSEEK, rope_scaling=replace(YARN, mscale_all_dim=1.5))),
+    "deepseek_v2": ("DeepseekV2", replace(DEEPSEEK, rope_scaling=replace(YARN, mscale=0.707, mscale_all_dim=0.707))),
+    "deepseek_v2_lite": ("DeepseekV2", replace(DEEPSEEK, attention=Attention(latent=Latent(None, 12, 20)))),
 }
 FACTORS = {"parametrization": "completep", "base": Base(8, 1, 2), "embedding_multiplier": 3.0, "logits_multiplier": 2.0}
 SCALED = {  # with factors that transformers does not have
@@ -182,7 +192,7 @@ def as_ours(family: str, model: Model, tensors: Mapping[str, Tensor]) -> dict[st
     """Tensors of all parameters of transformers' model, by the names of our weights and in their shapes."""
     table = _family(family).table(model, stacked_experts=model.experts is not None)
     assert table.keys() == tensors.keys()
-    parts: dict[str, list[Tensor]] = {}
+    parts: dict[str, list[tuple[int, Tensor]]] = {}
     for name, theirs in table.items():
         if theirs.turns:
             for turn, strip in enumerate(theirs.strips[: theirs.turns]):
@@ -191,10 +201,11 @@ def as_ours(family: str, model: Model, tensors: Mapping[str, Tensor]) -> dict[st
             continue
         rows = tensors[name].reshape(-1, theirs.strips[0].width)
         for strip, part in zip(theirs.strips, rows.split([strip.height for strip in theirs.strips]), strict=True):
-            parts.setdefault(strip.name, []).append(part)
+            parts.setdefault(strip.name, []).append((strip.rows[0], part))
     ours = weights(model)
     assert parts.keys() == ours.keys()
-    return {name: torch.cat(found).view(ours[name].shape) for name, found in parts.items()}
+    found = {name: [part for _, part in sorted(rows, key=lambda row: row[0])] for name, rows in parts.items()}
+    return {name: torch.cat(rows).view(ours[name].shape) for name, rows in found.items()}
 
 
 def copy_weights(decoder: Decoder, oracle: Any) -> None:

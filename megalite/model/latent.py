@@ -24,8 +24,8 @@ NORM_EPS = 1e-6  # DeepSeek's, whatever the other norms have
 class LatentAttention(nn.Module):
     """Causal latent attention (arXiv 2405.04434, §2.1), heads split over tp. factor: of its output.
 
-    A head's queries and keys have the layout of `megalite_kernels.rope`: features that pair up are half a head apart,
-    and the first pairs turn. In keys `k_shared` makes these, and the others are made of the latent.
+    In queries and keys of a head, features that pair up are neighbours, and the first pairs turn. In keys `k_shared`
+    makes these, and the others are made of the latent.
     """
 
     def __init__(self, part: LatentPart, tp: DeviceMesh, kernels: Kernels, factor: float = 1.0) -> None:
@@ -44,7 +44,7 @@ class LatentAttention(nn.Module):
         self.k_shared = CopiedLinear(weights["k_shared.weight"], tp)
         self.k_up, self.v_up = column(weights, "k_up", tp), column(weights, "v_up", tp)
         self.o = row(weights, "o", tp, factor)
-        self.rope = partial(rope, backend=kernels.rope)
+        self.rope = partial(rope, layout="interleaved", backend=kernels.rope)
 
     def forward(self, x: Tensor, angles: tuple[Tensor, ...], attend: Attend) -> Tensor:
         """Output `[s/t, b, d]` of attention. angles: cosine and sine of every token; none without rotary positions."""
@@ -61,11 +61,5 @@ class LatentAttention(nn.Module):
             (cos, sin), turning = angles, self.heads.rotary_width // 2
             q, shared = self.rope(q, cos, sin), self.rope(shared, cos[..., :turning], sin[..., :turning])
         k = k.unflatten(-1, (q.shape[2], -1))
-        return self.o(attend(q, _keys(shared, k), v).flatten(2))  # s/t b d
-
-
-def _keys(shared: Tensor, own: Tensor) -> Tensor:
-    """Keys `[s, b, h, e]` of `shared` `[s, b, 1, p]` and `own` `[s, b, h, e - p]`. Pairs are half of either apart."""
-    first, second = shared.expand(-1, -1, own.shape[2], -1).chunk(2, -1)
-    one, other = own.chunk(2, -1)
-    return torch.cat((first, one, second, other), dim=-1)
+        k = torch.cat((shared.expand(-1, -1, k.shape[2], -1), k), dim=-1)  # s b h/t e
+        return self.o(attend(q, k, v).flatten(2))  # s/t b d

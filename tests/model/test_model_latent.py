@@ -42,7 +42,7 @@ def reference(
         return y / (y.square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight
 
     def pairs(y: Tensor) -> Tensor:
-        return torch.complex(*y.unflatten(-1, (2, -1)).unbind(-2))
+        return torch.complex(*y.unflatten(-1, (-1, 2)).unbind(-1))
 
     rows = []
     for item in range(x.shape[1]):

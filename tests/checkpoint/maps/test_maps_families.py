@@ -25,10 +25,11 @@ from megalite.checkpoint.weights.maps.rope import rope, rope_fields
 from megalite.checkpoint.weights.maps.woven import groups
 from megalite.checkpoint.weights.read import reader_of
 from megalite.checkpoint.weights.sources import open_weights
+from megalite.checkpoint.weights.targets import Wanted, plan_of
 from megalite.checkpoint.weights.woven import in_turns
 from megalite.config.layout import Layout
 from megalite.config.load import load
-from megalite.config.schema import SCALING_KEYS, Attention, Experts, Model, RopeScaling
+from megalite.config.schema import SCALING_KEYS, Attention, Experts, Latent, Model, RopeScaling
 from megalite.distributed.mesh import Mesh
 from megalite.model.decoder import Decoder
 
@@ -182,6 +183,7 @@ models = some.builds(
         some.none() | some.integers(2, 4),
         some.none() | some.just(30.0),
         some.none() | some.integers(1, 6),
+        some.none() | some.builds(Latent, some.none() | some.integers(1, 9), some.integers(1, 9), some.integers(1, 16)),
     ),
     experts=some.none()
     | some.builds(
@@ -278,13 +280,114 @@ def test_what_families_lack_is_what_transformers_says_of_them() -> None:
             assert ("relu2" in told) == ("squared ReLU" in lacks), name
 
 
-@pytest.mark.parametrize("name", ["olmo", "falcon", "llama4", "gemma3", "deepseek_v2"])
+@pytest.mark.parametrize("name", ["olmo", "falcon", "llama4", "gemma3", "qwen2_moe"])
 def test_a_folder_of_a_family_that_lacks_something_is_refused_with_it(name: str, tmp_path: Path) -> None:
     transformers.AutoConfig.for_model(name).save_pretrained(tmp_path)
     with pytest.raises(
         InputError, match=f"model_type = '{name}': needs {UNSUPPORTED_FAMILIES[name]}, which megalite's layers lack"
     ):
         read_config(tmp_path)
+
+
+LATENT_PRESETS = {  # keys of published files that tell latent attention
+    "deepseek_v3": {
+        "hidden_size": 7168,
+        "intermediate_size": 18432,
+        "kv_lora_rank": 512,
+        "max_position_embeddings": 163840,
+        "num_attention_heads": 128,
+        "num_hidden_layers": 61,
+        "num_key_value_heads": 128,
+        "q_lora_rank": 1536,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "rope_scaling": {
+            "beta_fast": 32,
+            "beta_slow": 1,
+            "factor": 40,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "original_max_position_embeddings": 4096,
+            "type": "yarn",
+        },
+        "v_head_dim": 128,
+    },
+    "deepseek_v2": {
+        "hidden_size": 2048,
+        "intermediate_size": 10944,
+        "kv_lora_rank": 512,
+        "max_position_embeddings": 163840,
+        "num_attention_heads": 16,
+        "num_hidden_layers": 27,
+        "num_key_value_heads": 16,
+        "q_lora_rank": None,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "rope_scaling": {
+            "beta_fast": 32,
+            "beta_slow": 1,
+            "factor": 40,
+            "mscale": 0.707,
+            "mscale_all_dim": 0.707,
+            "original_max_position_embeddings": 4096,
+            "type": "yarn",
+        },
+        "v_head_dim": 128,
+    },
+}
+
+
+@pytest.mark.parametrize("name", LATENT_PRESETS)
+def test_latent_attention_of_published_files_is_read(name: str, tmp_path: Path) -> None:
+    fields = {"model_type": name, **LATENT_PRESETS[name]}
+    dense = {"first_k_dense_replace": fields["num_hidden_layers"]}
+    (tmp_path / "config.json").write_text(json.dumps(fields | dense))
+    family, model = read_config(tmp_path)
+    mscale = fields["rope_scaling"]["mscale"]
+    assert (model.head_width, model.rotary_width, model.kv_heads) == (192, 64, model.heads)
+    assert model.attention == Attention(latent=Latent(fields["q_lora_rank"], 512, 128))
+    assert model.rope_scaling == RopeScaling("yarn", 40.0, original_length=4096, mscale=mscale, mscale_all_dim=mscale)
+    written = family.config(model, "bfloat16")
+    assert {key: written[key] for key in fields if key != "rope_scaling"} == {
+        key: value for key, value in fields.items() if key != "rope_scaling"
+    }
+    assert "partial_rotary_factor" not in written
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"first_k_dense_replace": 3}, "first_k_dense_replace = 3: means layers with shared experts"),
+        ({"num_key_value_heads": 2}, "num_key_value_heads = 2: must be num_attention_heads"),
+        ({"rope_interleave": False}, "rope_interleave = False: means that features half of a head apart turn together"),
+        (
+            {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1.0, "mscale": 1}},
+            "mscale = 1: changes",
+        ),
+        ({"qk_rope_head_dim": 7}, "model.rotary_width = 7: must be even"),
+        ({"v_head_dim": 19}, "model.attention.latent.value_width = 19: must be at most the width of a head, 18"),
+    ],
+)
+def test_latent_attention_that_megalite_lacks_is_refused(change: dict[str, Any], told: str, tmp_path: Path) -> None:
+    CASES["deepseek_v3"].save(tmp_path)
+    fields = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(fields | change))
+    with pytest.raises(InputError) as raised:
+        open_weights(str(tmp_path))
+    assert told in str(raised.value)
+
+
+@pytest.mark.parametrize("kind", ["megatron", "megatron-dist", "meta"])
+def test_latent_attention_is_read_from_and_written_to_hugging_face_alone(kind: str, tmp_path: Path) -> None:
+    elsewhere = "model.attention.latent is read from and written to hf and megalite alone"
+    for name in ("deepseek_v3", "llama"):
+        CASES[name].save(tmp_path / name)
+    found, other = (open_weights(str(tmp_path / name)) for name in ("deepseek_v3", "llama"))
+    with pytest.raises(InputError, match=elsewhere):
+        plan_of(kind, found, tmp_path / "out", Wanted())
+    convert(other, plan_of(kind, other, tmp_path / "theirs", Wanted()), tmp_path / "theirs", {})
+    with pytest.raises(InputError, match=elsewhere):
+        open_weights(str(tmp_path / "theirs"), found.model)
 
 
 def test_swish_is_silu(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from megalite.base.files import is_file, is_folder
 from megalite.checkpoint.store.disk import damage_of, read_whole
 from megalite.checkpoint.weights.formats.inert_pickle import Made
 from megalite.checkpoint.weights.maps.megatron_arguments import model_of
-from megalite.checkpoint.weights.maps.models import refuse_experts
+from megalite.checkpoint.weights.maps.models import refuse_experts, refuse_latent
 from megalite.config.schema import Model
 
 TRACKER = "latest_checkpointed_iteration.txt"  # holds the number of the latest iteration, or `release`
@@ -55,6 +55,7 @@ def told_model(path: Path, file: str, arguments: Mapping[str, Any] | None, given
     """The given model, or that of the arguments in `file`. Raises InputError if there is neither, and for experts."""
     if given is not None:
         refuse_experts(given, str(path))
+        refuse_latent(given, str(path))
         return given
     if arguments is None:
         raise InputError(f"{path}: {file} has no arguments that tell the model; give its configuration")

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from megalite.base.errors import InputError, listing
 from megalite.base.files import read_object
+from megalite.checkpoint.weights.maps.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from megalite.checkpoint.weights.maps.family import Family
 from megalite.checkpoint.weights.maps.fields import Fields
 from megalite.checkpoint.weights.maps.glm4_moe import GLM4_MOE
@@ -26,7 +27,22 @@ CONFIG = "config.json"
 MAX_CONFIG_BYTES = 1 << 24  # bytes of a config.json
 FAMILIES = {
     family.model_type: family
-    for family in (LLAMA, MISTRAL, QWEN2, QWEN3, SMOLLM3, OLMO2, PHI3, MIXTRAL, QWEN3_MOE, OLMOE, GLM4_MOE, GPT_OSS)
+    for family in (
+        LLAMA,
+        MISTRAL,
+        QWEN2,
+        QWEN3,
+        SMOLLM3,
+        OLMO2,
+        PHI3,
+        MIXTRAL,
+        QWEN3_MOE,
+        OLMOE,
+        GLM4_MOE,
+        GPT_OSS,
+        DEEPSEEK_V3,
+        DEEPSEEK_V2,
+    )
 }  # the first that fits is taken
 UNSUPPORTED_FAMILIES = {  # families that people may try, and what of theirs megalite's layers do not have
     "arcee": "squared ReLU without a gate",
@@ -34,8 +50,6 @@ UNSUPPORTED_FAMILIES = {  # families that people may try, and what of theirs meg
     "bloom": "ALiBi, layer norms with biases, and GELU",
     "cohere": "parallel attention and feed-forward, layer norms, and RoPE of neighbouring features",
     "cohere2": "parallel attention and feed-forward, layer norms, and RoPE of neighbouring features",
-    "deepseek_v2": "shared experts and latent attention",
-    "deepseek_v3": "shared experts and latent attention",
     "ernie4_5": "RoPE of neighbouring features",
     "falcon": "parallel attention and feed-forward, layer norms with biases, and GELU",
     "falcon_h1": "state-space layers",
@@ -96,7 +110,8 @@ def family_of(model: Model, preferred: str | None = None) -> Family:
     found: list[tuple[list[str], Family]] = []
     first = [FAMILIES[preferred]] if preferred in FAMILIES else []
     for family in [*first, *FAMILIES.values()]:
-        if bool(family.experts) != (model.experts is not None):
+        latent, mixed = model.attention.latent is not None, model.experts is not None
+        if family.latent != latent or (not latent and bool(family.experts) != mixed):
             continue
         missing = _lost(family, model)
         if not missing:

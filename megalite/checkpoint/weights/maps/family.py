@@ -11,6 +11,7 @@ from typing import Any
 
 from megalite.checkpoint.weights.maps.experts import STACKED_EXPERTS, of_experts
 from megalite.checkpoint.weights.maps.fields import Fields
+from megalite.checkpoint.weights.maps.latent import strips_of_latents
 from megalite.checkpoint.weights.maps.rope import ROTARY_FACTOR, rope, rope_fields, rows_of_heads
 from megalite.checkpoint.weights.maps.strips import Table, Theirs, stacked, whole
 from megalite.checkpoint.weights.maps.woven import woven
@@ -55,8 +56,8 @@ class Family:
     config.json may leave out. features: the model's keys beyond sizes, from the fields and the sizes. fields: the
     inverse. scalings: the kinds of RoPE scaling that transformers knows of it. partial: whether it can turn a part of
     every head. predicts_more: files may have layers after the last, which predict further tokens and are left out.
-    woven: whether tensors of experts are as `maps.woven` tells. reads: keys of NEUTRAL_VALUES that `features` reads
-    itself.
+    woven: whether tensors of experts are as `maps.woven` tells. latent: its attention is latent. reads: keys of
+    NEUTRAL_VALUES that `features` reads itself.
     """
 
     model_type: str
@@ -71,6 +72,7 @@ class Family:
     predicts_more: bool = False
     woven: bool = False
     reads: Collection[str] = ()
+    latent: bool = False
 
     def table(self, model: Model, stacked_experts: bool = False) -> Table:
         """Return how their tensors are made of our weights, in transformers' order but for experts.
@@ -103,7 +105,7 @@ class Family:
         sizes: dict[str, Any] = {
             ours: fields.whole(key, heads if ours == "kv_heads" else None) for key, ours in SIZES.items()
         }
-        theta, scaling, share = rope(fields)
+        theta, scaling, share = rope(fields, self.latent)
         if scaling is not None and scaling.kind not in self.scalings:
             raise fields.wrong("rope_type", f"is no RoPE scaling of {self.model_type} in transformers", scaling.kind)
         if share != 1 and not self.partial:
@@ -164,6 +166,8 @@ class Family:
 def _stacked(model: Model, parts: Mapping[str, Weight]) -> Theirs:
     """Our weights one upon another, as transformers orders their rows."""
     theirs = stacked(parts.items())
+    if model.attention.latent is not None:
+        return replace(theirs, strips=tuple(strips_of_latents(model, parts)))
     if model.rotary_width is None:
         return theirs
     turned = {name for name in parts if name.split(".")[-2] in ("q", "k", "q_norm", "k_norm")}

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from megalite.base.errors import InputError
-from megalite.checkpoint.weights.maps.models import refuse_experts
+from megalite.checkpoint.weights.maps.models import refuse_experts, refuse_latent
 from megalite.checkpoint.weights.maps.strips import Strip, Table, Theirs, part, stacked
 from megalite.config.schema import Model
 from megalite.plan.parts.part import Weight
@@ -81,6 +81,7 @@ def padded(vocabulary: int, tp: int) -> int:
 def check_split(model: Model, split: Split) -> None:
     """Raises InputError where the model cannot be divided so."""
     refuse_experts(model, "Megatron's files")
+    refuse_latent(model, "Megatron's files")
     for size, what in ((model.heads, "heads"), (model.kv_heads, "kv_heads"), (model.ffn, "ffn")):
         if size % split.tp:
             raise InputError(f"tensor-parallel size {split.tp}: does not divide model.{what} = {size}")

@@ -10,7 +10,7 @@ from typing import Any
 
 from megalite.base.errors import InputError, listing
 from megalite.checkpoint.weights.maps.fields import Fields
-from megalite.checkpoint.weights.maps.models import EXPERTS_RULE, checked, lost, refuse_experts
+from megalite.checkpoint.weights.maps.models import EXPERTS_RULE, checked, lost, refuse_experts, refuse_latent
 from megalite.checkpoint.weights.maps.strips import Strip, Theirs, part, stacked
 from megalite.config.schema import Model, RopeScaling
 from megalite.plan.model.weights import weights
@@ -140,6 +140,7 @@ def params_of(model: Model) -> dict[str, Any]:
 def check_files(model: Model, files: int) -> None:
     """Raises InputError where the tensors of a model cannot be divided among so many files."""
     refuse_experts(model, "Meta's files")
+    refuse_latent(model, "Meta's files")
     sizes = {key: getattr(model, key) for key in ("heads", "kv_heads", "ffn", "vocab_size")}
     for key, size in sizes.items():
         if size % files:

@@ -49,3 +49,11 @@ def refuse_experts(model: Model, files: str) -> None:
     """Raises InputError for a model with experts, of which these files are neither read nor written."""
     if model.experts is not None:
         raise InputError(f"{files}: {EXPERTS_RULE}")
+
+
+def refuse_latent(model: Model, files: str) -> None:
+    """Raises InputError for a model with latent attention, of which these files are neither read nor written."""
+    if model.attention.latent is not None:
+        raise InputError(
+            f"{files}: model.attention.latent is read from and written to hf and megalite alone; use one of these"
+        )

@@ -23,12 +23,14 @@ KEYS = {  # theirs of RoPE scaling, beside rope_type and factor, and ours
     "attention_factor": "attention_factor",
     "short_factor": "short_factors",
     "long_factor": "long_factors",
+    "mscale": "mscale",
+    "mscale_all_dim": "mscale_all_dim",
 }
-NEUTRAL_VALUES = {"mscale": None, "mscale_all_dim": None}  # only so
+NEUTRAL_VALUES = {"mscale": None, "mscale_all_dim": None}  # only so, but for yarn of latent attention
 
 
-def rope(fields: Fields) -> tuple[float, RopeScaling | None, float]:
-    """Base and scaling of rotary positions, and the share of a head that they turn.
+def rope(fields: Fields, latent: bool = False) -> tuple[float, RopeScaling | None, float]:
+    """Base and scaling of rotary positions, and the share of a head that they turn. latent: of latent attention.
 
     Read are the keys of transformers 4 (`rope_theta`, `rope_scaling`) and of 5 (`rope_parameters`).
     """
@@ -42,10 +44,11 @@ def rope(fields: Fields) -> tuple[float, RopeScaling | None, float]:
     theta, share = (fields.number(key, within=told) for key in ("rope_theta", ROTARY_FACTOR))
     if not 0 < share <= 1:
         raise fields.wrong(ROTARY_FACTOR, "must be above 0 and at most 1", share)
-    for key, value in NEUTRAL_VALUES.items():
-        if section.get(key, value) != value:
-            raise fields.wrong(key, f"changes RoPE in a way that megalite lacks; it must be {value}", section[key])
     kind = section.get("rope_type", section.get("type", "default"))
+    for key, value in NEUTRAL_VALUES.items():
+        known = latent and kind == "yarn" and key in KEYS
+        if not known and section.get(key, value) != value:
+            raise fields.wrong(key, f"changes RoPE in a way that megalite lacks; it must be {value}", section[key])
     if kind == "default":
         return theta, None, share
     if kind == "su" or (kind == "yarn" and "short_factor" in section):
@@ -83,7 +86,7 @@ def _scaling(fields: Fields, kind: str, section: Mapping[str, Any]) -> RopeScali
 def rope_fields(model: Model) -> dict[str, Any]:
     """The inverse of `rope`."""
     scaling, share = model.rope_scaling, {}
-    if model.rotary_width is not None:
+    if model.rotary_width is not None and model.attention.latent is None:
         share = {ROTARY_FACTOR: _share(model)}
     return {"rope_theta": model.rope_theta, "rope_scaling": scaling and _section(scaling), **share}
 

@@ -89,6 +89,22 @@ def attended(config: Config) -> list[tuple[str, list[int], list[int] | None, boo
     return found
 
 
+def widths_attended(config: Config) -> set[tuple[str, tuple[int, ...]]]:
+    """Of every call of a kernel of attention in a step: which, and the widths of queries, keys and values."""
+    attend, found = context.scaled_dot_product_attention, set()
+
+    def given(*tensors: Tensor, **options: Any) -> Tensor:
+        found.add(("scaled_dot_product_attention", tuple(x.shape[-1] for x in tensors)))
+        return attend(*tensors, **options)
+
+    with _job(config) as (job, _), patch.object(context, "scaled_dot_product_attention", given), Calls() as calls:
+        _step(job)
+    for name, first in (("_flash_attention_forward", 0), ("_flash_attention_backward", 1)):
+        for args, _ in calls.of(f"aten::{name}"):
+            found.add((name, tuple(x.shape[-1] for x in args[first : first + 3])))
+    return found
+
+
 def packed_in_window(documents: list[Documents] | None) -> list[tuple[str, list[int], list[list[int]] | None, int]]:
     """Of every call of `packed_attention` over 64 positions in a window of 10: its queries, groups, and left."""
     q, k, v = (torch.ones(64, 2, heads, 16, device=DEVICE, requires_grad=True) for heads in (4, 2, 2))

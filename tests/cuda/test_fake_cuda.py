@@ -23,6 +23,8 @@ from megalite.config.schema import (
     Context,
     Data,
     DataParallel,
+    Kernels,
+    Latent,
     Log,
     Model,
     Optim,
@@ -126,6 +128,23 @@ def test_attention_in_blocks_takes_what_flash_attention_does(method: Any, docume
         assert ends is None or causal
     found = {name: sum(called == name for called, *_ in calls) for name, *_ in calls}
     assert len(set(found.values())) <= 1, "every block has a backward"
+
+
+@pytest.mark.parametrize(("kernel", "documents"), [("flash", False), ("flash", True), ("efficient", False)])
+def test_values_narrower_than_keys_are_padded_for_flash_attention_alone(
+    kernel: Any, documents: bool, call: Call
+) -> None:
+    latent = Attention(latent=Latent(32, 24, 16))
+    model = replace(PLAIN.model, kv_heads=4, head_width=24, rotary_width=8, attention=latent)
+    config = replace(
+        PLAIN,
+        model=model,
+        kernels=Kernels(attention=kernel),
+        data=Data(mask_documents=documents, end_of_document=cases.END),
+    )
+    flash = {(f"_flash_attention_{name}", (24, 24, 24)) for name in ("forward", "backward")}
+    sdpa = {("scaled_dot_product_attention", (24, 24, 16))}
+    assert call(cases.widths_attended, config) == (flash if kernel == "flash" else sdpa)
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ def flash_forward(
 ) -> tuple[Tensor, ...]:
     """What `aten::_flash_attention_forward` is documented to do on CUDA: dense `[b, n, h, e]` or packed `[n, h, e]`."""
     assert (dropout, debug) == (0.0, False)
+    assert q.shape[-1] == k.shape[-1] == v.shape[-1]
     assert window_size_right == (0 if causal and window_size_left >= 0 else -1)
     if offsets_q is None or offsets_k is None:
         assert (longest_q, longest_k) == (q.shape[1], k.shape[1])

@@ -42,7 +42,7 @@ def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.setattr(attention, "_kernels", lambda _, kind, math: scaled(*plain, lambda block: [block], kind))
     if request.param == "cuda":
         of_cuda = attention._forward_cuda, attention._backward_cuda, lambda block: [with_offsets(block)]
-        monkeypatch.setattr(attention, "_kernels", lambda _, kind, math: scaled(*of_cuda, kind))
+        monkeypatch.setattr(attention, "_kernels", lambda _, kind, math: attention._padding(*scaled(*of_cuda, kind)))
         monkeypatch.setattr(attention, "ops", STAND_INS)
     return request.param
 
@@ -76,12 +76,16 @@ def blocks() -> list[Block]:
     indirect=["kernels"],
 )
 @pytest.mark.parametrize("scale", [None, 0.2])
-def test_blocks_add_up_to_attention_with_a_mask(kernels: str, dtype: torch.dtype, scale: float | None) -> None:
+@pytest.mark.parametrize("values", [WIDTH, 5])
+def test_blocks_add_up_to_attention_with_a_mask(
+    kernels: str, dtype: torch.dtype, scale: float | None, values: int
+) -> None:
     q, k, v = (heads(count, seed) for seed, count in enumerate((HEADS, KV_HEADS, KV_HEADS)))
+    v = v[..., :values]
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
     kind = Scores(scale=scale)
     expected = oracle(*leaves, DOCUMENTS, kind)
-    grad = heads(HEADS, 3)
+    grad = heads(HEADS, 3)[..., :values]
     expected.backward(grad)
     y, dq, dkv = in_blocks(*(x.to(dtype) for x in (q, k, v, grad)), blocks(), kind)
     assert dq.dtype == dkv.dtype == torch.promote_types(dtype, torch.float32)

@@ -12,7 +12,7 @@ from toy_jobs import CPU, MODEL, config_of
 
 from megalite.commands.verify import random_batch
 from megalite.config.layout import Layout
-from megalite.config.schema import Config
+from megalite.config.schema import Attention, Config, Latent
 from megalite.plan.resolved import resolve
 from megalite.train.build import build, build_mesh
 from megalite.train.step import gradients
@@ -32,10 +32,22 @@ def computed(config: Config) -> tuple[float, dict[str, Tensor]] | None:
     return loss.item(), whole(job)
 
 
-@pytest.mark.parametrize("norms", ["head", "all"])
-def test_compiled_layers_compute_what_eager_ones_do(norms: str, ranks: Ranks) -> None:
-    model = replace(MODEL, layers=1, qk_norm=True, qk_norm_width=norms)
-    config = config_of(Layout(tp=2), model)
+KINDS = {
+    "head": {"qk_norm": True},
+    "all": {"qk_norm": True, "qk_norm_width": "all"},
+    "latent": {
+        "kv_heads": 4,
+        "qkv_bias": False,
+        "head_width": 6,
+        "rotary_width": 4,
+        "attention": Attention(latent=Latent(7, 5, 4)),
+    },
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_compiled_layers_compute_what_eager_ones_do(kind: str, ranks: Ranks) -> None:
+    config = config_of(Layout(tp=2), replace(MODEL, layers=1, **KINDS[kind]))
     eager, *_ = ranks.run(computed, config)
     compiled, *_ = ranks.run(computed, replace(config, train=replace(config.train, compile=True)))
     assert compiled[0] == pytest.approx(eager[0], rel=1e-13)

@@ -21,7 +21,7 @@ from megalite.plan.parts.part import Kept, Moment, Passed, Product, Weight
 from megalite.plan.parts.sizes import Sizes
 from megalite.plan.parts.transfers import Transfers, over
 
-_INPUTS = {  # what matrices take that tp gathers
+_INPUTS = {  # inputs of matrices that tp gathers
     "q.weight": "the input of queries",
     "q_up.weight": "latents of queries",
     "k_up.weight": "latents of keys and values",

@@ -234,7 +234,10 @@ def not_compared(config: Config, steps: int) -> list[str]:
         for name in sizes
         if getattr(model, name) != getattr(small.model, name)
     ]
-    sections: dict[str, tuple[Any, Any]] = {"attention": (model.attention, small.model.attention)}
+    attention = replace(model.attention, latent=None), replace(small.model.attention, latent=None)
+    sections: dict[str, tuple[Any, Any]] = {"attention": attention}
+    if model.attention.latent is not None:
+        sections["latent"] = model.attention.latent, small.model.attention.latent
     if model.experts is not None:
         sections["experts"] = replace(model.experts, force_balance=False), small.model.experts
     shrunk += [

@@ -410,6 +410,7 @@ def test_a_shrunken_copy_has_latents_of_the_same_kinds(rank: str, method: str, c
     assert (found.query_rank is None) == (rank == "null")
     assert found.key_rank < (found.query_rank or small.model.width) <= small.model.width
     assert found.value_width < small.model.head_size
+    assert f"latent.key_rank 512 as {found.key_rank}" in "; ".join(not_compared(whole, 3))
     assert small.model.heads == small.model.kv_heads >= max(4, 2 * cp)
 
 

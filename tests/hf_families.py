@@ -152,7 +152,15 @@ CASES = {
         "GptOss",
         GPT_OSS | {"layer_types": ["full_attention"] * 4, "tie_word_embeddings": True, "rope_parameters": YARN},
     ),
-    "deepseek_v3": Case("DeepseekV3", LATENT),
+    "deepseek_v3": Case("DeepseekV3", LATENT | GROUPED | {"first_k_dense_replace": 1}),
+    "deepseek_v3, without experts": Case("DeepseekV3", LATENT),
+    "deepseek_v2": Case(
+        "DeepseekV2",
+        LATENT | GROUPED | {"first_k_dense_replace": 1, "topk_method": "group_limited_greedy", "q_lora_rank": None},
+    ),
+    "deepseek_v2, greedy": Case(
+        "DeepseekV2", LATENT | GROUPED | {"first_k_dense_replace": 0, "n_group": None, "topk_group": None}
+    ),
     "deepseek_v3, yarn, queries of the token": Case(
         "DeepseekV3", LATENT | {"q_lora_rank": None, "rope_parameters": YARN | MSCALE}
     ),

@@ -197,7 +197,7 @@ def as_ours(family: str, model: Model, tensors: Mapping[str, Tensor]) -> dict[st
         if theirs.turns:
             for turn, strip in enumerate(theirs.strips[: theirs.turns]):
                 mine = tensors[name][..., turn :: theirs.turns]
-                parts[strip.name] = [mine.mT if mine.ndim == 3 else mine]
+                parts[strip.name] = [(0, mine.mT if mine.ndim == 3 else mine)]
             continue
         rows = tensors[name].reshape(-1, theirs.strips[0].width)
         for strip, part in zip(theirs.strips, rows.split([strip.height for strip in theirs.strips]), strict=True):

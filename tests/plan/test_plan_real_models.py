@@ -5,6 +5,7 @@ test_plan_size.py has the numbers of whole models.
 
 from collections import Counter
 from dataclasses import asdict, replace
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from megalite.config.layout import Layout
 from megalite.config.load import load
 from megalite.distributed.mesh import Mesh
 from megalite.model.decoder import Decoder
-from megalite.parallel.parameter import parameters
+from megalite.parallel.parameter import extra_state, parameters
 from megalite.plan.model.size import flops_per_token, model_parameters
 
 LAYERS = 4  # after which the kinds of layers repeat in every preset
@@ -27,15 +28,19 @@ PRESETS = sorted((Path(__file__).parents[2] / "configs/model").glob("*.yaml"))
 def test_parameters_and_flops_are_those_of_the_real_model(preset: Path) -> None:
     model = replace(load([str(preset)]).model, layers=LAYERS)
     # A window saves FLOPs only where blocks are left out; test_plan_size.py counts the pairs that it leaves. The kernel
-    # that returns the log-sum-exp, which sinks need, is not counted on a CPU.
-    whole = replace(model, attention=replace(model.attention, window=None, full_every=None, sinks=False))
+    # that returns the log-sum-exp, which sinks and values of another width than keys need, is not counted on a CPU.
+    latent = model.attention.latent
+    latent = None if latent is None else replace(latent, value_width=model.head_size)
+    attention = replace(model.attention, window=None, full_every=None, sinks=False, latent=latent)
+    whole = replace(model, attention=attention)
     if model.experts is not None:  # without numbers, nothing can be chosen
         whole = replace(whole, experts=replace(model.experts, force_balance=True))
     with one_rank():
         mesh = Mesh.build(Layout(), CPU)
         assert mesh is not None
         found = Counter[str]()
-        for _, value, role, _ in parameters(Decoder(model, mesh.tp, range(model.layers))):
+        stage = Decoder(model, mesh.tp, range(model.layers))
+        for _, value, role, _ in chain(parameters(stage), extra_state(stage)):
             found[role.component] += value.numel()
         decoder = Decoder(whole, mesh.tp, range(model.layers)).to("meta")
         tokens = torch.zeros(model.sequence_length, 1, dtype=torch.int64, device="meta")

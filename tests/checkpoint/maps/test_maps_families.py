@@ -182,8 +182,10 @@ models = some.builds(
         some.none() | some.integers(1, 99),
         some.none() | some.integers(2, 4),
         some.none() | some.just(30.0),
-        some.none() | some.integers(1, 6),
-        some.none() | some.builds(Latent, some.none() | some.integers(1, 9), some.integers(1, 9), some.integers(1, 16)),
+        nope_every=some.none() | some.integers(1, 6),
+        sinks=some.booleans(),
+        latent=some.none()
+        | some.builds(Latent, some.none() | some.integers(1, 9), some.integers(1, 9), some.integers(1, 16)),
     ),
     experts=some.none()
     | some.builds(
@@ -194,6 +196,9 @@ models = some.builds(
         some.integers(0, 5),
         some.integers(1, 3),
         normalize=some.booleans(),
+        scores=some.sampled_from(["softmax", "sigmoid"]),
+        correction_rate=some.none() | some.just(0.001),
+        shared_width=some.none() | some.sampled_from([8, 16]),
     ),
     init_std=some.floats(1e-3, 1),
 )
@@ -357,7 +362,7 @@ def test_latent_attention_of_published_files_is_read(name: str, tmp_path: Path) 
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        ({"first_k_dense_replace": 3}, "first_k_dense_replace = 3: means layers with shared experts"),
+        ({"first_k_dense_replace": -1}, "first_k_dense_replace = -1: must be a whole number"),
         ({"num_key_value_heads": 2}, "num_key_value_heads = 2: must be num_attention_heads"),
         ({"rope_interleave": False}, "rope_interleave = False: means that features half of a head apart turn together"),
         (
@@ -380,9 +385,9 @@ def test_latent_attention_that_megalite_lacks_is_refused(change: dict[str, Any],
 @pytest.mark.parametrize("kind", ["megatron", "megatron-dist", "meta"])
 def test_latent_attention_is_read_from_and_written_to_hugging_face_alone(kind: str, tmp_path: Path) -> None:
     elsewhere = "model.attention.latent is read from and written to hf and megalite alone"
-    for name in ("deepseek_v3", "llama"):
+    for name in ("deepseek_v3, without experts", "llama"):
         CASES[name].save(tmp_path / name)
-    found, other = (open_weights(str(tmp_path / name)) for name in ("deepseek_v3", "llama"))
+    found, other = (open_weights(str(tmp_path / name)) for name in ("deepseek_v3, without experts", "llama"))
     with pytest.raises(InputError, match=elsewhere):
         plan_of(kind, found, tmp_path / "out", Wanted())
     convert(other, plan_of(kind, other, tmp_path / "theirs", Wanted()), tmp_path / "theirs", {})

@@ -110,8 +110,8 @@ def family_of(model: Model, preferred: str | None = None) -> Family:
     found: list[tuple[list[str], Family]] = []
     first = [FAMILIES[preferred]] if preferred in FAMILIES else []
     for family in [*first, *FAMILIES.values()]:
-        latent, mixed = model.attention.latent is not None, model.experts is not None
-        if family.latent != latent or (not latent and bool(family.experts) != mixed):
+        mixes = bool(family.experts) and not (family.dense and model.experts is None)
+        if family.latent != (model.attention.latent is not None) or mixes != (model.experts is not None):
             continue
         missing = _lost(family, model)
         if not missing:

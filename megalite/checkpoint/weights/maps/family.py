@@ -52,10 +52,10 @@ class Family:
 
     layer: their tensors of a layer, without `model.layers.N.`, and our weights that each holds, one upon another.
     Weights that a model does not have, such as biases, are left out. experts: the same of a layer's experts; empty: the
-    family has none, else all of its models have some. defaults: what transformers takes for keys that a
-    config.json may leave out. features: the model's keys beyond sizes, from the fields and the sizes. fields: the
-    inverse. scalings: the kinds of RoPE scaling that transformers knows of it. partial: whether it can turn a part of
-    every head. predicts_more: files may have layers after the last, which predict further tokens and are left out.
+    family has none. dense: models of a family with experts may have none. defaults: what transformers takes for keys
+    that a config.json may leave out. features: the model's keys beyond sizes, from the fields and the sizes. fields:
+    the inverse. scalings: the kinds of RoPE scaling that transformers knows of it. partial: whether it can turn a part
+    of every head. predicts_more: files may have layers after the last, which predict further tokens and are left out.
     woven: whether tensors of experts are as `maps.woven` tells. latent: its attention is latent. reads: keys of
     NEUTRAL_VALUES that `features` reads itself.
     """
@@ -69,6 +69,7 @@ class Family:
     experts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     scalings: Collection[str] = tuple(SCALING_KEYS)
     partial: bool = False
+    dense: bool = False
     predicts_more: bool = False
     woven: bool = False
     reads: Collection[str] = ()

@@ -16,6 +16,10 @@ from megalite.config.layout import Layout
 # From PyTorch 2.14 on it is public, and the private one warns.
 set_timeout = getattr(dist, "set_timeout", None) or distributed_c10d._set_pg_timeout
 AXES = ("pp", "dp_replicate", "fsdp", "tp")  # axes of the root mesh, outermost first
+EXPERT_AXES = ("ep_replicate", "ep_fsdp", "ep")  # axes of the mesh of experts inside of pp
+# Groups of their own even where other axes are the same ranks: a group's collectives wait for one another, and keys,
+# values and tokens would wait for the weights that are on their way beside compute.
+APART = ("cp", *(f"mesh_{name}" for name in EXPERT_AXES))
 
 
 @dataclass(frozen=True)
@@ -35,8 +39,8 @@ class Mesh:
     rank: int
     cp: dist.ProcessGroup | None  # the ranks that share this rank's sequences; None: it has them whole
     stage: dist.ProcessGroup | None = None  # all ranks with this rank's position along pp; None: nobody asked for it
-    # The same ranks with the axes pp, dp_replicate, ep_fsdp and ep: ranks along ep share out the experts of a layer,
-    # and ranks along ep_fsdp have the same experts. None: every rank has all.
+    # The same ranks with the axes pp, ep_replicate, ep_fsdp and ep: ranks along ep share out the experts of a layer,
+    # and ranks along the two axes before it have the same experts. None: every rank has all.
     experts: DeviceMesh | None = None
 
     @staticmethod
@@ -57,25 +61,26 @@ class Mesh:
         data = (replicas, shards) if sharded else (replicas * shards, 1)
         ranks = torch.arange(layout.world_size)
         grid = ranks.view(layout.pp, *data, layout.tp)
-        lines = {f"mesh_{name}": grid.movedim(axis, -1).flatten(0, -2) for axis, name in enumerate(AXES)}
+        lines = {f"mesh_{name}": _lines(grid, axis) for axis, name in enumerate(AXES)}
         lines |= {"world": ranks[None], "stage": grid.flatten(1)} if with_stage else {"world": ranks[None]}
+        if layout.cp > 1:
+            lines["cp"] = _lines(ranks.view(-1, layout.cp, layout.tp), 1)
+        same = shards * layout.tp // layout.ep
+        expert_grid = ranks.view(layout.pp, *((replicas, same) if sharded else (replicas * same, 1)), layout.ep)
+        if layout.ep > 1:
+            lines |= {f"mesh_{name}": _lines(expert_grid, axis) for axis, name in enumerate(EXPERT_AXES, start=1)}
         found = _groups(lines)
-        # A group of its own even where fsdp or replicas are the same ranks: a group's collectives wait for one another,
-        # and keys and values would wait for the weights that are on their way beside compute.
-        blocks = ranks.view(-1, layout.cp, layout.tp).transpose(1, 2).flatten(0, 1)
-        cp = dist.new_subgroups_by_enumeration(blocks.tolist(), group_desc="cp")[0] if layout.cp > 1 else None
-        experts = None
-        if layout.ep > 1:  # groups of their own, as for cp
-            same = layout.dp_shard * layout.cp * layout.tp // layout.ep
-            apart = (layout.dp_replicate, same) if sharded else (layout.dp_replicate * same, 1)
-            names = ("pp", "dp_replicate", "ep_fsdp", "ep")
-            experts = DeviceMesh(device.type, ranks.view(layout.pp, *apart, layout.ep), mesh_dim_names=names)
         rank, mesh = dist.get_rank(), None
         if rank < layout.world_size:
             root = DeviceMesh.from_group(
                 [found[f"mesh_{name}"] for name in AXES], device.type, grid, mesh_dim_names=AXES
             )
-            mesh = Mesh(layout, device, root, found["world"], rank, cp, found.get("stage"), experts)
+            experts = None
+            if layout.ep > 1:
+                names = ("pp", *EXPERT_AXES)
+                groups = [found[f"mesh_{name}"] for name in names]
+                experts = DeviceMesh.from_group(groups, device.type, expert_grid, mesh_dim_names=names)
+            mesh = Mesh(layout, device, root, found["world"], rank, found.get("cp"), found.get("stage"), experts)
         if mesh is not None and timeout is not None:
             for group in mesh.groups:
                 set_timeout(timeout, group)
@@ -89,7 +94,7 @@ class Mesh:
         axes = [self.group(axis) for axis in AXES]
         others = [group for group in (self.cp, self.stage) if group is not None]
         if self.experts is not None:
-            others += [self.experts.get_group(axis) for axis in ("dp_replicate", "ep_fsdp", "ep")]
+            others += [self.experts.get_group(axis) for axis in EXPERT_AXES]
         return list(dict.fromkeys([self.world, *axes, *others]))
 
     @property
@@ -103,7 +108,7 @@ class Mesh:
         found |= {} if self.cp is None else {self.cp: "cp"}
         if self.experts is not None:
             found |= {self.experts.get_group("ep"): "ep"}
-            found |= {self.experts.get_group(axis): "dp" for axis in ("dp_replicate", "ep_fsdp")}
+            found |= {self.experts.get_group(axis): "dp" for axis in ("ep_replicate", "ep_fsdp")}
         return {group.group_name: axis for group, axis in found.items() if group.size() > 1}
 
     @property
@@ -134,8 +139,8 @@ class Mesh:
         """The mesh given to FSDP2 for experts; as `data`."""
         if self.experts is None:
             return self.data
-        replicas = self.experts["dp_replicate"].size() > 1
-        return self.experts["dp_replicate", "ep_fsdp"] if replicas else self.experts["ep_fsdp"]
+        replicas = self.experts["ep_replicate"].size() > 1
+        return self.experts["ep_replicate", "ep_fsdp"] if replicas else self.experts["ep_fsdp"]
 
     def group(self, axis: str) -> dist.ProcessGroup:
         return self.root.get_group(axis)
@@ -145,16 +150,23 @@ class Mesh:
         return self.layout.rank(**{**self.coordinates, axis: position})
 
 
-def _groups(lines: Mapping[str, Tensor]) -> dict[str, dist.ProcessGroup]:
-    """The groups of this rank, by name of a division of the ranks into `lines`; those of equal ranks are one.
+def _lines(grid: Tensor, axis: int) -> Tensor:
+    """The ranks of a grid as lines along one of its axes."""
+    return grid.movedim(axis, -1).flatten(0, -2)
 
-    Each group takes memory in NCCL, and in gloo a connection to every other rank. Collective over all processes of the
-    job; a rank that is in no line gets None.
+
+def _groups(lines: Mapping[str, Tensor]) -> dict[str, dist.ProcessGroup]:
+    """The groups of this rank, by name of a division of the ranks into `lines`.
+
+    Those of equal ranks are one, but for APART of several ranks: each group takes memory in NCCL, and in gloo a
+    connection to every other rank. Collective over all processes of the job; a rank that is in no line gets None.
     """
-    made: dict[tuple[tuple[int, ...], ...], Any] = {(tuple(range(dist.get_world_size())),): dist.group.WORLD}
+    made: dict[tuple[str, tuple[tuple[int, ...], ...]], Any] = {
+        ("", (tuple(range(dist.get_world_size())),)): dist.group.WORLD
+    }
     found = {}
     for name, rows in lines.items():
-        key = tuple(map(tuple, rows.tolist()))
+        key = name if name in APART and rows.shape[1] > 1 else "", tuple(map(tuple, rows.tolist()))
         if key not in made:
             made[key] = dist.new_subgroups_by_enumeration(rows.tolist(), group_desc=name)[0]
         found[name] = made[key]

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megalite.distributed.mesh import Mesh
+from megalite.distributed.mesh import EXPERT_AXES, Mesh
 from megalite.dry_run.live_bytes import COUNTED_TYPES
 from megalite.plan.parts.transfers import Transfer
 
@@ -87,8 +87,7 @@ def axes_of(mesh: Mesh) -> dict[str, str]:
     groups = {axis: mesh.group(axis) for axis in ("tp", "fsdp", "dp_replicate", "pp")}
     others = {"cp": mesh.cp, "world": mesh.world, "stage": mesh.stage}
     if mesh.experts is not None:
-        names = {"ep": "ep", "ep_fsdp": "ep_fsdp", "ep_replicate": "dp_replicate"}
-        others |= {axis: mesh.experts.get_group(name) for axis, name in names.items()}
+        others |= {axis: mesh.experts.get_group(axis) for axis in EXPERT_AXES}
     found: dict[str, str] = {}
     for axis, group in (groups | {axis: group for axis, group in others.items() if group is not None}).items():
         found.setdefault(group.group_name, axis)

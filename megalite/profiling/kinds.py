@@ -7,7 +7,7 @@ AXES = {  # axis -> descriptions of its process groups, see `Mesh.build`
     "cp": ("cp",),
     "ep": ("mesh_ep",),
     "pp": ("mesh_pp",),
-    "dp": ("mesh_fsdp", "mesh_dp_replicate", "mesh_ep_fsdp"),
+    "dp": ("mesh_fsdp", "mesh_dp_replicate", "mesh_ep_fsdp", "mesh_ep_replicate"),
     "all": ("world", "stage", "default_pg"),
 }
 OTHER = "other"  # axis of groups that are none of the mesh's

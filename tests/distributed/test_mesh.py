@@ -11,7 +11,7 @@ from ranks import SIZE, Ranks
 from torch.distributed import distributed_c10d
 
 from megalite.config.layout import AXES, Layout
-from megalite.distributed.mesh import Mesh, connect
+from megalite.distributed.mesh import EXPERT_AXES, Mesh, connect
 
 LAYOUTS = [
     Layout(),
@@ -21,6 +21,13 @@ LAYOUTS = [
     Layout(dp_replicate=2, dp_shard=2, tp=2),
     Layout(pp=4, dp_shard=2),
     Layout(pp=3, tp=2),
+]
+EXPERT_LAYOUTS = [
+    Layout(pp=2, dp_shard=2, tp=2, ep=2),
+    Layout(dp_replicate=2, dp_shard=2, tp=2, ep=2),
+    Layout(dp_replicate=2, cp=2, tp=2, ep=4),
+    Layout(pp=2, dp_replicate=2, dp_shard=2, ep=2),
+    Layout(dp_shard=8, ep=8),
 ]
 Seen = tuple[dict[str, int], int, dict[str, list[int]], list[int], list[int], dict[tuple[str, int], int]]
 
@@ -57,6 +64,41 @@ def test_the_mesh_agrees_with_the_arithmetic_of_the_layout(layout: Layout, ranks
         assert data == neighbours(layout, rank, "dp_replicate", "dp_shard", "cp")
         for (axis, position), other in along.items():
             assert other == neighbours(layout, rank, axis)[position]
+
+
+def groups_of_experts(layout: Layout, rank: int, sharded: bool) -> list[tuple[int, ...]]:
+    """The ranks along every axis of experts that `rank` is on."""
+    size = layout.world_size // layout.pp // layout.dp_replicate
+
+    def place(other: int) -> tuple[int, int, int]:
+        return other // size, other % size // layout.ep, other % layout.ep
+
+    replica, shard, part = place(rank)
+    stage = neighbours(layout, rank, "dp_replicate", "dp_shard", "cp", "tp")
+    same = [other for other in stage if place(other)[2] == part]
+    replicas = [other for other in same if not sharded or place(other)[1] == shard]
+    shards = [other for other in same if place(other)[0] == replica] if sharded else [rank]
+    return [tuple(replicas), tuple(shards), tuple(other for other in stage if place(other)[:2] == (replica, shard))]
+
+
+def experts_of(layout: Layout, sharded: bool) -> tuple[list[tuple[int, ...]], bool]:
+    """The ranks of this rank's groups of experts, and whether their pipeline's group is that of all weights."""
+    mesh = Mesh.build(layout, torch.device("cpu"), sharded)
+    assert mesh is not None
+    assert mesh.experts is not None
+    groups = [mesh.experts.get_group(axis) for axis in EXPERT_AXES]
+    assert {*groups} <= {*mesh.groups}
+    return [tuple(dist.get_process_group_ranks(group)) for group in groups], (
+        mesh.experts.get_group("pp") == mesh.group("pp")
+    )
+
+
+@pytest.mark.parametrize("sharded", [True, False], ids=["sharded", "replicas"])
+@pytest.mark.parametrize("layout", EXPERT_LAYOUTS, ids=str)
+def test_ranks_share_out_experts_inside_of_a_stage(layout: Layout, sharded: bool, ranks: Ranks) -> None:
+    for rank, (groups, one_pipeline) in enumerate(ranks.run(experts_of, layout, sharded)):
+        assert groups == groups_of_experts(layout, rank, sharded)
+        assert one_pipeline
 
 
 def stage_of(layout: Layout, sharded: bool) -> tuple[list[int], bool] | None:
@@ -119,9 +161,15 @@ def made_groups(layout: Layout, sharded: bool) -> list[tuple[int, ...]]:
 
 
 @pytest.mark.parametrize("sharded", [True, False], ids=["sharded", "replicas"])
-@pytest.mark.parametrize("layout", [*LAYOUTS, Layout(pp=2, cp=2, tp=2), Layout(cp=8), Layout(pp=8)], ids=str)
-def test_no_two_groups_have_the_same_ranks_but_that_of_the_context(layout: Layout, sharded: bool, ranks: Ranks) -> None:
+@pytest.mark.parametrize(
+    "layout", [*LAYOUTS, Layout(pp=2, cp=2, tp=2), Layout(cp=8), Layout(pp=8), *EXPERT_LAYOUTS], ids=str
+)
+def test_no_two_groups_have_the_same_ranks_but_those_of_contexts_and_experts(
+    layout: Layout, sharded: bool, ranks: Ranks
+) -> None:
     for rank, made in enumerate(ranks.run(made_groups, layout, sharded)):
         apart = [tuple(neighbours(layout, rank, "cp"))] if layout.cp > 1 else []
+        if layout.ep > 1:
+            apart += [group for group in groups_of_experts(layout, rank, sharded) if len(group) > 1]
         assert not Counter(made) - Counter({*made}) - Counter(apart)
         assert made[len(made) - len(apart) :] == apart

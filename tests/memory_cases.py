@@ -237,6 +237,10 @@ CASES: dict[str, tuple[Overrides, int]] = {  # name -> overrides and the pipelin
         {**NARROW_EXPERTS, **BALANCED, **PIPELINE, "model.layers": 8, "batch.global": 32, "train.recompute": "full"},
         0,
     ),
+    "experts, narrow, a budget that keeps all": (
+        {**NARROW_EXPERTS, "model.layers": 4, "train.recompute": "budget", "train.recompute_budget": 1.0},
+        0,
+    ),
     "experts, narrow, offloaded": ({**NARROW_EXPERTS, "train.offload_activations": True}, 0),
     "experts, narrow, zb_h1, selective": (
         {

@@ -17,7 +17,7 @@ from megalite.plan.model.size import Parameters
 from megalite.plan.model.weights import embedding, final_norm, head
 from megalite.plan.parts.attention_memory import AttentionMemory
 from megalite.plan.parts.layer import Layer
-from megalite.plan.parts.part import Kept, Moment, Part, Weight
+from megalite.plan.parts.part import MADE_AGAIN, Kept, Moment, Part, Weight
 from megalite.plan.parts.roles import RoleKind
 from megalite.plan.parts.sizes import Sizes
 from megalite.plan.recompute_modes import Mode
@@ -89,7 +89,7 @@ class Activations(Sizes):
             newest=self._newest(own),
             kept=tuple(stays),
             forward=2 * self.stream + of_last.forward(self, made),
-            backward=layer.backward(self),
+            backward=tuple(at for at in layer.backward(self) if mode == "full" or at.name != MADE_AGAIN),
             remade=remade,
             cheap=cheap,
             offloaded=offloaded,

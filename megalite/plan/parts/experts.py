@@ -21,7 +21,7 @@ from functools import cached_property
 
 from megalite.config.layers import Mixture
 from megalite.plan.parts import roles
-from megalite.plan.parts.part import Kept, Moment, Passed, Product, Weight
+from megalite.plan.parts.part import MADE_AGAIN, Kept, Moment, Passed, Product, Weight
 from megalite.plan.parts.sizes import Sizes
 from megalite.plan.parts.swiglu import SwiGLUPart
 from megalite.plan.parts.transfers import Transfer, Transfers, over
@@ -126,10 +126,8 @@ class ExpertsPart:
         # The gradient of what all return is held until the shared expert has used it.
         held, given = (own, sizes.stream) if self.shared is not None else (0, 0)
         # Full recompute begins when a gradient of rows is there, and makes what experts return once more.
-        makes_again = sizes.config.train.recompute in ("full", "budget")
-        again = [Moment("made again", own + 2 * rows)] if makes_again else []
         return (
-            *again,
+            Moment(MADE_AGAIN, own + 2 * rows),
             Moment("down", own + rows + hidden, down, put_off=rows),
             Moment("swiglu", held + 3 * hidden),
             Moment("gate and up", held + 2 * hidden + rows, gate + up, put_off=2 * hidden),

@@ -102,6 +102,9 @@ class Kept:
     remembered: bool = False  # a choice: it stays on the device, and full recompute does not make it again
 
 
+MADE_AGAIN = "made again"  # the moment at which full recompute has run a layer again; other layers have none
+
+
 @dataclass(frozen=True)
 class Moment:
     """A place in the backward pass where memory may peak."""

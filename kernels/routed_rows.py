@@ -26,6 +26,8 @@ def _spread(x: Tensor, places: Tensor) -> Tensor:
 
 def _collect(rows: Tensor, places: Tensor) -> Tensor:
     first, *others = places.unbind(-1)
+    if not others:
+        return rows[first]
     total = rows[first].to(wide_dtype(rows.dtype))
     for place in others:
         total += rows[place]

@@ -43,10 +43,9 @@ class Dispatch:
 
     def compute(self, experts: Callable[[Tensor, Tensor, Rows], Tensor]) -> Tensor:
         """The results of `experts` of all ranks for the rows that were sent, `[n, d]`."""
-        taken, scores = (arriving() for arriving in self._on_their_way)
-        del self._on_their_way
-        y = self.rows.collect(experts(self.rows.spread(taken), self.rows.permuted(scores), self.rows))
-        del taken
+        # Rows have no names here, by which they would be held for longer than they are needed.
+        arriving = self._on_their_way.pop
+        y = self.rows.collect(experts(self.rows.spread(arriving(0)()), self.rows.permuted(arriving(0)()), self.rows))
         return _Exchange.begun(y, self.arriving, self.sent, self.group)()
 
 

@@ -70,6 +70,7 @@ APART: Overrides = {
     "parallel.dp_shard": 4,
     "parallel.ep": 2,
 }
+NARROW_APART: Overrides = {**NARROW_EXPERTS, "parallel.dp_shard": 4, "parallel.ep": 2}
 CASES: dict[str, tuple[Overrides, int]] = {  # name -> overrides and the pipeline rank
     "fp32": ({"train.precision": "fp32"}, 0),
     "fp64, tp": ({"train.precision": "fp64", "parallel.tp": 2}, 0),
@@ -304,6 +305,13 @@ CASES: dict[str, tuple[Overrides, int]] = {  # name -> overrides and the pipelin
     ),
     "experts apart, selective": ({**APART, "train.recompute": "selective"}, 0),
     "experts apart, offloaded": ({**APART, "train.offload_activations": True}, 0),
+    "experts apart, narrow": (NARROW_APART, 0),
+    "experts apart, narrow, fp32, selective": (
+        {**NARROW_APART, "train.precision": "fp32", "train.recompute": "selective"},
+        0,
+    ),
+    "experts apart, narrow, offloaded": ({**NARROW_APART, "train.offload_activations": True}, 0),
+    "experts apart, narrow, zb_h1": ({**PIPELINE, **NARROW_APART, "parallel.pipeline.schedule": "zb_h1"}, 0),
     "experts apart, muon": ({**APART, "optim.name": "muon"}, 0),
     "experts apart, replicas": ({**APART, "parallel.dp_replicate": 2, "batch.global": 16}, 0),
     "experts apart, zbv": ({**APART, **ZERO2, "parallel.pipeline.schedule": "zbv", **PIPELINE}, 0),

@@ -17,7 +17,7 @@ from megalite.plan.model.size import Parameters
 from megalite.plan.model.weights import embedding, final_norm, head
 from megalite.plan.parts.attention_memory import AttentionMemory
 from megalite.plan.parts.layer import Layer
-from megalite.plan.parts.part import MADE_AGAIN, Kept, Moment, Part, Weight
+from megalite.plan.parts.part import Kept, Moment, Part, Weight
 from megalite.plan.parts.roles import RoleKind
 from megalite.plan.parts.sizes import Sizes
 from megalite.plan.recompute_modes import Mode
@@ -81,6 +81,7 @@ class Activations(Sizes):
         stays = [kept for kept in left if kept.bytes < least or kept.remembered]
         offloaded = tuple(kept for kept in left if kept not in stays)
         passing = (*remade, *cheap, *offloaded)
+        where = "remade" if mode == "full" else "fetched" if offloaded else "kept"
         of_last = layer.parts[-1]
         made = sum(kept.bytes for kept in passing if kept.component == of_last.name)
         return Unit(
@@ -89,7 +90,7 @@ class Activations(Sizes):
             newest=self._newest(own),
             kept=tuple(stays),
             forward=2 * self.stream + of_last.forward(self, made),
-            backward=tuple(at for at in layer.backward(self) if mode == "full" or at.name != MADE_AGAIN),
+            backward=tuple(at for at in layer.backward(self) if at.where in ("", where)),
             remade=remade,
             cheap=cheap,
             offloaded=offloaded,

@@ -11,7 +11,7 @@ A shared expert is a SwiGLU of all tokens, split over tp as in other layers. It 
 
 Where ranks share out experts, each sends its rows to those of their experts, and gets as many if experts are chosen
 equally often, as is taken here; what experts return goes back, and gradients go both ways again. Rows that arrive are
-kept, with one more number for each.
+kept, with two more numbers for each.
 """
 
 from collections import Counter
@@ -21,7 +21,7 @@ from functools import cached_property
 
 from megalite.config.layers import Mixture
 from megalite.plan.parts import roles
-from megalite.plan.parts.part import MADE_AGAIN, Kept, Moment, Passed, Product, Weight
+from megalite.plan.parts.part import Kept, Moment, Passed, Product, Weight
 from megalite.plan.parts.sizes import Sizes
 from megalite.plan.parts.swiglu import SwiGLUPart
 from megalite.plan.parts.transfers import Transfer, Transfers, over
@@ -93,7 +93,7 @@ class ExpertsPart:
         return (
             Kept("mlp", self._logits(sizes), "router"),
             # Experts, and places of rows.
-            Kept("mlp", (3 if apart else 2) * INDEX_BYTES * choices, "router", remembered=True),
+            Kept("mlp", (4 if apart else 2) * INDEX_BYTES * choices, "router", remembered=True),
             Kept("mlp", rows, "gate and up", for_weights="gate and up", cheap=not apart),
             Kept("mlp", hidden, "swiglu"),
             Kept("mlp", hidden, "swiglu"),
@@ -114,6 +114,9 @@ class ExpertsPart:
     def forward(self, sizes: Sizes, passing: int) -> int:
         rows, hidden = self._rows(sizes)
         total = sizes.stream * sizes.z // sizes.w
+        if sizes.config.parallel.ep > 1:
+            # Rows that come back, beside those that were sent back. Layers that recompute still hold their input.
+            return max(rows + passing, 2 * rows - (1 if passing else 2) * sizes.stream, rows + total)
         return rows + passing + (max(total - hidden, 0) if passing else total)  # the last matrix's input has passed
 
     def backward(self, sizes: Sizes, own: int) -> tuple[Moment, ...]:
@@ -125,12 +128,15 @@ class ExpertsPart:
         router, gate, up, down = (gradients[name] for name in MATRICES)
         # The gradient of what all return is held until the shared expert has used it.
         held, given = (own, sizes.stream) if self.shared is not None else (0, 0)
+        apart = sizes.config.parallel.ep > 1
         # Full recompute begins when a gradient of rows is there, and makes what experts return once more.
         return (
-            Moment(MADE_AGAIN, own + 2 * rows),
+            Moment("made again", own + 2 * rows, where="remade"),
+            *([Moment("gradients to experts", own + 2 * rows, where="kept")] if apart else []),
             Moment("down", own + rows + hidden, down, put_off=rows),
             Moment("swiglu", held + 3 * hidden),
             Moment("gate and up", held + 2 * hidden + rows, gate + up, put_off=2 * hidden),
+            *([Moment("gradients back", held + 2 * rows)] if apart else []),
             *self._shared_backward(sizes, own, rows, gradients["shared_gate"]),
             Moment("router", rows + 2 * sizes.stream + given, router, put_off=self._logits(sizes)),
         )

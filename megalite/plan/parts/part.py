@@ -7,7 +7,7 @@ and the module read the same value, so a tensor of a part is described in one pl
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
-from typing import NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 from megalite.config.layers import Heads
 from megalite.plan.parts.roles import Role
@@ -102,9 +102,6 @@ class Kept:
     remembered: bool = False  # a choice: it stays on the device, and full recompute does not make it again
 
 
-MADE_AGAIN = "made again"  # the moment at which full recompute has run a layer again; other layers have none
-
-
 @dataclass(frozen=True)
 class Moment:
     """A place in the backward pass where memory may peak."""
@@ -116,6 +113,8 @@ class Moment:
     again: int = 0  # temporaries of W when it makes the weight gradients that were put off
     # Bytes of new float32 sums in place of `weights`, where weights have copies; 0: forward keeps the sum already.
     summed: int | None = None
+    # Only in layers whose tensors are "remade" by full recompute, or "kept" on the device; empty: in all.
+    where: Literal["", "remade", "kept"] = ""
 
 
 class Part(Protocol):

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, partial
 from math import ceil
-from operator import add
+from operator import add, mul
 from typing import NamedTuple
 
 from megalite.config.attention_kernels import PADDING
@@ -93,7 +93,8 @@ class LayerModel:
         """The time of a layer. recompute: in place of the share's."""
         program, recompute = self.program, recompute or self.share.recompute
         forward, backward, weights, uncovered = self._alone
-        launched = program.host, program.host * HOST_BACKWARD_RATIO
+        host = program.host + (program.experts_host if self.share.passed.active else 0.0)
+        launched = host, host * HOST_BACKWARD_RATIO
         if recompute == "full":
             backward, launched = backward + forward, (launched[0], launched[1] + launched[0])
         elif recompute == "selective" and program.repeats is None:
@@ -118,8 +119,8 @@ class LayerModel:
         if share.precision == "fp8":
             passes = passes[0] + self._casts(matrices)[0], passes[1] + self._casts(matrices)[1]
         tensor, context = self._tensor(), self._context(attention)
-        forward = Seconds(products, attention[0], passes[0], tensor[0], context[0], experts=self._dispatch())
-        backward = Seconds(inputs + weights, attention[1], passes[1], tensor[1], context[1], experts=self._dispatch())
+        forward = self._with_dispatch(Seconds(products, attention[0], passes[0], tensor[0], context[0]))
+        backward = self._with_dispatch(Seconds(inputs + weights, attention[1], passes[1], tensor[1], context[1]))
         return forward, backward, weights, tensor[2]
 
     @property
@@ -129,11 +130,15 @@ class LayerModel:
         return tuple(partial(self._matmul, order=order) for order in orders)
 
     def _matmul(self, product: Product, order: tuple[int, int, int]) -> float:
-        """The time of a product whose sizes are the fields of `product` in this order, or of one for each group."""
-        sizes = (_aligned(ceil(product.rows / product.groups)) if product.groups > 1 else product.rows, *product[1:3])
-        precision = self.share.precision if product.groups == 1 else self.share.outside
+        """The time of a product whose sizes are the fields of `product` in this order, or of one for each group of the
+        rank. Ranks of ep have fewer groups, with as many rows in all."""
+        groups = product.groups // self.share.ep if product.groups > 1 else 1
+        sizes = (_aligned(ceil(product.rows / groups)) if product.groups > 1 else product.rows, *product[1:3])
+        eight = product.groups == 1 or self.program.experts_fp8
+        precision = self.share.precision if eight else self.share.outside
         m, n, k = (sizes[at] for at in order)
-        return self.kernels.matmul(m, n, k, product.groups, precision)
+        seconds = self.kernels.matmul(m, n, k, groups, precision)
+        return seconds if product.groups == 1 else seconds * self._load / self.program.grouped
 
     def _casts(self, products: list[Product]) -> tuple[float, float]:
         """Casts of what enters products in fp8: inputs in forward, and in backward inputs again and gradients."""
@@ -190,7 +195,10 @@ class LayerModel:
         """Passes over activations: forward, backward."""
         share, program, tokens = self.share, self.program, self.share.tokens
         stream = share.width / (share.tp if program.sequence_parallel else 1)
-        inner, heads, routed = share.passed
+        inner, heads, routed, rows, _ = share.passed
+        if share.ep > 1 and program.dispatch == "all_to_all":  # rows are put in order before and after the way, too
+            routed += 2 * rows
+        inner, routed = (each * (self._load if rows else 1.0) for each in (inner, routed))
         of_stream, of_ffn = (program.forward, program.backward), (program.forward_ffn, program.backward_ffn)
         each = zip(of_stream, of_ffn, program.heads, strict=True)
         wider = share.element / REFERENCE_BYTES
@@ -259,11 +267,31 @@ class LayerModel:
                 hidden += 2 * whole - beside
         return there, back, hidden
 
+    @property
+    def _load(self) -> float:
+        """Rows of the busiest of the ranks that share out experts, in those of the mean: others wait for it."""
+        return self.program.load if self.share.ep > 1 else 1.0
+
+    def _with_dispatch(self, compute: Seconds) -> Seconds:
+        """A pass with what its tokens' way to their experts and back adds to the compute."""
+        sent = self._dispatch()
+        if self.program.dispatch_overlaps:
+            sent = self.beside(compute.total, sent) - compute.total
+        return compute._replace(experts=sent)
+
     def _dispatch(self) -> float:
-        """Communication of tokens with their experts in one pass, there and back, which nothing hides."""
-        share = self.share
-        tokens = share.element * share.tokens * share.passed.routed
-        return 2 * self.net.collective("all_to_all", tokens, Group(share.ep, 1)) if tokens else 0.0
+        """Communication of tokens with their experts in one pass, there and back."""
+        share, group = self.share, Group(self.share.ep, 1)
+        tokens = share.element * share.tokens * share.passed.rows
+        if not tokens or share.ep == 1:
+            return 0.0
+        tokens *= self._load
+        if self.program.dispatch == "all_to_all":
+            return 2 * self.net.collective("all_to_all", tokens, group)
+        spans = [1, *(min(share.ep, level.gpus) for level in self.cluster.levels)]  # ranks that a copy serves
+        active = max(part.passed(1).active for part in share.parts)
+        copies = (_distinct(share.ep / each, active) / active for each in spans)
+        return 2 * max(map(mul, copies, self.net.links("all_to_all", tokens, group)))
 
     def _context(self, attention: tuple[float, float]) -> tuple[float, float]:
         """Exposed context-parallel communication: forward, backward.
@@ -297,6 +325,11 @@ class LayerModel:
             for compute, sent in zip(attention, (gathered, again * gathered), strict=True)
         )
         return there, back
+
+
+def _distinct(places: float, drawn: int) -> float:
+    """Places, of so many that are equally likely, among which so many draws fall on average."""
+    return places * (1 - (1 - 1 / places) ** drawn)
 
 
 def _aligned(tokens: int) -> int:

@@ -11,6 +11,7 @@ from typing import Literal
 from megalite.config.attention_kernels import Kernel, Machine
 
 Attention = Literal["unfused", "flash1", "flash2", "flash3", "cudnn"]
+Dispatch = Literal["all_to_all", "once"]
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,12 @@ class Program:
         has all logits, and computes the whole loss.
     Context parallelism:
         wide_keys: a ring sends gradients of keys and values in float32.
+    Experts:
+        dispatch: how tokens come to the ranks of their experts: a row for each expert ("all_to_all"), or once to each
+        rank that has any of them, and through the network once to each node ("once"). dispatch_overlaps: it runs beside
+        the compute of another micro-batch. experts_fp8: their products are in 8 bits where others are. grouped: rate of
+        their products, relative to as many of the same sizes in one call. experts_host: seconds that the host takes
+        longer for a layer's forward pass with experts. load: rows of the busiest rank of ep, in those of the mean.
     Weights:
         optimizer: bytes of a parameter that the optimizer reads and writes.
     The host, in seconds:
@@ -71,6 +78,12 @@ class Program:
     gathers_logits: bool = False
     wide_keys: bool = False
     waits: float = 0.0
+    dispatch: Dispatch = "all_to_all"
+    dispatch_overlaps: bool = False
+    experts_fp8: bool = False
+    grouped: float = 1.0
+    experts_host: float = 0.0022
+    load: float = 1.0
 
 
 # Bytes are those that kernels declare (`bytes_moved`; a test compares them): norms with the residual's addition move
@@ -92,6 +105,9 @@ MEGALITE = Program(
     wide_keys=True,
 )
 HOST_BACKWARD_RATIO = 1.9
+# Rows of the busiest rank of ep, in those of the mean, where nothing balances them: steps are then predicted to take
+# up to 1.7 times as long. Published pairs are 1.5 to 1.9 times apart (docs/planner_evidence.md, "Experts").
+NATURAL_LOAD = 2.0
 ATTENTION_SHARES = {  # share of the peak in bf16 that fused attention reaches: forward, backward; by kernel and GPU
     ("flash1", "A100"): (0.36, 0.30),
     ("flash1", "H100"): (0.20, 0.155),

@@ -17,6 +17,7 @@ from megalite.base.errors import counted
 from megalite.base.exit_codes import ExitCode
 from megalite.base.files import check_output, write_object
 from megalite.cost.constants import FITTED_CONSTANTS, Constants
+from megalite_tools.plan.published.expert_facts import without_own_source
 from megalite_tools.plan.published.fit import BOUNDS, fit
 from megalite_tools.plan.published.other_planners import Peer, read_peers
 from megalite_tools.plan.published.rows import Row, read_rows
@@ -103,8 +104,9 @@ def _fitted(terminal: Terminal, rows: Sequence[Row]) -> Constants:
 
 
 def _without(rows: Sequence[Row]) -> list[Compared]:
-    """Step times of every source with constants that were fitted without it."""
-    found: list[Compared] = []
+    """Step times of every source with constants that were fitted without it; of rows with experts, their facts."""
+    found = without_own_source([row for row in rows if row.work.experts])
+    rows = [row for row in rows if not row.work.experts]
     told, sources = Console(stderr=True), sorted({row.source for row in rows})
     for source in track(sources, "Fitting without", console=told, transient=True, disable=not told.is_terminal):
         others = [row for row in rows if row.source != source]

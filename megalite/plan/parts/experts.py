@@ -85,7 +85,13 @@ class ExpertsPart:
     def passed(self, tp: int) -> Passed:
         active = self.kind.active / tp
         shared = 0.0 if self.shared is None else self.shared.passed(tp).hidden
-        return Passed(hidden=2 * self.kind.width * active + shared, routed=self.width * (active + 1 / tp))
+        rows = self.width * active
+        return Passed(
+            hidden=2 * self.kind.width * active + shared,
+            routed=rows + self.width / tp,
+            rows=rows,
+            active=self.kind.active,
+        )
 
     def kept(self, sizes: Sizes) -> tuple[Kept, ...]:
         rows, hidden = self._rows(sizes)

@@ -81,12 +81,14 @@ class Passed(NamedTuple):
     """Elements for each token and rank that kernels between matrix products read or write, by what they are.
 
     hidden: between the products of a feed-forward. heads: queries, keys and values. routed: tokens that are brought to
-    their experts, and their rows, one for each.
+    their experts, and their rows, one for each. rows: of these, the rows. active: experts of a token.
     """
 
     hidden: float = 0
     heads: float = 0
     routed: float = 0
+    rows: float = 0
+    active: int = 0
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from megalite.config.rules.validate import validate
-from megalite.config.schema import Batch, Config, DataParallel, Model, Parallel, Pipeline, Run, Train
+from megalite.config.schema import Batch, Config, DataParallel, Experts, Model, Parallel, Pipeline, Run, Train
 from megalite.cost.cluster import Cluster
 from megalite_tools.plan.published.layer_counts import stage_layers
 from megalite_tools.plan.published.profiles import Profile
@@ -19,8 +19,12 @@ def expressed(work: Work, program: Profile, cluster: Cluster) -> Config | None:
 
     A configuration has SwiGLU, products in 16 bits and fused attention. And it has one way to send and to add up, for
     which `_as_ours` stands: where a program's own ways change its step by more than MAX_OWN_SHARE, no configuration
-    expresses it.
+    expresses it. Tokens go to experts in an all-to-all that nothing hides.
     """
+    if work.experts and work.ep > 1 and (program.dispatch != "all_to_all" or program.dispatch_overlaps):
+        return None
+    if work.experts and work.experts.count // work.ep % (work.dp * work.cp * work.tp // work.ep):
+        return None  # FSDP2 pads experts to a multiple of the ranks that have the same ones
     if not work.gated or work.precision != "bf16" or program.attention == "unfused":
         return None
     own, ours = (StepModel(work, each, cluster).step().total for each in (program, _as_ours(work, program)))
@@ -76,6 +80,7 @@ def _config(work: Work, program: Profile) -> Config:
             vocab_size=work.vocab,
             sequence_length=work.sequence,
             tie_embeddings=work.tied,
+            experts=Experts(work.experts.count, work.experts.active, work.experts.width) if work.experts else None,
         ),
         parallel=Parallel(
             pp=work.pp,
@@ -83,6 +88,7 @@ def _config(work: Work, program: Profile) -> Config:
             dp_shard=shards,
             cp=work.cp,
             tp=work.tp,
+            ep=work.ep,
             pipeline=Pipeline(named, work.virtual, split=_split(work, program)),
             data=DataParallel(work.mode, "bf16" if program.gradient == WEIGHT_BYTES else "fp32"),
         ),

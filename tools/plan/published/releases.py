@@ -20,6 +20,7 @@ from megalite_tools.plan.published.profiles import (
 # By program, its profiles, and the month since which each holds. Since September 2024 NeMo is built on PyTorch 24.07,
 # not 24.02: its Dockerfile and Dockerfile.ci.
 RELEASES: Mapping[str, tuple[tuple[int, str], ...]] = {
+    "automodel": ((0, "automodel"),),
     "deepspeed": ((0, "deepspeed_zero3"),),
     "fms-fsdp": ((0, "fms_fsdp"),),
     "internevo": ((0, "internevo"),),
@@ -60,10 +61,20 @@ def _with_16_bit_gradients(program: Profile) -> Profile:
     return replace(program, gradient=2, moved=NEMO.moved, kept=replace(program.kept, gradient=2))
 
 
+# Share of the time of the host with CUDA graphs of attention, router and preparation of the exchange.
+GRAPH_SHARE = 0.78
+
+
+def _with_graphs(program: Profile) -> Profile:
+    """Replay parts of layers with experts as CUDA graphs."""
+    return replace(program, host=GRAPH_SHARE * program.host, experts_host=GRAPH_SHARE * program.experts_host)
+
+
 COMMON_OPTIONS: Mapping[str, Callable[[Profile], Profile]] = {  # options of all programs
     **{kernel: lambda program, kernel=kernel: replace(program, attention=kernel) for kernel in KERNELS},  # type: ignore[misc]
     "eager_softmax": lambda program: replace(program, attention="unfused", scores=EAGER_SOFTMAX),
     "eager_norms": with_eager_norms,
+    "untuned": lambda program: replace(program, known=False),  # as its source says: it tells little of the program
     "sequence_parallel": with_sequence_parallelism,
     "no_sequence_parallel": lambda program: replace(program, sequence_parallel=False, gathers_again=False),
 }
@@ -76,6 +87,7 @@ PROGRAM_OPTIONS: Mapping[str, Mapping[str, Callable[[Profile], Profile]]] = {  #
     "kempnerforge": TORCHTITAN_OPTIONS,
     "torchtitan": TORCHTITAN_OPTIONS,
     "megatron-deepspeed": {"fp32_sums": lambda program: replace(program, kept=DEEPSPEED_FLOAT32_SUM)},
+    "megatron-bridge": {"cuda_graphs": _with_graphs},
     "megatron-lm": {"overlap": _with_overlap, "bf16_gradients": _with_16_bit_gradients},
 }
 

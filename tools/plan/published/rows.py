@@ -15,8 +15,10 @@ from pathlib import Path
 from typing import get_args
 
 from megalite.base.errors import InputError, counted
+from megalite.config.layers import Mixture
 from megalite.config.schema import DataMode
 from megalite.cost.cluster import Cluster, Level, Link, known_clusters, load_cluster
+from megalite.cost.program import Dispatch
 from megalite_tools.plan.published.fields import number, whole, word
 from megalite_tools.plan.published.kept_memory import Counted
 from megalite_tools.plan.published.profiles import Profile
@@ -68,12 +70,15 @@ COLUMNS = [
     "provenance",
     "notes",
 ]
+# Columns that a file without experts need not have. head_size: where it is not the width over the heads.
+EXPERT_COLUMNS = ["head_size", "top_k", "expert_ffn", "ep", "dispatcher", "ep_overlap", "routing"]
 MAX_FILE_BYTES = 1 << 24  # bytes of a file
 GPT_VOCABULARY = 51_200  # as in Megatron's GPT models, where a row of a model without gates has no number
 VECTOR = 128  # Megatron-LM, megatron/training/arguments.py: --make-vocab-size-divisible-by
 HEAD = 128  # elements of the width for each head, where a row does not say how many there are
 # In the names of models: 30B-A3B and 8x7B, and of families that have nothing else.
 EXPERTS = r"moe|experts|\d+x\d+b|-a\d+(?:\.\d+)?b\b|mixtral|kimi.?k2|gpt.?oss|deepseek.?v[234]|llama.?4|glm.?4\.5"
+ROUTINGS = ("balanced", "natural", "unsaid")
 PRECISIONS = {"bf16": "bf16", "fp16": "bf16", "fp8": "fp8", "mxfp8": "fp8"}  # and what the planner takes them as
 FLOPS = ("model", "model causal", "hardware", "hardware causal")
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32)  # sizes of micro-batches that are tried, where a row does not say
@@ -89,7 +94,8 @@ class Row:
     """A published run. line: of the file, for messages.
 
     seconds: of a step; None if no speed was published. memory: bytes of the fullest GPU, counted as `counts` says;
-    None if none were published. fits: whether the run did not run out of memory. micro: whether the size of
+    None if none were published, or with experts, whose memory other programs hold in ways of their own. routing: how
+    experts were chosen, "" without any. fits: whether the run did not run out of memory. micro: whether the size of
     micro-batches was published. group: what is the same for runs whose layouts can be compared.
     """
 
@@ -102,6 +108,7 @@ class Row:
     cluster: Cluster
     seconds: float | None
     memory: float | None
+    routing: str
     counts: Counted
     fits: bool
     micro: bool
@@ -127,7 +134,8 @@ def read_rows(path: Path) -> tuple[list[Row], list[str]]:
                 raise ValueError(
                     f"has {counted(len(values), 'field')}, but the first line names {len(columns)} columns"
                 )
-            rows.append(_row(path.name, line, dict(zip(columns, values, strict=True))))
+            fields = dict.fromkeys(EXPERT_COLUMNS, "") | dict(zip(columns, values, strict=True))
+            rows.append(_row(path.name, line, fields))
         except ValueError as error:
             left_out.append(f"{path}:{line}: {error}")
     return rows, left_out
@@ -166,14 +174,17 @@ def _check(path: Path, columns: list[str]) -> None:
 
 def _row(file: str, line: int, fields: Mapping[str, str]) -> Row:
     """Raises ValueError with what is missing or wrong."""
-    if whole(fields, "experts", least=0) or re.search(EXPERTS, fields["model"].lower()):
-        raise ValueError(
-            f"model = {fields['model']!r:.100}, experts = {fields['experts'].strip()!r:.40}: has experts, "
-            "which the planner does not know"
-        )
+    if not whole(fields, "experts", least=0) and re.search(EXPERTS, fields["model"].lower()):
+        raise ValueError(f"model = {fields['model']!r:.100}: has experts, by its name; the column experts must tell")
     cluster = _cluster(fields)
     work, batch = _work(fields)
     program = program_of(fields, work.mode == "zero3", work.precision == "fp8")
+    if work.experts:
+        program = replace(
+            program,
+            dispatch=word(fields, "dispatcher", get_args(Dispatch), "all_to_all"),
+            dispatch_overlaps=word(fields, "ep_overlap", ("yes", "no"), "no") == "yes",
+        )
     memory = number(fields, "mem_gib", 1e6)
     given = batch if fields["global_batch"].strip() else None
     sizes = work.layers, work.width, work.heads, work.ffn, fields["vocab"], work.sequence
@@ -186,7 +197,8 @@ def _row(file: str, line: int, fields: Mapping[str, str]) -> Row:
         program=program,
         cluster=cluster,
         seconds=_seconds(fields, work, batch, cluster),
-        memory=None if memory is None else memory * 2**30,
+        memory=None if memory is None or work.experts else memory * 2**30,
+        routing=word(fields, "routing", ROUTINGS, "unsaid") if work.experts else "",
         counts=word(fields, "mem_counts", get_args(Counted), program.kept.counts),
         fits=word(fields, "status", ("ok", "oom")) == "ok",
         micro=bool(fields["micro_batch"].strip()),
@@ -250,6 +262,7 @@ def _work(fields: Mapping[str, str]) -> tuple[Work, int]:
     shards = whole(fields, "shards", dp)
     if dp % shards:
         raise ValueError(f"shards = {shards}: is no divisor of the {dp} data-parallel ranks")
+    experts, ep = _experts(fields, dp * cp * tp, tp)
     micro = whole(fields, "micro_batch", 1)
     batch = whole(fields, "global_batch", micro * dp)
     if batch % (micro * dp) and fields["micro_batch"].strip():
@@ -259,7 +272,7 @@ def _work(fields: Mapping[str, str]) -> tuple[Work, int]:
         width=width,
         heads=heads,
         kv_heads=kv_heads,
-        head_size=width // heads,
+        head_size=whole(fields, "head_size", width // heads),
         ffn=whole(fields, "ffn", None if gated else 4 * width),
         vocab=_padded(whole(fields, "vocab", None if gated else GPT_VOCABULARY), tp),
         sequence=sequence,
@@ -275,9 +288,19 @@ def _work(fields: Mapping[str, str]) -> tuple[Work, int]:
         micro=micro,
         micro_batches=max(1, round(batch / (dp * micro))),
         recompute=word(fields, "recompute", get_args(Recompute)),
+        experts=experts,
+        ep=ep,
         precision="fp8" if PRECISIONS[word(fields, "precision", PRECISIONS)] == "fp8" else "bf16",
     )
     return work, batch
+
+
+def _experts(fields: Mapping[str, str], ranks: int, tp: int) -> tuple[Mixture | None, int]:
+    """Experts of every layer, and how many ranks share them out."""
+    count, ep = whole(fields, "experts", least=0), whole(fields, "ep", 1)
+    if count % ep or ranks % ep or (ep > 1 and ep % tp):
+        raise ValueError(f"ep = {ep}: must divide {count} experts and {ranks} ranks, and be a multiple of tp = {tp}")
+    return (Mixture(count, whole(fields, "top_k"), whole(fields, "expert_ffn")) if count else None), ep
 
 
 def _seconds(fields: Mapping[str, str], work: Work, batch: int, cluster: Cluster) -> float | None:
@@ -301,7 +324,7 @@ def counted_flops(convention: str, work: Work) -> float:
     passes = 4 if "hardware" in convention else 3
     seen = 0.5 if "causal" in convention else 1.0
     scores = 4 * work.sequence * work.q * seen
-    return passes * work.layers * (2 * work.layer_parameters + scores) + 3 * 2 * work.width * work.vocab
+    return passes * work.layers * (work.layer_flops + scores) + 3 * 2 * work.width * work.vocab
 
 
 def _padded(vocab: int, tp: int) -> int:

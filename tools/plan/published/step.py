@@ -5,6 +5,7 @@ are equal (Narayanan et al. 2021, arXiv 2104.04473, §2.2). Data-parallel commun
 of layers; of other modes it follows the last micro-batch.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from math import ceil
 
@@ -47,6 +48,8 @@ class StepModel:
         self.data = Group(work.dp * work.cp, work.tp)
         self.shards = Group((work.shards or work.dp) * work.cp, work.tp)
         self.replicas = Group(self.data.size // self.shards.size, work.tp * self.shards.size)
+        same = self.shards.size * work.tp // work.ep  # ranks with the same experts
+        self.experts = Group(same, work.ep), Group(self.replicas.size, work.ep * same)
 
     def step(self) -> StepTime:
         work = self.work
@@ -69,7 +72,7 @@ class StepModel:
     def _with_weights(self, layer: LayerTime) -> tuple[float, float]:
         """Seconds of a layer's forward and backward, with what they move for its weights and gradients."""
         forward, backward = self._moved()
-        weights = self.work.layer_parameters / self.work.tp
+        weights = self.work.rank_parameters
         return (
             layer.forward.total + self.kernels.passes(forward * weights),
             layer.backward.total + self.kernels.passes(backward * weights),
@@ -82,33 +85,36 @@ class StepModel:
 
     def _sharded(self, forward: float, backward: float) -> tuple[float, float]:
         """Seconds of a layer and micro-batch whose weights are gathered beside its compute; and what nothing hides."""
-        weights = self.work.layer_parameters / self.work.tp
         slower = 1 if self.program.rings else self.cluster.gpus_per_node
         element = 1 if self.program.gathers_fp8 and self.work.precision == "fp8" else self.work.element
-        gather = slower * self.net.collective("all_gather", element * weights, self.shards)
-        scatter = slower * self.net.collective("reduce_scatter", self.program.gradient * weights, self.shards)
-        scatter += self.net.collective("all_reduce", self.program.gradient * weights / self.shards.size, self.replicas)
+        gather = scatter = 0.0
+        for weights, shards, replicas in self._divided(self.work.own_parameters, self.work.expert_parameters):
+            gather += slower * self.net.collective("all_gather", element * weights, shards)
+            scatter += slower * self.net.collective("reduce_scatter", self.program.gradient * weights, shards)
+            scatter += self.net.collective("all_reduce", self.program.gradient * weights / shards.size, replicas)
         there = self.constants.beside(forward, gather)
         back = self.constants.beside(backward, gather + scatter)
         return there + back, gather + scatter
 
     def _reduced(self, forward: float, backward: float) -> float:
         """Gradients and weights that are exchanged once in a step; passes of a micro-batch may hide some."""
-        program = self.program
-        count = program.pieces * self.work.layers / self.work.pp
-        if program.buckets and self.work.mode == "ddp":
-            count = ceil(self.work.element * self._parameters() / program.buckets)
-        each = self._parameters() / count
-        gathered, size = 0.0, program.gradient * each
-        if self.work.mode == "ddp" or program.all_reduces:
-            reduced = count * self.net.collective("all_reduce", size, self.data)
-        else:
-            reduced = count * self.net.collective("reduce_scatter", size, self.shards)
-            reduced += count * self.net.collective("all_reduce", size / self.shards.size, self.replicas)
-        if self.work.mode != "ddp" and program.broadcasts:
-            gathered = self._broadcasts(self.work.element * each * count, self.shards)
-        elif self.work.mode != "ddp":
-            gathered = count * self.net.collective("all_gather", self.work.element * each, self.shards)
+        program, reduced, gathered = self.program, 0.0, 0.0
+        for whole, shards, replicas in self._divided(*self._counted()):
+            count = program.pieces * self.work.layers / self.work.pp
+            if program.buckets and self.work.mode == "ddp":
+                count = ceil(self.work.element * whole / program.buckets)
+            each = whole / count
+            size = program.gradient * each
+            if self.work.mode == "ddp" or program.all_reduces:
+                every = Group(shards.size * replicas.size, shards.stride)
+                reduced += count * self.net.collective("all_reduce", size, every)
+            else:
+                reduced += count * self.net.collective("reduce_scatter", size, shards)
+                reduced += count * self.net.collective("all_reduce", size / shards.size, replicas)
+            if self.work.mode != "ddp" and program.broadcasts:
+                gathered += self._broadcasts(self.work.element * each * count, shards)
+            elif self.work.mode != "ddp":
+                gathered += count * self.net.collective("all_gather", self.work.element * each, shards)
         if program.reduces_beside:
             reduced = self.constants.beside(backward, reduced) - backward
         if program.gathers_beside:
@@ -121,10 +127,17 @@ class StepModel:
             return 0.0
         return whole / self.net.bandwidth(group) + group.size * self.net.collective("all_gather", 0.0, group)
 
-    def _parameters(self) -> float:
-        """Parameters of a pipeline rank with its share of the layers and one end, before data-parallel sharding."""
-        work = self.work
-        return (work.layers / work.pp * work.layer_parameters + work.vocab * work.width) / work.tp
+    def _counted(self) -> tuple[float, float]:
+        """Parameters of a pipeline rank with its share of the layers and one end, those of experts apart."""
+        work, layers = self.work, self.work.layers / self.work.pp
+        return layers * work.own_parameters + work.vocab * work.width, layers * work.expert_parameters
+
+    def _divided(self, own: float, experts: float) -> Iterator[tuple[float, Group, Group]]:
+        """Parameters on a rank, the ranks that share them out, and the groups of these with the same: those that tensor
+        parallelism splits, and those of experts."""
+        yield own / self.work.tp, self.shards, self.replicas
+        if experts:
+            yield experts / self.work.ep, *self.experts
 
     def _transfers(self) -> float:
         work = self.work
@@ -138,5 +151,8 @@ class StepModel:
         return hop * (each * work.micro_batches * work.virtual + 2 * (work.pp - 1))
 
     def _optimizer(self) -> float:
-        shards = 1 if self.work.mode == "ddp" else self.shards.size
-        return self.kernels.passes(self._parameters() / shards * self.program.optimizer)
+        updated = (
+            whole / (1 if self.work.mode == "ddp" else shards.size)
+            for whole, shards, _ in self._divided(*self._counted())
+        )
+        return self.kernels.passes(sum(updated) * self.program.optimizer)

@@ -4,10 +4,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-from megalite.config.layers import GroupedQuery, Heads, Scores, SwiGLU
+from megalite.config.layers import GroupedQuery, Heads, Mixture, Scores, SwiGLU
 from megalite.config.schema import DataMode
 from megalite.cost.share import Computed, Share
 from megalite.plan.parts.attention import GroupedQueryPart
+from megalite.plan.parts.experts import ExpertsPart
 from megalite.plan.parts.part import Passed, Product
 from megalite.plan.parts.swiglu import SwiGLUPart
 
@@ -38,7 +39,8 @@ class Work:
     gated: the MLP has three matrices instead of two. tied: the output layer uses the embedding's matrix. virtual:
     stages of a pipeline rank. dp: data-parallel ranks. shards: of them, those that zero3 shards over, if not
     all; the others have the same. micro: sequences of a micro-batch. micro_batches: of a step and
-    a data-parallel rank. precision: of matrix products.
+    a data-parallel rank. precision: of matrix products. experts: of every layer, which `ep` ranks share out; they may
+    be neighbours among those of data, context and tensor parallelism.
     """
 
     layers: int
@@ -64,6 +66,8 @@ class Work:
     precision: Literal["bf16", "fp8", "fp32", "fp64"] = "bf16"
     window: int | None = None
     method: Literal["ring", "ulysses", "all_gather"] = "ring"
+    experts: Mixture | None = None
+    ep: int = 1
 
     @cached_property
     def share(self) -> Share:
@@ -71,7 +75,9 @@ class Work:
         window = self.window if self.window is not None and self.window < self.sequence else None
         heads = Heads(self.heads, self.kv_heads, self.head_size, self.head_size, self.head_size, Scores(window))
         feed_forward: Computed = TwoMatrices(self.width, self.ffn)
-        if self.gated:
+        if self.experts:
+            feed_forward = ExpertsPart(self.width, self.experts)
+        elif self.gated:
             feed_forward = SwiGLUPart(self.width, SwiGLU(self.ffn))
         return Share(
             (GroupedQueryPart(self.width, GroupedQuery(heads)), feed_forward),
@@ -84,6 +90,7 @@ class Work:
             self.recompute,
             self.precision,
             method=self.method,
+            ep=self.ep,
         )
 
     @property
@@ -112,7 +119,27 @@ class Work:
     def layer_parameters(self) -> int:
         """Parameters of a layer's matrices."""
         products = (product for part in self.share.parts for product in part.products(1, 1))
-        return round(sum(product.outputs * product.inputs for product in products))
+        return round(sum(product.outputs * product.inputs * product.groups for product in products))
+
+    @cached_property
+    def expert_parameters(self) -> int:
+        """Parameters of a layer's experts."""
+        return 3 * self.experts.count * self.experts.width * self.width if self.experts else 0
+
+    @property
+    def own_parameters(self) -> int:
+        """Parameters of a layer's matrices that tensor parallelism splits."""
+        return self.layer_parameters - self.expert_parameters
+
+    @property
+    def rank_parameters(self) -> float:
+        """Parameters of a layer's matrices on a rank, before data-parallel sharding."""
+        return self.own_parameters / self.tp + self.expert_parameters / self.ep
+
+    @property
+    def layer_flops(self) -> float:
+        """Operations of a layer's matrix products for a token, forward."""
+        return sum(product.flops for part in self.share.parts for product in part.products(1, 1))
 
     @property
     def step_tokens(self) -> int:

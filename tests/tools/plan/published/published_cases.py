@@ -3,14 +3,18 @@
 import csv
 from pathlib import Path
 
-from megalite_tools.plan.published.rows import COLUMNS
+from megalite_tools.plan.published.rows import COLUMNS, EXPERT_COLUMNS
 from megalite_tools.plan.published.work import Work
 
 LLAMA3_8B = Work(layers=32, width=4096, heads=32, kv_heads=8, head_size=128, ffn=14336, vocab=128256, sequence=8192)
 
 
+MIXTURE = {"model": "8x7B", "experts": "8", "top_k": "2", "expert_ffn": "14336", "ep": "4", "routing": "balanced"}
+
+
 def write(folder: Path, **fields: str) -> Path:
-    plain = dict.fromkeys(COLUMNS, "") | {
+    columns = [*COLUMNS, *(column for column in EXPERT_COLUMNS if column in fields)]
+    plain = dict.fromkeys(columns, "") | {
         "source": "a program",
         "program": "other",
         "model": "llama",
@@ -38,7 +42,7 @@ def write(folder: Path, **fields: str) -> Path:
     }
     path = folder / "runs.csv"
     with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS)
+        writer = csv.DictWriter(file, columns)
         writer.writeheader()
         writer.writerow(plain | fields)
     return path

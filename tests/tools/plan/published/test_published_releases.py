@@ -76,8 +76,8 @@ def test_code_that_no_published_run_is_compared_with_is_not_known() -> None:
             "options = 'sequence_parallel no_sequence_parallel': must have one at most of sequence_parallel",
         ),
         ("torchtitan", "2024-12", "compile rowwise", "options = 'rowwise': must have the precision fp8 or mxfp8"),
-        ("megatron", "2024", "", "program = 'megatron': must be deepspeed, fms-fsdp"),
-        ("", "", "", "program = '': must be deepspeed"),
+        ("megatron", "2024", "", "program = 'megatron': must be automodel, deepspeed, fms-fsdp"),
+        ("", "", "", "program = '': must be automodel"),
     ],
 )
 def test_what_is_not_known_is_refused(name: str, version: str, options: str, why: str) -> None:

@@ -10,7 +10,7 @@ from tempfile import TemporaryDirectory
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from published_cases import write
+from published_cases import MIXTURE, write
 
 from megalite.base.errors import InputError
 from megalite_tools.plan.published.rows import COLUMNS, MAX_FILE_BYTES, Row, read_rows, works_of
@@ -135,9 +135,12 @@ def test_sizes_that_a_row_does_not_tell(tmp_path: Path) -> None:
         ({"heads": "many"}, "heads = 'many': must be a number"),
         ({"hidden": "-1"}, "hidden = '-1': must be a whole number of at least 1"),
         ({"gpu": "TPU v5"}, "gpu = 'TPU v5': must be a100_40gb, a100_80gb, b200"),
-        ({"experts": "160"}, "experts = '160': has experts"),
+        ({"experts": "160"}, "top_k = '': must be a number"),
+        ({**MIXTURE, "ep": "6"}, "ep = 6: must divide 8 experts and 32 ranks, and be a multiple of tp = 2"),
+        ({**MIXTURE, "routing": "skewed"}, "routing = 'skewed': must be balanced, natural"),
+        ({**MIXTURE, "dispatcher": "deepep"}, "dispatcher = 'deepep': must be all_to_all or once"),
         ({"experts": ""}, "experts = '': must be a number"),
-        ({"model": "Qwen3-30B-A3B"}, "model = 'Qwen3-30B-A3B', experts = '0': has experts"),
+        ({"model": "Qwen3-30B-A3B"}, "model = 'Qwen3-30B-A3B': has experts, by its name"),
         ({"model": "Mixtral-8x7B"}, "has experts"),
         ({"model": "llama-moe"}, "has experts"),
         *[({"model": name}, "has experts") for name in ("Kimi-K2", "GPT-OSS 120B", "DeepSeek-V3", "Llama 4 Scout")],
@@ -176,7 +179,7 @@ def test_sizes_that_a_row_does_not_tell(tmp_path: Path) -> None:
         ({"mem_counts": "resident"}, "mem_counts = 'resident': must be allocated, reserved, device, formula or unsaid"),
         ({"tps_per_gpu": "", "mfu": "40", "flops": "full"}, "flops = 'full': must be model, model causal, hardware"),
         ({"tps_per_gpu": "", "mfu": "0.45", "flops": "model"}, "mfu = 0.45: must be in percent, as 45"),
-        ({"program": "torchtian"}, "program = 'torchtian': must be deepspeed, fms-fsdp"),
+        ({"program": "torchtian"}, "program = 'torchtian': must be automodel, deepspeed, fms-fsdp"),
     ],
 )
 def test_what_cannot_be_predicted_is_left_out_with_the_reason(fields: dict[str, str], why: str, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ LOADING = {"src", "href", "srcset", "action", "data", "poster", "background"}  #
 
 def asked_of(*overrides: str, **options: Any) -> Asked:
     """A question about a small model, as the command line would ask it."""
-    usual = {"cluster": None, "max_memory": None, "tokens": None, "days": None, "budget": None, "offload": False}
+    usual = dict.fromkeys(("cluster", "max_memory", "tokens", "days", "budget", "routing")) | {"offload": False}
     files = ["configs/model/small_60m.yaml"]
     return ask(Namespace(files=files, overrides=["batch.global=64", *overrides], **usual | options))
 

@@ -193,6 +193,11 @@ def _plan_options(plan: argparse.ArgumentParser) -> None:
         help="take this row in place of the first: to explain, write and draw it",
     )
     add("--offload", action="store_true", help="also try tensors in host memory")
+    add(
+        "--routing",
+        choices=("balanced", "natural"),
+        help="how tokens choose experts: equally often (default), or as published runs do that nothing balances",
+    )
     add("--exhaustive", action="store_true", help="look at every layout closely, which takes minutes")
     add("--as-is", action="store_true", help="plan the layout that CONFIG has; no search")
     add("--explain", action="store_true", help="where time and memory go, and which single change would help most")

@@ -66,7 +66,7 @@ def rows_of(page: str) -> Iterator[Row]:
 def answered(row: Row) -> str:
     """The row as the planner answers now."""
     keys = [f"batch.global={row.batch}", f"model.sequence_length={row.length}"]
-    given = dict.fromkeys(("max_memory", "tokens", "days", "budget"))
+    given = dict.fromkeys(("max_memory", "tokens", "days", "budget", "routing"))
     files = [f"configs/model/{MODELS[row.model]}.yaml"]
     asked = ask(argparse.Namespace(files=files, overrides=keys, cluster=row.cluster, offload=False, **given))
     found = asked.search(row.gpus, 1)

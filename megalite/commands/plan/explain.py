@@ -19,6 +19,7 @@ from megalite.cost.predict import Prediction
 from megalite.cost.texts import PARTS, number, seconds_text, step_text, time_unit
 from megalite.cost.whole_run import goodput
 from megalite.layout_search.time_bounds import VIRTUAL_STAGES
+from megalite.plan.memory.crowded import crowded
 from megalite.plan.memory.peak import KINDS, Memory, memory_of_ranks
 from megalite.plan.memory.rebalance import flatter_split
 from megalite.plan.split import split_of
@@ -55,6 +56,8 @@ def explained(asked: Asked, config: Config, prediction: Prediction, memory: Memo
     if choice.split is not None:
         parts.append(("Layers of the stages", _split(asked, config, prediction, memory)))
     parts.append((f"Where memory goes, on pipeline rank {memory.pp} at its peak", _memory(memory, asked.limit)))
+    if config.parallel.ep > 1:
+        parts.append(("If all tokens choose the experts of one rank", _crowded(config, memory, asked.limit)))
     found = changes(asked, config)
     if memory.total > asked.limit:
         parts.append(("The nearest changes that fit", _fitting(asked, config, found)))
@@ -185,6 +188,13 @@ def _memory(memory: Memory, limit: float) -> Table:
                 shown.add_row(f"  {component}", f"{part / unit:,.2f}", f"{part / memory.total:.1%}", "")
     shown.add_row("total", f"{memory.total / unit:,.2f}", "100.0%", str(fits_text(memory.total, limit)), style="bold")
     return shown
+
+
+def _crowded(config: Config, memory: Memory, limit: float) -> Text:
+    """Say what the fullest rank needs at most where no choice is equal."""
+    most = crowded(config, memory)
+    fits = "which fits" if most <= limit else "which does not fit"
+    return Text(f"Then it needs up to {memory_text(most)}, {fits}, in place of {memory_text(memory.total)}.")
 
 
 def _helping(asked: Asked, prediction: Prediction, found: list[Change]) -> RenderableType:

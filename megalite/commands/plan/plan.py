@@ -23,7 +23,7 @@ from megalite.commands.plan.no_layout import nothing_fits
 from megalite.commands.plan.options import is_front, refuse_unread
 from megalite.commands.plan.request import Asked, as_is, as_overrides, ask
 from megalite.commands.plan.search_order import best_order
-from megalite.commands.plan.tables import LISTED_ROWS, fits_text, front, layout_text, on_host, ranking
+from megalite.commands.plan.tables import LISTED_ROWS, fits_text, front, layout_text, on_host, ranking, routing_text
 from megalite.config.load import dump
 from megalite.config.rules.parallel import SCHEDULE_FILES
 from megalite.cost.layout_choice import choice_of
@@ -114,7 +114,7 @@ def _ranked(args: argparse.Namespace) -> Parts:
         parts.append(("Which one?", Text(choice)))
     host = on_host(asked, found)
     parts += [("Host memory", Text(host))] * bool(host)
-    parts.append(("How it was found", Text(told)))
+    parts += [*_routing(asked), ("How it was found", Text(told))]
     if args.explain:
         parts += explained(asked, prediction.config, *asked.predict(prediction.config))
     if args.schedule:
@@ -140,6 +140,11 @@ def _batch(asked: Asked) -> Parts:
     return [("The batch", Text(batch_text(config.batch.global_, tokens, config.model.sequence_length)))]
 
 
+def _routing(asked: Asked) -> Parts:
+    """Tell how experts are taken to be chosen, if there are any."""
+    return [("Routing", Text(told))] if (told := routing_text(asked)) else []
+
+
 def _picked(args: argparse.Namespace, found: Found) -> Prediction:
     """The layout that --pick names by its row; the fastest without it."""
     row = args.pick or 1
@@ -161,7 +166,7 @@ def _own_layout(args: argparse.Namespace) -> Parts:
     prediction, needed = asked.predict(config)
     heading, found = _heading(asked, prediction.gpus), Found([Result(choice_of(config), prediction, needed.total)])
     fits = fits_text(needed.total, asked.limit)
-    parts: Parts = [*_batch(asked), (heading, ranking(asked, found)), ("Does it fit?", fits)]
+    parts: Parts = [*_batch(asked), (heading, ranking(asked, found)), ("Does it fit?", fits), *_routing(asked)]
     host = on_host(asked, found)
     parts += [("Host memory", Text(host))] * bool(host)
     if args.explain or needed.total > asked.limit:
@@ -208,7 +213,8 @@ def _compared(args: argparse.Namespace) -> Parts:
     pairs = [one.predict(config) for one, config in zip(asked, configs, strict=True)]
     _save(args, lambda page: page.compared_page(asked, args.given, args.files, pairs))
     untold = next((each for each in asked if each.batch != "given"), None)
-    return [*([] if untold is None else _batch(untold)), *comparison(asked, args.files, pairs)]
+    with_experts = next((each for each in asked if each.config.model.experts), asked[0])
+    return [*([] if untold is None else _batch(untold)), *comparison(asked, args.files, pairs), *_routing(with_experts)]
 
 
 def _front(args: argparse.Namespace) -> Parts:
@@ -222,7 +228,7 @@ def _front(args: argparse.Namespace) -> Parts:
     if not best:
         raise InputError(nothing_fits(asked, counts[-1], asked.search(counts[-1], 1)))
     heading, advice = f"{_model(asked)}, by number of {asked.cluster.gpu.name}", ""
-    parts: Parts = [*_batch(asked), (heading, front(asked, best))]
+    parts: Parts = [*_batch(asked), (heading, front(asked, best)), *_routing(asked)]
     if asked.tokens:
         advice = _advice(asked, best)
         parts.append(("Which one?", Text(advice)))

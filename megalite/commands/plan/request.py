@@ -17,6 +17,7 @@ from megalite.config.schema import Config
 from megalite.cost.cluster import Cluster, load_cluster
 from megalite.cost.layout_choice import SEARCH_KEYS, Choice
 from megalite.cost.predict import Prediction, predict
+from megalite.cost.program import MEGALITE, NATURAL_LOAD
 from megalite.cost.stages import Timer
 from megalite.layout_search.search import Found, fullest_rank, search
 from megalite.plan.memory.fit import GIB, TENSOR_SHARE, fitted
@@ -29,6 +30,7 @@ class Asked:
 
     tokens, days, budget: of the run, where they were given. device: the configuration's own `run.device`; a plan is
     for CUDA where that is auto. batch: whether `batch.global` was given, follows from the tokens, or is the default.
+    routing: how tokens choose experts.
     """
 
     config: Config
@@ -41,10 +43,12 @@ class Asked:
     offload: bool
     device: Literal["auto", "cpu", "cuda"]
     batch: Literal["given", "by tokens", "default"] = "given"
+    routing: Literal["balanced", "natural"] = "balanced"
 
     @cached_property
     def timer(self) -> Timer:
-        return Timer(self.cluster)
+        load = NATURAL_LOAD if self.routing == "natural" else MEGALITE.load
+        return Timer(self.cluster, program=replace(MEGALITE, load=load))
 
     def search(
         self, gpus: int, wanted: int, exhaustive: bool = False, tell: Callable[[Found], object] = lambda _: None
@@ -97,11 +101,15 @@ def ask(args: argparse.Namespace, files: list[str] | None = None, searches: bool
     }
     pins = {key: value for key, value in layout_keys(config).items() if key in pinned - open_keys and value is not None}
     check_without_layout(config, pins)
+    if args.routing is not None and config.model.experts is None:
+        raise InputError("--routing: has no meaning without model.experts; leave it out")
+    routing: Literal["balanced", "natural"] = args.routing or "balanced"
     cluster = _cluster(args, config)
     limit = args.max_memory * GIB if args.max_memory else cluster.gpu.memory * TENSOR_SHARE
     if args.max_memory and config.parallel.pipeline.searched:
         config = replace(config, batch=replace(config.batch, memory=args.max_memory))
-    return Asked(config, cluster, limit, pins, args.tokens, args.days, args.budget, args.offload, device, batch)
+    of_run = args.tokens, args.days, args.budget
+    return Asked(config, cluster, limit, pins, *of_run, args.offload, device, batch, routing)
 
 
 def _cluster(args: argparse.Namespace, config: Config) -> Cluster:

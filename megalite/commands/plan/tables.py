@@ -10,6 +10,7 @@ from megalite.base.terminal import table
 from megalite.commands.plan.request import Asked
 from megalite.config.schema import SCHEDULES
 from megalite.cost.layout_choice import Choice
+from megalite.cost.program import NATURAL_LOAD
 from megalite.cost.texts import money, number, step_text, time_unit
 from megalite.cost.whole_run import DAY, WholeRun, goodput, run_of
 from megalite.layout_search.search import Found, Result, fullest_rank
@@ -79,6 +80,18 @@ def ranking(asked: Asked, found: Found) -> Table:
         ]
         shown.add_row(*cells, *(_run_cells(runs[at], size, asked.timer.constants.spread) if runs else []))
     return shown
+
+
+def routing_text(asked: Asked) -> str:
+    """Describe how experts are taken to be chosen; "" for a model without any."""
+    if asked.config.model.experts is None:
+        return ""
+    if asked.routing == "balanced":
+        return "Experts are taken to be chosen equally often; --routing natural takes what nothing balances."
+    return (
+        "Experts are taken to be chosen unequally (--routing natural): the busiest of the ranks that share them out "
+        f"has {NATURAL_LOAD:g} times the mean rows, and others wait for it. Memory is that of equal choices."
+    )
 
 
 def on_host(asked: Asked, found: Found) -> str:

@@ -111,6 +111,10 @@ def test_scaling_leaves_out_what_does_not_fit():
         (["--gpus", "4-8"], ["Time of a step by number of GPUs"]),
         (["--gpus", "4", "--as-is", "batch.micro=2"], ["The layout", "It fits:", "Scaling"]),
         (["--gpus", "1", "--as-is", "batch.micro=2"], ["talks to nobody"]),
+        (
+            ["--gpus", "4", "--as-is", "batch.micro=2", "model.experts.count=8", "parallel.ep=4"],
+            [" ep 4 ", "tokens, what experts make of them", "Experts are taken to be chosen equally often"],
+        ),
         (["--gpus", "4", "--compare", "configs/model/tiny.yaml", "batch.micro=2"], ["2 configurations", "tiny.yaml"]),
     ],
 )  # fmt: skip

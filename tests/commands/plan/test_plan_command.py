@@ -185,9 +185,20 @@ def test_ranks_that_share_out_experts_are_searched_told_and_written(plan: Run, t
     ep = load([str(path)]).parallel.ep
     assert ep > 1
     assert f"ep {ep} " in f"{row} "
+    assert "If all tokens choose the experts of one rank" in output
+    assert "Experts are taken to be chosen equally often" in output
     alone = plan(model, *few, "parallel.ep=1", "--explain")
     assert " ep " not in alone
     assert "parallel.ep=2 " in alone, "a single change that helps"
+
+
+def test_natural_routing_is_slower_and_told(plan: Run) -> None:
+    few = ["mixtral_8x7b", "batch.global=16", "batch.micro=1", "model.layers=8", "parallel.ep=8", "--gpus", "8"]
+    equal, unequal = (seconds(output := plan(*few, *options)) for options in ((), ("--routing", "natural")))
+    assert 1.3 < unequal[0] / equal[0] < 2
+    assert "the busiest of the ranks that share them out has 2 times the mean rows" in re.sub(r"\s+", " ", output)
+    alone = [*few[:-3], "parallel.ep=1", *few[-2:]]
+    assert seconds(plan(*alone)) == seconds(plan(*alone, "--routing", "natural"))
 
 
 def test_what_another_run_has_written_meanwhile_stays(
@@ -260,6 +271,7 @@ BAD = [
     ([MODEL, "batch.global=7", "--gpus", "64", "parallel.pp=1", "parallel.tp=1"], "no layout is possible"),
     ([*SMALL, "--gpus", "8", "model.heads=0"], "model.heads = 0: must be at least 1"),
     ([*SMALL, "--gpus", "8", "model.kv_heads=5"], "model.kv_heads"),
+    ([*SMALL, "--gpus", "8", "--routing", "natural"], "--routing: has no meaning without model.experts"),
     ([*SMALL, "--gpus", "8", "parallel.ep=2"], "parallel.ep = 2: has no meaning without model.experts; use 1"),
     (["mixtral_8x7b", "--gpus", "8", "parallel.ep=3"], "model.experts.count = 8: must be divisible by parallel.ep = 3"),
     (["mixtral_8x7b", "--gpus", "8", "parallel.ep=2", "parallel.tp=4"], "layers = 32"),

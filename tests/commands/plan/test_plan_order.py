@@ -31,7 +31,7 @@ def little_effort(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def asked(*overrides: str, **options: object) -> Asked:
-    given: dict[str, object] = dict.fromkeys(("tokens", "days", "budget", "max_memory", "cluster"))
+    given: dict[str, object] = dict.fromkeys(("tokens", "days", "budget", "max_memory", "cluster", "routing"))
     given |= {"offload": False, "files": [], "overrides": [*SIZES, *LAYOUT, *overrides], **options}
     return ask(argparse.Namespace(**given))
 

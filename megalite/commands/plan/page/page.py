@@ -15,7 +15,7 @@ from megalite.commands.plan.page.bars import Bar, stacked
 from megalite.commands.plan.page.scaling import front_chart, scaling_charts
 from megalite.commands.plan.page.traffic_map import communication
 from megalite.commands.plan.request import Asked
-from megalite.commands.plan.tables import front, layout_text, ranking
+from megalite.commands.plan.tables import front, layout_text, ranking, routing_text
 from megalite.config.schema import Config
 from megalite.cost.flows import flows
 from megalite.cost.layout_choice import choice_of
@@ -123,6 +123,7 @@ def _head(asked: Asked, given: Sequence[str], heading: str) -> str:
         f"{model.kv_heads} of keys and values, MLPs of {model.ffn:,}, a vocabulary of {model.vocab_size:,}.",
         f"Batch: {counted(asked.config.batch.global_, 'sequence')} of {model.sequence_length:,} tokens a step"
         + (f"; the whole run has {asked.tokens:,.0f} tokens." if asked.tokens else "."),
+        *([routing_text(asked)] if model.experts else []),
         f"Cluster {cluster.name}: {cluster.gpu.name} with {memory_text(cluster.gpu.memory)}; nodes of "
         f"{'; islands of '.join(reversed(levels))}; between nodes "
         f"{cluster.network.bandwidth / 1e9:,.0f} GB/s for each GPU.",

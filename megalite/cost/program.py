@@ -106,7 +106,7 @@ MEGALITE = Program(
 )
 HOST_BACKWARD_RATIO = 1.9
 # Rows of the busiest rank of ep, in those of the mean, where nothing balances them: steps are then predicted to take
-# up to 1.7 times as long. Published pairs are 1.5 to 1.9 times apart (docs/planner_evidence.md, "Experts").
+# 1.5 times as long and more. Published pairs are 1.5 to 1.9 times apart (docs/planner_evidence.md, "Experts").
 NATURAL_LOAD = 2.0
 ATTENTION_SHARES = {  # share of the peak in bf16 that fused attention reaches: forward, backward; by kernel and GPU
     ("flash1", "A100"): (0.36, 0.30),

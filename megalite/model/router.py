@@ -27,7 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from megalite.config import layers
-from megalite.parallel.experts import WIDE_PRODUCT, rows_of_experts
+from megalite.parallel.experts import WIDE_PRODUCT, rows_of_experts, widened
 from megalite.parallel.linear import linears
 from megalite.parallel.parameter import parameter, placed, whole
 from megalite.parallel.recompute import remembered
@@ -86,7 +86,7 @@ class Router(Linear):
 
     def forward(self, x: Tensor, losses: Losses) -> tuple[Tensor, Tensor]:
         """Scores and experts, `[s/t, b, K]` each, of tokens `[s/t, b, d]`."""
-        biases = () if self.bias is None else [whole(self.bias)]
+        biases = () if self.bias is None else [widened(whole(self.bias))]
         (logits,) = linears(x, [self.weight], None, self.gradients, WIDE_PRODUCT, biases=biases)  # s/t b E
         experts, shares = remembered(lambda: self._chosen(logits.detach(), losses))
         scores: Tensor = _Scores.apply(logits, experts, shares, self.kind, losses.share)

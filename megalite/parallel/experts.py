@@ -176,11 +176,14 @@ def _biases_of_rows(x: Tensor, biases: Tensor, rows: Rows) -> Iterator[tuple[sli
 
 
 class WideProduct(Plain):
-    """Products in float32 or wider, whatever operands are in: of a router, whose choices hang on small differences."""
+    """Products in float32 or wider, whatever operands are in: of a router, whose choices hang on small differences.
+
+    A bias is in that already.
+    """
 
     def forward(self, x: Prepared, weight: Prepared, factor: float = 1.0, bias: Tensor | None = None) -> Tensor:
-        (inputs,), (wide,) = x, (weight[0].to(wide_dtype(weight[0].dtype)),)
-        return super().forward((inputs.to(wide.dtype),), (wide,), factor, None if bias is None else bias.to(wide.dtype))
+        (inputs,), wide = x, widened(weight[0])
+        return super().forward((inputs.to(wide.dtype),), (wide,), factor, bias)
 
     def input_gradient(self, grad: Prepared, weight: Prepared, total: Tensor | None, factor: float = 1.0) -> Tensor:
         (of_output,), (narrow,) = grad, weight
@@ -193,6 +196,11 @@ class WideProduct(Plain):
 
 
 WIDE_PRODUCT = WideProduct()
+
+
+def widened(x: Tensor) -> Tensor:
+    """x in float32 or wider."""
+    return x.to(wide_dtype(x.dtype))
 
 
 def _has_grouped_products(*operands: Tensor) -> bool:

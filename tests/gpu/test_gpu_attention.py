@@ -8,6 +8,7 @@ import torch
 from attention_parts import FULL, in_blocks, oracle
 from torch import Tensor
 
+from megalite.config.attention_kernels import Kernel
 from megalite.config.layers import Scores
 from megalite.parallel.context import attention
 from megalite.parallel.sequence import Documents, Method
@@ -87,3 +88,21 @@ def test_whole_sequences_have_kernels_of_their_own(kind: Scores, documents: list
         found = [y.detach(), *torch.autograd.grad(y, leaves, grad)]
         expected = reference(*(x.detach() for x in leaves), grad, documents or WHOLE, kind)
         assert apart(expected, found) == {}
+
+
+@pytest.mark.parametrize("documents", [None, CUT], ids=["whole", "documents"])
+@pytest.mark.parametrize("window", [None, 50])
+@pytest.mark.parametrize("kernel", [None, "flash", "flex", "math"])
+def test_sinks_are_one_more_column_of_scores(
+    kernel: Kernel | None, window: int | None, documents: list[Documents] | None
+) -> None:
+    kind = Scores(window, sinks=True)
+    *leaves, grad = random(CUDA, torch.bfloat16)
+    leaves.append(torch.linspace(-2, 2, HEADS, device=CUDA, dtype=torch.bfloat16))
+    wide = [leaf.double().requires_grad_() for leaf in leaves]
+    exact = oracle(*wide[:3], documents or WHOLE, kind, wide[3])
+    expected = [exact.detach(), *torch.autograd.grad(exact, wide, grad.double())]
+    leaves = [leaf.requires_grad_() for leaf in leaves]
+    y = attention("ring", None, LENGTH, CUDA, documents, kind, kernel)(*leaves)
+    for found, correct in zip((y.detach(), *torch.autograd.grad(y, leaves, grad)), expected, strict=True):
+        assert (found.double() - correct).norm() < TOLERANCE * correct.norm()

@@ -25,11 +25,16 @@ LATENT = {
     "qkv_bias": False,
     "attention": Attention(window=7, full_every=2, latent=Latent(20, 12, 6)),
 }
+GPT_OSS = {
+    "out_bias": True,
+    "attention": Attention(5, 2, sinks=True),
+    "experts": replace(EXPERTS, gate="clamped", biases=True),
+}
 LAYOUTS = [Layout(tp=2), Layout(pp=2), Layout(pp=2, tp=2), Layout(tp=4), Layout(pp=4), Layout(dp_shard=2, pp=2, tp=2)]
 
 
 @pytest.mark.parametrize(
-    "change", [{}, {"tie_embeddings": True}, {"vocab_size": 61}, {"experts": EXPERTS}, LATENT], ids=str
+    "change", [{}, {"tie_embeddings": True}, {"vocab_size": 61}, {"experts": EXPERTS}, LATENT, GPT_OSS], ids=str
 )
 def test_every_layout_writes_the_same_texts(change: dict[str, Any], ranks: Ranks) -> None:
     """Greedily and at random; with windows in some layers, whose prompts come in several lengths at once."""

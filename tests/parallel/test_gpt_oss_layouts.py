@@ -1,7 +1,10 @@
 """Sinks, biases, and the clamped gate train in every layout as in one process; so do experts without tokens."""
 
+from dataclasses import replace
+
 import pytest
 from ranks import Ranks
+from toy_jobs import advance, make, one_rank, parts
 
 from megalite.commands.verify import compare
 from megalite.config.layout import Layout
@@ -33,11 +36,19 @@ CASES = [  # ranks along ep, layout, data mode, schedule, context method, docume
 ]
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: ", ".join(map(str, case)))
-def test_training_is_that_of_one_process(case: tuple, ranks: Ranks) -> None:
-    ep, layout, mode, schedule, method, documents, kind, recompute, optimizer = case
+def configuration(
+    ep: int,
+    layout: Layout,
+    mode: str,
+    schedule: str,
+    method: str,
+    documents: bool,
+    kind: str,
+    recompute: str,
+    optimizer: str,
+) -> Config:
     attention = Attention(window=5, full_every=2, sinks=True)
-    config = Config(
+    return Config(
         model=Model(
             4, 12, 4, 2, 6, 20, 40, 16, qkv_bias=True, out_bias=True, attention=attention, experts=KINDS[kind],
             init_std=0.2,
@@ -48,6 +59,27 @@ def test_training_is_that_of_one_process(case: tuple, ranks: Ranks) -> None:
         optim=Optim(optimizer, lr=0.01, weight_decay=0.3, clip_norm=0.01),
         data=Data(mask_documents=documents, end_of_document=3),
     )  # fmt: skip
-    assert validate(config, layout.world_size) == []
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: ", ".join(map(str, case)))
+def test_training_is_that_of_one_process(case: tuple, ranks: Ranks) -> None:
+    config = configuration(*case)
+    assert validate(config, config.parallel.layout.world_size) == []
     told = ranks.run(compare, config, 3, 1e-11)  # losses and norms must then agree to 1e-13, gradients to 1e-12
     assert [difference for difference in told[0] if not difference.passed] == []
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_one_rank_with_copies_trains_as_with_fsdp2_to_the_last_bit(precision: str, recompute: str) -> None:
+    config = configuration(1, Layout(), "zero1", "1f1b", "ring", True, "many", recompute, "adamw")
+    config = replace(config, train=replace(config.train, precision=precision))
+    found = []
+    with one_rank():
+        for mode in ("zero1", "zero3"):
+            job = make(replace(config, parallel=Parallel(dp_shard=1, data=DataParallel(mode))))
+            found.append((advance(job, 0, 3), parts(job)))
+    (losses, ours), (their_losses, theirs) = found
+    assert losses == their_losses
+    assert all(part.values.equal(theirs[name].values) for name, part in ours.items())
+    assert all(ours[name].values.any() for name in ours if name.endswith(("bias", "sinks")))  # they are trained

@@ -8,10 +8,11 @@ import torch
 from toy_jobs import MODEL, one_rank
 
 from megalite.config.layout import Layout
-from megalite.config.schema import Model
+from megalite.config.schema import Attention, Experts, Model, Optim
 from megalite.distributed.mesh import Mesh
 from megalite.model.decoder import Decoder
 from megalite.parallel.parameter import parameters
+from megalite.plan.model.optimizer_states import uses_muon
 from megalite.plan.model.size import model_parameters
 from megalite.plan.model.weights import weights
 from megalite.plan.parts.part import Weight
@@ -22,6 +23,17 @@ MODELS = (
     replace(MODEL, tie_embeddings=True, out_bias=True),
     replace(MODEL, kv_heads=2, head_width=6, norm="post", qk_norm=True, qk_norm_width="all"),
 )
+
+
+def test_biases_and_sinks_are_no_matrices_though_experts_have_a_row_each() -> None:
+    """Weight decay and Muon leave them alone."""
+    experts = Experts(8, 2, biases=True)
+    model = replace(MODEL, qkv_bias=True, out_bias=True, attention=Attention(sinks=True), experts=experts)
+    vectors = {name for name in weights(model) if "norm" in name or name.endswith((".bias", ".sinks"))}
+    roles = {name: weight.role for name, weight in weights(model).items()}
+    assert {name for name, role in roles.items() if not role.decays} == vectors
+    assert not {name for name, role in roles.items() if uses_muon(Optim("muon"), role)} & vectors
+    assert len(vectors) == 1 + model.layers * (2 + 4 + 1 + 4)
 
 
 @pytest.mark.parametrize("model", MODELS)

@@ -167,6 +167,8 @@ def test_what_megatron_lacks_is_refused_by_name(folder: Path) -> None:
     found = megatron.open_folder(folder)
     for model, told in {
         "softcap = 30": replace(SMALL, attention=Attention(softcap=30.0)),
+        "sinks = True": replace(SMALL, attention=Attention(sinks=True)),
+        "out_bias = True": replace(SMALL, out_bias=True),
         "rope_scaling.low_frequency_factor = 2": replace(SMALL, rope_scaling=RopeScaling("llama3", 8.0, 2.0)),
     }.items():
         with pytest.raises(InputError, match=f"Megatron has no arguments for .*{model}"):

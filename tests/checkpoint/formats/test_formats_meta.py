@@ -148,6 +148,7 @@ def test_a_missing_file_is_told(tmp_path: Path) -> None:
     [
         ({"qk_norm": True}, "qk_norm = True"),
         ({"qkv_bias": True}, "qkv_bias = True"),
+        ({"out_bias": True}, "out_bias = True"),
         ({"head_width": 12}, "head_width = 12"),
     ],
 )

@@ -320,6 +320,12 @@ def test_layers_without_experts_may_be_the_first_and_between(change: dict[str, A
             Model(qk_norm=True, qkv_bias=True, experts=Experts(every=2)),
             "qwen3_moe, the nearest, .* model.qkv_bias = True",
         ),
+        (Model(experts=Experts(gate="clamped")), "cannot express model.experts.gate = clamped"),
+        (
+            Model(attention=Attention(5, 2, sinks=True), qkv_bias=True, experts=Experts(gate="clamped", biases=True)),
+            "gpt_oss, the nearest, cannot express model.out_bias = False",
+        ),
+        (Model(attention=Attention(sinks=True)), "llama, the nearest, cannot express model.attention.sinks = True"),
         (Model(attention=Attention(softcap=3.0)), "llama, the nearest, cannot express model.attention.softcap = 3.0"),
     ],
 )

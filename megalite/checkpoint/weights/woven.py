@@ -8,7 +8,7 @@ from torch import Tensor
 from megalite.checkpoint.weights.maps.woven import BLOCK, Woven
 
 Read = Callable[[str, Tensor, Sequence[int]], None]  # fills a part of one of their tensors, from its first element on
-MOST = 1 << 24  # elements of theirs that are read at a time, unless a row has more
+MOST = 1 << 22  # elements of theirs that are read at a time, unless a row has more
 FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # numbers of e2m1; the fourth bit is their sign
 
 
@@ -26,13 +26,12 @@ def fill(read: Read, where: Woven, target: Tensor, offset: Sequence[int]) -> Non
         for start in range(0, len(theirs), lines):
             some = theirs[start : start + lines]
             box = torch.Size((down * len(some), wide * some.shape[1]))
-            found = _matrix(read, where, (number, down * (begin + start), wide * across), box, vectors)
-            first = where.first
-            some.copy_(found[:, first :: where.step] if where.transposed else found[first :: where.step])
+            some.copy_(_matrix(read, where, (number, down * (begin + start), wide * across), box, vectors))
 
 
 def _matrix(read: Read, where: Woven, place: Sequence[int], box: torch.Size, vectors: bool) -> Tensor:
-    """A box of one of their matrices, which begins at `place` in the stack."""
+    """Every `step`-th row, or column, of a box of one of their matrices, which begins at `place` in the stack."""
+    turn = slice(where.first, None, where.step)
     if len(where.names) == 1:
         (name,) = where.names
         found = torch.empty(box, dtype=getattr(torch, where.index.tensors[name].dtype))
@@ -40,7 +39,7 @@ def _matrix(read: Read, where: Woven, place: Sequence[int], box: torch.Size, vec
             read(name, found[None, :, 0], place[:2])
         else:
             read(name, found[None], place)
-        return found
+        return found[:, turn] if where.transposed else found[turn]
     (number, row, column), (rows, columns) = place, box
     first, end = column // BLOCK, -(-(column + columns) // BLOCK)
     blocks = torch.empty(1, rows, end - first, BLOCK // 2, dtype=torch.uint8)
@@ -48,16 +47,17 @@ def _matrix(read: Read, where: Woven, place: Sequence[int], box: torch.Size, vec
     read(where.names[0], blocks, (number, row, first, 0))
     read(where.names[1], scales, (number, row, first))
     begin = column - first * BLOCK
-    return unpacked(blocks[0], scales[0])[:, begin : begin + columns]
+    return unpacked(blocks[0, turn], scales[0, turn])[:, begin : begin + columns]
 
 
 def unpacked(blocks: Tensor, scales: Tensor) -> Tensor:
     """Numbers `[n, 32b]` in bf16 of blocks `[n, b, 16]` and scales `[n, b]`: exact, and NaN where the scale says so."""
-    table = torch.tensor([*FP4, *(-number for number in FP4)])
-    numbers = table[torch.stack((blocks & 15, blocks >> 4), -1).flatten(-2).int()]
-    exponents = scales.long() - 127 + 1023  # as float64 has them, since not every library's power of 2 is exact
-    factors = (exponents << 52).view(torch.float64).masked_fill_(scales == 255, torch.nan)
-    return (numbers * factors[..., None]).to(torch.bfloat16).flatten(1)
+    every = torch.tensor([*FP4, *(-number for number in FP4)], dtype=torch.bfloat16)
+    pairs = torch.stack((every.repeat(16), every.repeat_interleave(16)), -1)  # by byte
+    numbers = pairs[blocks.int()].flatten(-2)
+    # The exponent of a bf16, whose lowest one is of numbers that have no leading 1.
+    factors = (scales.short() << 7).masked_fill_(scales == 0, 1 << 6).view(torch.bfloat16)
+    return numbers.mul_(factors.masked_fill_(scales == 255, torch.nan)[..., None]).flatten(1)
 
 
 def in_turns(matrices: Sequence[Tensor], transposed: bool) -> Tensor:

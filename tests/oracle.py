@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import accumulate
 from typing import Any
 
 import pytest
@@ -204,8 +205,13 @@ def as_ours(family: str, model: Model, tensors: Mapping[str, Tensor]) -> dict[st
             parts.setdefault(strip.name, []).append((strip.rows[0], part))
     ours = weights(model)
     assert parts.keys() == ours.keys()
-    found = {name: [part for _, part in sorted(rows, key=lambda row: row[0])] for name, rows in parts.items()}
-    return {name: torch.cat(rows).view(ours[name].shape) for name, rows in found.items()}
+    found = {}
+    for name, rows in parts.items():
+        rows.sort(key=lambda row: row[0])
+        ends = [0, *accumulate(len(part) for _, part in rows)]
+        assert [first for first, _ in rows] == ends[:-1]
+        found[name] = torch.cat([part for _, part in rows]).view(ours[name].shape)
+    return found
 
 
 def copy_weights(decoder: Decoder, oracle: Any) -> None:

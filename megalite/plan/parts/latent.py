@@ -98,7 +98,7 @@ class LatentPart:
         gathered, heads, stream = sizes.gathered, self.heads, sizes.stream
         features = heads.queries, self._own_keys, heads.keys, heads.values, heads.outputs
         q, own_k, k, v, o = map(sizes.split, features)
-        gradients = dict.fromkeys((*_INPUTS.values(), "o.weight", "down"), 0)  # of matrices by what they take
+        gradients = dict.fromkeys((*_INPUTS.values(), "o.weight", "down"), 0)  # by the input of a matrix
         for name, weight in self.weights():
             if weight.role.kind is not roles.RoleKind.NORM:
                 key = _INPUTS.get(name, name if name in gradients else "down")

@@ -15,7 +15,7 @@ from torch import Tensor
 from megalite.checkpoint.weights.formats.opened import Weights
 from megalite.checkpoint.weights.maps.strips import PREFIX
 from megalite.checkpoint.weights.read import reader_of
-from megalite.config.schema import Model
+from megalite.config.schema import Experts, Model
 from megalite.plan.model.weights import weights
 
 Ours = dict[str, Tensor]
@@ -29,6 +29,19 @@ MODELS = {
     "biases": replace(SMALL, qkv_bias=True),
     "head norms": replace(SMALL, qk_norm=True, qkv_bias=True, tie_embeddings=True),
     "few tokens": replace(SMALL, vocab_size=100),  # at a tensor-parallel size of 4, two ranks have padding only
+}
+MIXED = {
+    "experts": replace(SMALL, experts=Experts(count=6, active=2, width=8)),
+    "experts in some layers": replace(
+        SMALL, experts=Experts(count=4, active=3, width=24, every=2, normalize=False), qk_norm=True
+    ),
+    "experts after a dense layer": replace(
+        SMALL, tie_embeddings=True, experts=Experts(count=6, width=8, first_dense=1, scores="sigmoid", scale=2.5)
+    ),
+    "one expert of a token": replace(SMALL, kv_heads=8, experts=Experts(count=2, active=1, width=40, normalize=False)),
+    "sigmoid, one expert of a token": replace(
+        SMALL, experts=Experts(count=3, active=1, width=24, scores="sigmoid", normalize=False)
+    ),
 }
 
 
@@ -62,7 +75,7 @@ def arguments(model: Model, tp: int = 1, pp: int = 1, virtual: int = 1) -> dict[
         "normalization": "RMSNorm",
         "position_embedding_type": "rope",
         "use_rope_scaling": False,
-        "num_experts": None,
+        **expert_arguments(model),
         "init_method_std": 0.02,
         "tensor_model_parallel_size": tp,
         "pipeline_model_parallel_size": pp,
@@ -72,6 +85,31 @@ def arguments(model: Model, tp: int = 1, pp: int = 1, virtual: int = 1) -> dict[
         "betas": (0.9, 0.95),
         "consumed_train_samples": 640,
     }
+
+
+def expert_arguments(model: Model) -> dict[str, Any]:
+    experts = model.experts
+    if experts is None:
+        return {"num_experts": None}
+    mixed = [mixes(model, number) for number in range(model.layers)]
+    return {
+        "num_experts": experts.count,
+        "moe_ffn_hidden_size": experts.width or model.ffn,
+        "moe_router_topk": experts.active,
+        "moe_layer_freq": 1 if all(mixed) else [int(each) for each in mixed],
+        "moe_router_score_function": experts.scores,
+        "moe_router_pre_softmax": experts.scores == "softmax" and not experts.normalize,
+        "moe_router_topk_scaling_factor": experts.scale if experts.scale != 1 else None,
+        "moe_router_load_balancing_type": "aux_loss",
+        "moe_aux_loss_coeff": 0.01,
+        "expert_model_parallel_size": 1,
+    }
+
+
+def mixes(model: Model, number: int) -> bool:
+    """Whether the layer, counted from 0, has experts."""
+    experts = model.experts
+    return experts is not None and number >= experts.first_dense and (number + 1) % experts.every == 0
 
 
 def padded(vocabulary: int, tp: int) -> int:
@@ -107,14 +145,24 @@ def layer(
         whole = qkv(model, *(own(f"attention.{name}.{kind}") for name in "qkv"))
         yield f"self_attention.linear_qkv.{kind}", whole.chunk(tp)[rank]
     yield "self_attention.linear_proj.weight", own("attention.o.weight").chunk(tp, 1)[rank]
-    gate, up = own("mlp.gate.weight").chunk(tp)[rank], own("mlp.up.weight").chunk(tp)[rank]
-    yield "mlp.linear_fc1.weight", torch.cat([gate, up])
-    yield "mlp.linear_fc2.weight", own("mlp.down.weight").chunk(tp, 1)[rank]
+    if mixes(model, number):
+        yield "mlp.router.weight", own("mlp.router.weight")
+        gate, up, down = (own(f"mlp.experts.{name}.weight") for name in ("gate", "up", "down"))
+        for expert in range(len(gate)):
+            both = torch.cat([gate[expert].chunk(tp)[rank], up[expert].chunk(tp)[rank]])
+            for name, matrix in (("linear_fc1", both), ("linear_fc2", down[expert].chunk(tp, 1)[rank])):
+                place = f"local_experts.{expert}.{name}.weight" if local else f"{name}.weight{expert}"
+                yield f"mlp.experts.{place}", matrix
+    else:
+        gate, up = own("mlp.gate.weight").chunk(tp)[rank], own("mlp.up.weight").chunk(tp)[rank]
+        yield "mlp.linear_fc1.weight", torch.cat([gate, up])
+        yield "mlp.linear_fc2.weight", own("mlp.down.weight").chunk(tp, 1)[rank]
     yield (
         ("input_layernorm.weight" if local else "self_attention.linear_qkv.layer_norm_weight"),
         own("attention_norm.weight"),
     )
-    yield ("pre_mlp_layernorm.weight" if local else "mlp.linear_fc1.layer_norm_weight"), own("mlp_norm.weight")
+    apart = local or mixes(model, number)
+    yield ("pre_mlp_layernorm.weight" if apart else "mlp.linear_fc1.layer_norm_weight"), own("mlp_norm.weight")
     if model.qk_norm:
         yield "self_attention.q_layernorm.weight", own("attention.q_norm.weight")
         yield "self_attention.k_layernorm.weight", own("attention.k_norm.weight")
@@ -167,7 +215,7 @@ def write_legacy(
 
 
 def write_dist(path: Path, model: Model, ours: Ours, tp: int = 1, stacked: bool = True, **more: Tensor) -> None:
-    """Iteration 10 as `torch_dist`: whole tensors, saved by PyTorch. stacked: those of all layers one upon another."""
+    """Iteration 10 as `torch_dist`: whole tensors, saved by PyTorch. stacked: layers that are alike have one."""
     tensors = dist_tensors(model, ours, tp, stacked)
     tensors["decoder.layers.mlp.linear_fc1._extra_state/shard_0_4"] = io.BytesIO(b"not a tensor")
     folder = path / "iter_0000010"
@@ -190,13 +238,20 @@ def dist_tensors(model: Model, ours: Ours, tp: int = 1, stacked: bool = True) ->
         tensors["embedding.word_embeddings.weight"] = with_padding(ours["embed.weight"], tp)
         if not model.tie_embeddings:
             tensors["output_layer.weight"] = with_padding(ours["head.output.weight"], tp)
-    layers = [dict(layer(model, ours, number)) for number in range(model.layers)]
-    for name in layers[0]:
-        if stacked:
-            tensors[f"decoder.layers.{name}"] = torch.stack([each[name] for each in layers])
-        else:
-            tensors |= {f"decoder.layers.{number}.{name}": each[name] for number, each in enumerate(layers)}
-    return tensors
+    layers = [with_stacked_experts(dict(layer(model, ours, number))) for number in range(model.layers)]
+    if stacked and len({mixes(model, number) for number in range(model.layers)}) == 1:
+        return tensors | {f"decoder.layers.{name}": torch.stack([each[name] for each in layers]) for name in layers[0]}
+    named = ((number, name, tensor) for number, each in enumerate(layers) for name, tensor in each.items())
+    return tensors | {f"decoder.layers.{number}.{name}": tensor for number, name, tensor in named}
+
+
+def with_stacked_experts(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of a layer as in `torch_dist`, which has one for all experts."""
+    found = {name: tensor for name, tensor in tensors.items() if ".experts." not in name}
+    for name in ("linear_fc1.weight", "linear_fc2.weight"):
+        if each := [tensor for key, tensor in tensors.items() if key.startswith(f"mlp.experts.{name}")]:
+            found[f"mlp.experts.experts.{name}"] = torch.stack(each)
+    return found
 
 
 def own(value: Any) -> Any:

@@ -1,7 +1,7 @@
 """A program that makes a model of Megatron-Core and saves it, or loads one, and keeps its logits.
 
-megatron_core_model.py save|train|load FOLDER LOGITS CASE TP PP, under torchrun. train: saves after a step of Adam, and
-keeps the states of the optimizer instead of logits.
+megatron_core_model.py save|train|load FOLDER LOGITS CASE TP PP EP, under torchrun. train: saves after a step of Adam,
+and keeps the states of the optimizer instead of logits.
 """
 
 import os
@@ -9,35 +9,39 @@ import sys
 from argparse import Namespace
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.optimizer.optimizer import FP32Optimizer
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
+from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron_files import MODELS, arguments, padded
+from megatron_files import MIXED, MODELS, arguments, expert_arguments, padded
 
 from megalite.config.schema import Model
 
 TOKENS = torch.randint(100, (2, 24), generator=torch.Generator().manual_seed(1))
 
 
-def main(action: str, folder: Path, logits: Path, case: str, tp: int, pp: int) -> None:
+def main(action: str, folder: Path, logits: Path, case: str, tp: int, pp: int, ep: int) -> None:
     torch.cuda.synchronize = lambda *_: None  # Megatron expects a GPU, and psutil
     torch.cuda.current_device = lambda: "cpu"
     torch.Tensor.cuda = lambda self, *_: self
     filesystem_async._process_memory = lambda: 0
     CudaRNGStatesTracker.fork = lambda *_: nullcontext()
+    moe_utils.te_general_gemm = None  # looked up, though it is not imported without Transformer Engine
     dist.init_process_group("gloo")
-    parallel_state.initialize_model_parallel(tp, pp)
-    model = MODELS[case]
+    apart = {"expert_model_parallel_size": ep, "expert_tensor_parallel_size": 1} if ep > 1 else {}
+    parallel_state.initialize_model_parallel(tp, pp, **apart)
+    model = (MODELS | MIXED)[case]
     torch.manual_seed(dist.get_rank() % tp)
-    gpt = build(model, tp, pp)
+    gpt = build(model, tp, pp, **apart)
     with torch.no_grad():
         for name, parameter in gpt.named_parameters():  # norms and biases too, so that all of them matter
             parameter.copy_(torch.randn_like(parameter) * 0.1 + (1.0 if "norm" in name else 0.0))
@@ -78,7 +82,11 @@ def trained(gpt: GPTModel) -> FP32Optimizer:
     return optimizer
 
 
-def build(model: Model, tp: int, pp: int) -> GPTModel:
+def build(model: Model, tp: int, pp: int, **more: Any) -> GPTModel:
+    experts = {key: value for key, value in expert_arguments(model).items() if key != "expert_model_parallel_size"}
+    experts["num_moe_experts"] = experts.pop("num_experts")
+    if model.experts is not None:
+        experts |= {"moe_aux_loss_coeff": 0.0, "moe_token_dispatcher_type": "allgather"}
     config = TransformerConfig(
         num_layers=model.layers,
         hidden_size=model.width,
@@ -104,10 +112,12 @@ def build(model: Model, tp: int, pp: int) -> GPTModel:
         masked_softmax_fusion=False,
         gradient_accumulation_fusion=False,
         params_dtype=torch.float32,
+        **experts,
+        **more,
     )
     return GPTModel(
         config,
-        get_gpt_layer_local_spec(qk_layernorm=model.qk_norm, normalization="RMSNorm"),
+        get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm"),
         vocab_size=padded(model.vocab_size, tp),
         max_sequence_length=model.sequence_length,
         pre_process=parallel_state.is_pipeline_first_stage(),

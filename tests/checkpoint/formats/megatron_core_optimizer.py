@@ -19,7 +19,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
 from megatron_core_model import build
-from megatron_files import MODELS
+from megatron_files import MIXED, MODELS
 from torch import Tensor
 
 
@@ -58,7 +58,7 @@ def main(kind: str, folder: Path, result: Path, case: str) -> None:
     CudaRNGStatesTracker.fork = lambda *_: nullcontext()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     parallel_state.initialize_model_parallel(1, 1)
-    gpt = build(MODELS[case], 1, 1)
+    gpt = build((MODELS | MIXED)[case], 1, 1)
     if kind != "fp32":
         gpt = gpt.bfloat16()
     distributed = kind == "distributed"

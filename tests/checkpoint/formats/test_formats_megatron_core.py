@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from megatron_files import MODELS, Ours, dist_tensors, random_weights, read, same, stage, write_dist
+from megatron_files import MIXED, MODELS, Ours, dist_tensors, random_weights, read, same, stage, write_dist
 from torch import Tensor
 
 from megalite.checkpoint.weights.convert import convert
@@ -25,11 +25,12 @@ TOKENS = torch.randint(100, (2, 24), generator=torch.Generator().manual_seed(1))
 TOLERANCE = 1e-5  # of logits, relative to the largest: float32 through four layers
 PROGRAM, OPTIMIZER = (Path(__file__).with_name(f"megatron_core_{name}.py") for name in ("model", "optimizer"))
 MOMENTS = ("exp_avg", "exp_avg_sq")
+ALL = MODELS | MIXED
 
 
-def run(action: str, folder: Path, logits: Path, case: str, tp: int = 1, pp: int = 1) -> None:
+def run(action: str, folder: Path, logits: Path, case: str, tp: int = 1, pp: int = 1, ep: int = 1) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={tp * pp}"]
-    script(PROGRAM, action, folder, logits, case, tp, pp, start=torchrun)
+    script(PROGRAM, action, folder, logits, case, tp, pp, ep, start=torchrun)
 
 
 def script(program: Path, *arguments: object, start: Sequence[str] = (sys.executable,)) -> None:
@@ -58,19 +59,19 @@ def distance(found: Tensor, expected: Tensor) -> float:
     return ((found - expected).abs().max() / expected.abs().max()).item()
 
 
-@pytest.mark.parametrize("case", MODELS)
+@pytest.mark.parametrize("case", ALL)
 def test_a_model_of_megatron_core_has_its_logits_here(case: str, tmp_path: Path) -> None:
     run("save", tmp_path / "saved", tmp_path / "logits", case)
     found = torch_dist.open_folder(tmp_path / "saved")
-    model = MODELS[case]
+    model = ALL[case]
     assert found.model == model
     expected = torch.load(tmp_path / "logits")[..., : model.vocab_size]
     assert distance(our_logits(model, read(found)), expected) < TOLERANCE
 
 
-@pytest.mark.parametrize("case", MODELS)
+@pytest.mark.parametrize("case", ALL)
 def test_what_we_write_has_our_logits_in_megatron_core(case: str, tmp_path: Path) -> None:
-    model = MODELS[case]
+    model = ALL[case]
     ours = {name: tensor * 0.1 + (1.0 if "norm" in name else 0.0) for name, tensor in random_weights(model).items()}
     write_dist(tmp_path / "from", model, ours)
     found = torch_dist.open_folder(tmp_path / "from")
@@ -80,9 +81,9 @@ def test_what_we_write_has_our_logits_in_megatron_core(case: str, tmp_path: Path
     assert distance(our_logits(model, ours), expected) < TOLERANCE
 
 
-@pytest.mark.parametrize("case", ["grouped", "head norms"])
+@pytest.mark.parametrize("case", ["grouped", "head norms", "experts after a dense layer"])
 def test_the_states_of_its_optimizer_are_read(case: str, tmp_path: Path) -> None:
-    model = MODELS[case]
+    model = ALL[case]
     run("train", tmp_path / "saved", tmp_path / "states", case)
     found = read(torch_dist.open_folder(tmp_path / "saved", states=True))
     expected = torch.load(tmp_path / "states")
@@ -99,10 +100,10 @@ def test_the_states_of_its_optimizer_are_read(case: str, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("kind", ["fp32", "mixed", "distributed"])
-@pytest.mark.parametrize("case", ["tied", "head norms"])
+@pytest.mark.parametrize("case", ["tied", "head norms", "experts"])
 def test_its_optimizers_load_the_states_that_we_write(case: str, kind: str, tmp_path: Path) -> None:
-    model, weights = MODELS[case], random_weights(MODELS[case])
-    states = {"param": weights, **{name: {key: tensor + 1 for key, tensor in weights.items()} for name in MOMENTS}}
+    model, weights = ALL[case], random_weights(ALL[case])
+    states = {"param": weights, **{name: {key: tensor.abs() for key, tensor in weights.items()} for name in MOMENTS}}
     more = {
         f"optimizer.state.{name}.{key}": tensor
         for name, ours in states.items()
@@ -132,3 +133,13 @@ def test_four_ranks_of_megatron_core_save_what_we_read_and_load_what_we_write(tm
     assert same(read(legacy), read(found))
     convert(legacy, torch_dist.plan(legacy, Split(2, 2)), tmp_path / "to", {})
     run("load", tmp_path / "to" / "release", tmp_path / "none", case, 2, 2)
+
+
+def test_ranks_with_other_experts_save_what_we_read_and_load_what_we_write(tmp_path: Path) -> None:
+    """Two ranks, which share matrices of attention, and of six experts have three each."""
+    run("save", tmp_path / "saved", tmp_path / "none", "experts", tp=2, ep=2)
+    found = torch_dist.open_folder(tmp_path / "saved")
+    assert found.model == MIXED["experts"]
+    convert(found, torch_dist.plan(found, Split(2)), tmp_path / "to", {})
+    assert same(read(torch_dist.open_folder(tmp_path / "to")), read(found))
+    run("load", tmp_path / "to" / "release", tmp_path / "none", "experts", tp=2, ep=2)

@@ -129,7 +129,6 @@ REFUSED = {
     "layer norms": ({"normalization": "LayerNorm"}, "normalization = 'LayerNorm': is another norm than RMSNorm"),
     "no norm is told": ({"normalization": None}, "normalization = 'LayerNorm'"),
     "learned positions": ({"position_embedding_type": "learned_absolute"}, "another kind of positions"),
-    "experts": ({"num_experts": 8}, "num_experts = 8: model.experts are read from and written to hf and megalite"),
     "biases": ({"add_bias_linear": True}, "means biases of all linear layers"),
     "zero-centred norms": ({"apply_layernorm_1p": True}, r"norms of 1 \+ weight"),
     "a part of RoPE": ({"rotary_percent": 0.5}, "turns a part of every head"),

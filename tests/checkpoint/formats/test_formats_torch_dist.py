@@ -1,11 +1,12 @@
 """Megatron-LM's `torch_dist`, checked against folders that PyTorch has saved, and loaded again by PyTorch."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from megatron_files import MODELS, SMALL, dist_tensors, random_weights, read, same, write_dist
+from megatron_files import MIXED, MODELS, SMALL, dist_tensors, random_weights, read, same, write_dist
 from torch.distributed.checkpoint import FileSystemReader
 
 from megalite.checkpoint.store.disk import DamagedError
@@ -14,9 +15,11 @@ from megalite.checkpoint.weights.formats import torch_dist
 from megalite.checkpoint.weights.maps.megatron import Split
 from megalite.config.schema import Model
 
+ALL = MODELS | MIXED
+
 
 @pytest.mark.parametrize("stacked", [True, False], ids=["stacked", "layer by layer"])
-@pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
+@pytest.mark.parametrize("model", ALL.values(), ids=ALL)
 def test_both_kinds_of_layers_are_read(model: Model, stacked: bool, tmp_path: Path) -> None:
     ours = random_weights(model)
     write_dist(tmp_path, model, ours, stacked=stacked)
@@ -26,7 +29,7 @@ def test_both_kinds_of_layers_are_read(model: Model, stacked: bool, tmp_path: Pa
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4])
-@pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
+@pytest.mark.parametrize("model", ALL.values(), ids=ALL)
 def test_pytorch_loads_what_is_written(model: Model, tp: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch_dist, "FILE_BYTES", 20_000)  # so that there are several files
     ours = random_weights(model)
@@ -48,7 +51,7 @@ def test_pytorch_loads_what_is_written(model: Model, tp: int, tmp_path: Path, mo
     assert same(read(torch_dist.open_folder(tmp_path / "to")), ours)
 
 
-@pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
+@pytest.mark.parametrize("model", ALL.values(), ids=ALL)
 def test_states_of_the_optimizer_are_read(model: Model, tmp_path: Path) -> None:
     kinds = {"fp32_param": "model.", "exp_avg": "optimizer.exp_avg.", "exp_avg_sq": "optimizer.exp_avg_sq."}
     states = {
@@ -93,3 +96,42 @@ def test_a_state_of_another_shape_is_told_by_its_name(tmp_path: Path) -> None:
         DamagedError, match=r"has optimizer\.state\.exp_avg_sq\.decoder\.layers\.mlp\.linear_fc2\.weight \["
     ):
         torch_dist.open_folder(tmp_path, states=True)
+
+
+@pytest.mark.parametrize("name", ["experts", "experts in some layers"])
+def test_the_norm_before_experts_has_the_names_of_both_kinds_of_modules(name: str, tmp_path: Path) -> None:
+    """With Transformer Engine it has its own, without one that of a norm before a plain feed-forward."""
+    model = MIXED[name]
+    ours = random_weights(model)
+    write_dist(tmp_path / "theirs", model, ours)
+    found = torch_dist.open_folder(tmp_path / "theirs")
+    convert(found, torch_dist.plan(found), tmp_path / "to", {})
+    layer, norms = ("", torch.stack([ours[f"layers.{number}.mlp_norm.weight"] for number in range(4)]))
+    if name != "experts":
+        layer, norms = "1.", norms[1]
+    loaded = {
+        f"decoder.layers.{layer}{each}": torch.zeros_like(norms)
+        for each in ("pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight")
+    }
+    dcp.load(loaded, checkpoint_id=tmp_path / "to" / "release", no_dist=True)
+    assert all(torch.equal(tensor, norms) for tensor in loaded.values())
+
+
+def test_each_expert_is_a_part_of_its_own(tmp_path: Path) -> None:
+    """So that a rank which has some of them reads no others."""
+    model = MIXED["experts"]
+    write_dist(tmp_path / "theirs", model, random_weights(model))
+    found = torch_dist.open_folder(tmp_path / "theirs")
+    convert(found, torch_dist.plan(found), tmp_path / "to", {})
+    kinds = FileSystemReader(tmp_path / "to" / "release").read_metadata().state_dict_metadata
+    parts = kinds["decoder.layers.mlp.experts.experts.linear_fc1.weight"].chunks
+    assert {tuple(part.sizes) for part in parts} == {(1, 1, 16, 16)}
+    assert len(parts) == 4 * 6
+
+
+def test_more_experts_than_there_are_is_told_at_once(tmp_path: Path) -> None:
+    model = MIXED["experts"]
+    write_dist(tmp_path, model, random_weights(model))
+    for count, told in ((10**9, r"has \[4, 6, 16, 16\] of experts in a tensor instead of 1,000,000,000"), (5, "6, 16")):
+        with pytest.raises(DamagedError, match=told):
+            torch_dist.open_folder(tmp_path, replace(model, experts=replace(model.experts, count=count)))

@@ -24,7 +24,7 @@ from megalite.plan.model.weights import weights
 from megalite_tools.checkpoint.convert import main
 
 MIXED = [name for name, case in CASES.items() if "num_experts" in case.options]
-ELSEWHERE = "model.experts are read from and written to hf and megalite alone; use one of these"
+ELSEWHERE = "model.experts are read from and written to hf, megalite and megatron-dist; use one of these"
 SCALING = {"beta_fast": 32, "beta_slow": 1, "factor": 40, "original_max_position_embeddings": 4096, "type": "yarn"}
 DEEPSEEK = {
     "attention_bias": False,
@@ -346,7 +346,23 @@ def test_losses_and_a_width_that_no_layer_has_are_nothing_of_a_config() -> None:
     assert lost(replace(model, ffn=7, experts=dense), replace(model, experts=dense)) == ["model.ffn = 7"]
 
 
-@pytest.mark.parametrize("kind", ["megatron", "megatron-dist", "meta"])
+@pytest.mark.parametrize(
+    ("one", "other"), [((1, 2), (0, 2)), ((2, 2), (3, 1)), ((0, 3), (2, 3)), ((3, 1), (0, 4)), ((0, 1), (0, 1))]
+)
+def test_the_same_layers_with_experts_may_be_told_in_two_ways(one: tuple[int, int], other: tuple[int, int]) -> None:
+    first, second = (Model(experts=Experts(first_dense=first, every=every)) for first, every in (one, other))
+    assert not lost(first, second)
+    assert not lost(second, first)
+
+
+def test_other_layers_with_experts_are_others() -> None:
+    models = [
+        Model(experts=Experts(first_dense=first, every=every)) for first, every in ((0, 1), (1, 1), (0, 2), (0, 4))
+    ]
+    assert all(bool(lost(one, other)) == (one != other) for one in models for other in models)
+
+
+@pytest.mark.parametrize("kind", ["megatron", "meta"])
 def test_other_kinds_neither_take_nor_give_experts(
     kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

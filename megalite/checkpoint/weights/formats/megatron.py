@@ -41,6 +41,8 @@ from megalite.checkpoint.weights.maps.megatron import (
     replicated,
     uniform,
 )
+from megalite.checkpoint.weights.maps.megatron_experts import Share
+from megalite.checkpoint.weights.maps.models import refuse_experts
 from megalite.checkpoint.weights.maps.strips import PREFIX, Table, Theirs, under_our_names
 from megalite.config.schema import Model
 from megalite.plan.model.weights import weights
@@ -66,6 +68,7 @@ def open_folder(path: Path, model: Model | None = None) -> Weights:
     with damage_of(path, source):
         _check_version(saved[0, 0].content)
     model = told_model(path, source, arguments, model)
+    refuse_experts(model, str(path))
     chunks = {rank: _chunks(file) for rank, file in saved.items()}
     table, found = _matched(path, model, saved, chunks, Split(tp, pp, len(chunks[0, 0])))
     with damage_of(path, source):
@@ -165,7 +168,7 @@ def _matched(
     places: list[Chunk] = []
     for (tensor, pipeline), file in saved.items():
         for number, here in enumerate(chunks[tensor, pipeline]):
-            wanted = chunk_table(model, ours, layers[pipeline, number], rows, tensor, split.tp)
+            wanted = chunk_table(model, ours, layers[pipeline, number], rows, Share(tensor, split.tp))
             refuse_differences(path, file.name, here, wanted)
             for chunk in file.chunks(here):
                 theirs = wanted[chunk.name]
@@ -218,13 +221,14 @@ def plan(found: Weights, split: Split = WHOLE_MODEL, dtype: str | None = None) -
     """Plan a folder of the weights `found`, divided by `split`, in `dtype`, or else in the one they have."""
     model, dtype = found.model, dtype or found.dtype
     check_split(model, split)
+    refuse_experts(model, "Megatron's older format")
     size = padded(model.vocab_size, split.tp)
     arguments = saved_arguments(model, split, size, dtype)
     ours, layers = weights(model), uniform(model.layers, split)
 
     def output(tensor: int, pipeline: int) -> Output:
         tables = [
-            chunk_table(model, ours, layers[pipeline, number], size, tensor, split.tp)
+            chunk_table(model, ours, layers[pipeline, number], size, Share(tensor, split.tp))
             for number in range(split.virtual)
         ]
         models = [{name: Planned(theirs, dtype) for name, theirs in table.items()} for table in tables]

@@ -52,18 +52,25 @@ from megalite.checkpoint.weights.formats.torch_read import Saved
 from megalite.checkpoint.weights.maps.megatron import (
     EMBEDDING,
     FC1,
+    FC1_NORM,
+    FC2,
     LAYER,
     LAYERS,
+    NORM_BEFORE_EXPERTS,
     QKV,
     WHOLE_MODEL,
     Split,
+    alike,
     check_split,
     chunk_table,
+    dist_table,
     known_as,
     padded,
     stacked_table,
 )
+from megalite.checkpoint.weights.maps.megatron_experts import NORM, STACKED
 from megalite.checkpoint.weights.maps.megatron_training import arguments_beside, content_of, training_of
+from megalite.checkpoint.weights.maps.models import has_experts
 from megalite.checkpoint.weights.maps.strips import PREFIX, Table, Theirs, under_our_names
 from megalite.config.schema import Model
 from megalite.plan.model.weights import weights
@@ -76,11 +83,13 @@ MASTERS = (
     "optimizer.state.fp32_param.",
     "optimizer.state.param.",
 )  # weights as an optimizer or the distributed one has
+# Parts of names that modules with Transformer Engine and without have, and optimizers and distributed ones.
+SYNONYMS = ((NORM_BEFORE_EXPERTS, FC1_NORM), MASTERS)
 MOMENTS = {f"optimizer.state.{name}.": f"optimizer.{name}." for name in ("exp_avg", "exp_avg_sq")}
 KINDS = {**dict.fromkeys(("", *MASTERS), PREFIX), **MOMENTS}  # begin names of theirs, and of ours
 STATE_DTYPE = "float32"  # data type of states
 FILE_BYTES = 1 << 32  # bytes of a file that we write, about
-STATEFUL_MODULES = (QKV, "self_attention.linear_proj", "self_attention.core_attention", FC1, "mlp.linear_fc2")
+STATEFUL_MODULES = (QKV, "self_attention.linear_proj", "self_attention.core_attention")
 
 
 @dataclass(frozen=True)
@@ -160,6 +169,7 @@ def _chosen(states: bool, seen: set[Any], names: Names) -> list[Any]:
         name
         for name in names
         if (states and name.startswith(wanted)) or (not name.startswith(OTHER_PREFIXES) and known_as(name) is not None)
+        if FC1_NORM not in name or name.replace(FC1_NORM, NORM_BEFORE_EXPERTS) not in names  # else it is there twice
     ]
 
 
@@ -239,10 +249,22 @@ def _table(model: Model, tensors: Mapping[str, Stored]) -> Table:
     rows = embedding.shape[0] if embedding is not None and embedding.shape else 0
     if rows < model.vocab_size:
         raise ValueError(f"has {rows} rows of {EMBEDDING}, too few for a vocabulary of {model.vocab_size}")
+    _refuse_another_number(model, tensors)
     ours = weights(model)
     if any(name.startswith(LAYERS) and name.removeprefix(LAYERS)[:1].isdigit() for name in tensors):
-        return chunk_table(model, ours, range(model.layers), rows, copy=False)
-    return stacked_table(model, ours, rows)
+        table = chunk_table(model, ours, range(model.layers), rows, copy=False)
+    else:
+        table = stacked_table(model, ours, rows)
+    return {known_as(name) or name: theirs for name, theirs in table.items()}
+
+
+def _refuse_another_number(model: Model, tensors: Mapping[str, Stored]) -> None:
+    """Raises ValueError before a table is made of billions of experts that a wrong number means."""
+    if model.experts is None:
+        return
+    there = next((list(stored.shape) for name, stored in tensors.items() if STACKED in name), [])
+    if model.experts.count not in there:
+        raise ValueError(f"has {there} of experts in a tensor instead of {model.experts.count:,}")
 
 
 def _sizes(path: Path, files: tuple[str, ...]) -> dict[str, int]:
@@ -271,7 +293,7 @@ def plan(found: Weights, split: Split = WHOLE_MODEL, dtype: str | None = None) -
         vars(content["args"]).update(arguments_beside(training))
         content |= content_of(training)
         folder, tracked = folder_of(training.progress.step), str(training.progress.step)
-    table = stacked_table(model, weights(model), size)
+    table = dist_table(model, weights(model), size)
     described = {
         kind + name: (theirs.shape, dtype) for kind, (_, dtype) in kinds.items() for name, theirs in table.items()
     }
@@ -304,18 +326,19 @@ def _refuse_other_states(found: Weights) -> None:
 
 
 def _parts(model: Model, size: int, kinds: Mapping[str, tuple[str, str]]) -> Iterator[OutputPart]:
-    """Yield all tensors in the order of writing, stacked ones as every layer's part.
+    """Yield all tensors in the order of writing, stacked ones as every layer's part, those of experts as each one's.
 
     kinds: by the beginning of the tensors' names: the beginning of our names, and the data type.
     """
     table = chunk_table(model, weights(model), range(model.layers), size, copy=False)
     for (kind, (ours, dtype)), (name, theirs) in product(kinds.items(), table.items()):
-        theirs, shape = replace(theirs, kind=ours), theirs.shape
-        if (found := LAYER.fullmatch(name)) is None:
-            yield OutputPart(kind + name, theirs, (0,) * len(shape), dtype)
-        else:
-            number, stacked = int(name.removeprefix(LAYERS).partition(".")[0]), replace(theirs, shape=(1, *shape))
-            yield OutputPart(kind + LAYERS + found[2], stacked, (number, *[0] * len(shape)), dtype)
+        parts = [((0,) * len(theirs.shape), replace(theirs, kind=ours))]
+        if STACKED in name:
+            parts = [((expert, 0, 0), replace(one, kind=ours)) for expert, one in enumerate(theirs.unpiled())]
+        if (found := LAYER.fullmatch(name)) is not None and alike(model):
+            name, number = LAYERS + found[2], int(name.removeprefix(LAYERS).partition(".")[0])
+            parts = [((number, *place), replace(part, shape=(1, *part.shape))) for place, part in parts]
+        yield from (OutputPart(kind + name, part, place, dtype) for place, part in parts)
 
 
 def _files(parts: Iterable[OutputPart]) -> list[list[OutputPart]]:
@@ -346,19 +369,28 @@ def _output(name: str, parts: Sequence[OutputPart]) -> Output:
 
 def _extra_states(model: Model) -> Iterator[str]:
     """The names of states that modules may ask for: Megatron loads no folder that lacks one."""
-    names = (
-        *STATEFUL_MODULES,
-        *(("self_attention.q_layernorm", "self_attention.k_layernorm") if model.qk_norm else ()),
-    )
-    for name, number in product(names, range(model.layers)):
-        yield f"{LAYERS}{name}._extra_state/shard_{number}_{model.layers}"
-    yield "decoder.final_layernorm._extra_state/shard_0_1"
+    norms = ("self_attention.q_layernorm", "self_attention.k_layernorm") if model.qk_norm else ()
+    for number, mixed in enumerate(has_experts(model)):
+        prefix, places, sizes = (LAYERS, (number,), (model.layers,)) if alike(model) else (f"{LAYERS}{number}.", (), ())
+        for name in (*STATEFUL_MODULES, *norms, *((NORM,) if mixed else (FC1, FC2))):
+            yield _state_of(f"{prefix}{name}", places or (0,), sizes or (1,))
+        if mixed and model.experts is not None:
+            for name, expert in product((FC1, FC2), range(model.experts.count)):
+                name = f"{prefix}{STACKED}{name.removeprefix('mlp.')}"
+                yield _state_of(name, (*places, expert), (*sizes, model.experts.count))
+    yield _state_of("decoder.final_layernorm", (0,), (1,))
+
+
+def _state_of(module: str, places: Sequence[int], sizes: Sequence[int]) -> str:
+    """The name of a module's state. places: number of its layer and expert among the `sizes` of these."""
+    place, size = (".".join(map(str, numbers)) for numbers in (places, sizes))
+    return f"{module}._extra_state/shard_{place}_{size}"
 
 
 def _metadata(
     described: Mapping[str, tuple[tuple[int, ...], str]], files: Mapping[str, Note], states: Mapping[str, _StorageInfo]
 ) -> bytes:
-    """The index of DCP, of tensors given by shape and data type. Main weights are in it under both their names."""
+    """The index of DCP, of tensors given by shape and data type. Some are in it under both the names that they have."""
     chunks: dict[str, list[ChunkStorageMetadata]] = {name: [] for name in described}
     places: dict[MetadataIndex, _StorageInfo] = {}
     for file, notes in files.items():
@@ -369,12 +401,8 @@ def _metadata(
         name: TensorStorageMetadata(TensorProperties(dtype=getattr(torch, dtype)), torch.Size(shape), chunks[name])
         for name, (shape, dtype) in described.items()
     }
-    one, other = MASTERS
-    tensors |= {other + name.removeprefix(one): kind for name, kind in tensors.items() if name.startswith(one)}
-    places |= {
-        replace(at, fqn=other + at.fqn.removeprefix(one)): place
-        for at, place in places.items()
-        if at.fqn.startswith(one)
-    }
+    for one, other in SYNONYMS:
+        tensors |= {name.replace(one, other): kind for name, kind in tensors.items() if one in name}
+        places |= {replace(at, fqn=at.fqn.replace(one, other)): place for at, place in places.items() if one in at.fqn}
     places |= {MetadataIndex(name): place for name, place in states.items()}
     return pickle.dumps(Metadata({**tensors, **{name: BytesStorageMetadata() for name in states}}, None, places))

@@ -7,11 +7,10 @@ do not carry over: transformers' loss is another one, and is not computed unless
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
-from itertools import chain
 from typing import Any
 
 from megalite.checkpoint.weights.maps.fields import Fields
-from megalite.checkpoint.weights.maps.strips import Theirs, part
+from megalite.checkpoint.weights.maps.strips import Theirs, part, piled
 from megalite.config.schema import Experts, Model
 from megalite.plan.parts.part import Weight
 
@@ -46,8 +45,7 @@ def of_experts(name: str, parts: Mapping[str, Weight]) -> Iterator[tuple[str, Th
     if "{}" in name:
         yield from ((name.format(number), theirs) for number, theirs in enumerate(each))
     else:
-        strips = chain.from_iterable(theirs.strips for theirs in each)
-        yield name, Theirs((count, *each[0].shape), tuple(strips))
+        yield name, piled(each)
 
 
 def _of_expert(number: int, parts: Mapping[str, Weight]) -> Theirs:

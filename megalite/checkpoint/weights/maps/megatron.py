@@ -10,8 +10,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from megalite.base.errors import InputError
-from megalite.checkpoint.weights.maps.models import refuse_experts, refuse_latent
-from megalite.checkpoint.weights.maps.strips import Strip, Table, Theirs, part, stacked
+from megalite.checkpoint.weights.maps.megatron_experts import ALL, NORM, ROUTER, Share, of_experts
+from megalite.checkpoint.weights.maps.models import has_experts, refuse_latent
+from megalite.checkpoint.weights.maps.strips import Strip, Table, Theirs, part, piled, stacked
 from megalite.config.schema import Model
 from megalite.plan.parts.part import Weight
 
@@ -22,30 +23,33 @@ EMBEDDING, FINAL_NORM, OUTPUT = (
     "output_layer.weight",
 )
 LAYERS = "decoder.layers."
-QKV, FC1 = "self_attention.linear_qkv", "mlp.linear_fc1"
+QKV, FC1, FC2 = "self_attention.linear_qkv", "mlp.linear_fc1", "mlp.linear_fc2"
+NORM_BEFORE_EXPERTS, FC1_NORM = f"{NORM}.weight", f"{FC1}.layer_norm_weight"
 REPLICATED_TENSORS = {  # tensors of a layer that every tensor-parallel rank has, and ours
     f"{QKV}.layer_norm_weight": "attention_norm.weight",
     "self_attention.q_layernorm.weight": "attention.q_norm.weight",
     "self_attention.k_layernorm.weight": "attention.k_norm.weight",
-    f"{FC1}.layer_norm_weight": "mlp_norm.weight",
+    FC1_NORM: "mlp_norm.weight",
+    ROUTER: "mlp.router.weight",
 }
 SPELLINGS = {  # names of a layer's tensors: in Megatron-Core without Transformer Engine, then before Megatron-Core
     "input_layernorm.weight": f"{QKV}.layer_norm_weight",
-    "pre_mlp_layernorm.weight": f"{FC1}.layer_norm_weight",
+    NORM_BEFORE_EXPERTS: FC1_NORM,
     "input_norm.weight": f"{QKV}.layer_norm_weight",
-    "post_attention_norm.weight": f"{FC1}.layer_norm_weight",
-    "post_attention_layernorm.weight": f"{FC1}.layer_norm_weight",
+    "post_attention_norm.weight": FC1_NORM,
+    "post_attention_layernorm.weight": FC1_NORM,
     "self_attention.query_key_value.weight": f"{QKV}.weight",
     "self_attention.query_key_value.bias": f"{QKV}.bias",
     "self_attention.dense.weight": "self_attention.linear_proj.weight",
     "mlp.dense_h_to_4h.weight": f"{FC1}.weight",
-    "mlp.dense_4h_to_h.weight": "mlp.linear_fc2.weight",
+    "mlp.dense_4h_to_h.weight": f"{FC2}.weight",
 }
 OUTER_SPELLINGS = {  # the same of tensors outside of layers
     "decoder.final_norm.weight": FINAL_NORM,
     "word_embeddings_for_head.weight": OUTPUT,
 }
 LAYER = re.compile(r"(decoder\.layers\.(?:\d+\.)?)(.+)")
+LOCAL_EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.(.+)")  # where experts are modules of their own
 IGNORED_TENSORS = re.compile(r".*(\._extra_state(/.*)?|\.inv_freq)")  # tensors of Transformer Engine, and of RoPE
 
 
@@ -68,6 +72,8 @@ def known_as(name: str) -> str | None:
     name = name.removeprefix("language_model.")
     name = f"decoder.{name.removeprefix('encoder.')}" if name.startswith("encoder.") else name
     if found := LAYER.fullmatch(name):
+        if expert := LOCAL_EXPERT.fullmatch(found[2]):
+            return f"{found[1]}mlp.experts.{expert[2]}{expert[1]}"
         return found[1] + SPELLINGS.get(found[2], found[2])
     return OUTER_SPELLINGS.get(name, name)
 
@@ -80,9 +86,13 @@ def padded(vocabulary: int, tp: int) -> int:
 
 def check_split(model: Model, split: Split) -> None:
     """Raises InputError where the model cannot be divided so."""
-    refuse_experts(model, "Megatron's files")
     refuse_latent(model, "Megatron's files")
-    for size, what in ((model.heads, "heads"), (model.kv_heads, "kv_heads"), (model.ffn, "ffn")):
+    sizes = {"heads": model.heads, "kv_heads": model.kv_heads}
+    if not all(has_experts(model)):
+        sizes["ffn"] = model.ffn
+    if model.experts is not None:
+        sizes["experts.width"] = model.experts.width or model.ffn
+    for what, size in sizes.items():
         if size % split.tp:
             raise InputError(f"tensor-parallel size {split.tp}: does not divide model.{what} = {size}")
     if split.virtual > 1 and split.pp == 1:
@@ -92,45 +102,49 @@ def check_split(model: Model, split: Split) -> None:
         raise InputError(f"{stages}: do not divide model.layers = {model.layers}")
 
 
-def layer_table(model: Model, ours: Mapping[str, Weight], number: int, rank: int = 0, tp: int = 1) -> Table:
-    """Return how a layer's tensors on a tensor-parallel rank are made of our weights, by their names in the layer."""
+def layer_table(model: Model, ours: Mapping[str, Weight], number: int, share: Share = ALL) -> Table:
+    """Return how a layer's tensors on a rank are made of our weights, by their names in the layer."""
     e, group = model.head_size, model.heads // model.kv_heads
     own = f"layers.{number}."
-
-    def share(size: int) -> tuple[int, int]:
-        return size * rank // tp, size * (rank + 1) // tp
 
     def rows(name: str, first: int, end: int) -> Strip:
         return part(own + name, ours[own + name], rows=(first, end))
 
     def columns(name: str) -> Theirs:
         weight = ours[own + name]
-        strip = part(own + name, weight, columns=share(weight.shape[1]))
+        strip = part(own + name, weight, columns=share.of(weight.shape[1]))
         return Theirs((strip.height, strip.width), (strip,))
 
     def fused(kind: str) -> Theirs:
         strips = []
-        for number in range(*share(model.kv_heads)):
+        for number in range(*share.of(model.kv_heads)):
             strips.append(rows(f"attention.q.{kind}", number * group * e, (number + 1) * group * e))
             strips += [rows(f"attention.{name}.{kind}", number * e, (number + 1) * e) for name in "kv"]
         height = sum(strip.height for strip in strips)
         return Theirs((height, *ours[f"{own}attention.q.{kind}"].shape[1:]), tuple(strips))
 
-    halves = tuple(rows(f"mlp.{name}.weight", *share(model.ffn)) for name in ("gate", "up"))
     table = {
         f"{QKV}.weight": fused("weight"),
         **({f"{QKV}.bias": fused("bias")} if model.qkv_bias else {}),
         "self_attention.linear_proj.weight": columns("attention.o.weight"),
-        f"{FC1}.weight": Theirs((2 * halves[0].height, model.width), halves),
-        "mlp.linear_fc2.weight": columns("mlp.down.weight"),
     }
+    mixed = f"{own}mlp.router.weight" in ours
+    if mixed:
+        table |= of_experts(own, ours, share)
+    else:
+        halves = tuple(rows(f"mlp.{name}.weight", *share.of(model.ffn)) for name in ("gate", "up"))
+        table[f"{FC1}.weight"] = Theirs((2 * halves[0].height, model.width), halves)
+        table[f"{FC2}.weight"] = columns("mlp.down.weight")
     present = {name: own + inside for name, inside in REPLICATED_TENSORS.items() if own + inside in ours}
-    return table | {name: stacked([(there, ours[there])]) for name, there in present.items()}
+    return table | {
+        NORM_BEFORE_EXPERTS if mixed and name == FC1_NORM else name: stacked([(there, ours[there])])
+        for name, there in present.items()
+    }
 
 
-def vocabulary(name: str, weight: Weight, size: int, rank: int = 0, tp: int = 1) -> Theirs:
-    """The rows of an embedding or an output layer on a tensor-parallel rank; `size` is that with padding."""
-    first, end = size * rank // tp, size * (rank + 1) // tp
+def vocabulary(name: str, weight: Weight, size: int, share: Share = ALL) -> Theirs:
+    """The rows of an embedding or an output layer on a rank; `size` is that with padding."""
+    first, end = share.of(size)
     here = min(first, weight.shape[0]), min(end, weight.shape[0])
     strips = (part(name, weight, rows=here),) if here[0] < here[1] else ()
     last = part(name, weight, rows=(weight.shape[0] - 1, weight.shape[0]))
@@ -138,7 +152,7 @@ def vocabulary(name: str, weight: Weight, size: int, rank: int = 0, tp: int = 1)
 
 
 def chunk_table(
-    model: Model, ours: Mapping[str, Weight], layers: range, size: int, rank: int = 0, tp: int = 1, copy: bool = True
+    model: Model, ours: Mapping[str, Weight], layers: range, size: int, share: Share = ALL, copy: bool = True
 ) -> Table:
     """Return how the tensors of neighbouring layers are made of our weights.
 
@@ -148,20 +162,20 @@ def chunk_table(
     """
     table: dict[str, Theirs] = {}
     if layers.start == 0:
-        table[EMBEDDING] = vocabulary("embed.weight", ours["embed.weight"], size, rank, tp)
+        table[EMBEDDING] = vocabulary("embed.weight", ours["embed.weight"], size, share)
     for local, number in enumerate(layers):
-        own = layer_table(model, ours, number, rank, tp)
+        own = layer_table(model, ours, number, share)
         table |= {f"{LAYERS}{local}.{name}": theirs for name, theirs in own.items()}
     if layers.stop == model.layers:
         table[FINAL_NORM] = stacked([("head.norm.weight", ours["head.norm.weight"])])
         name = "embed.weight" if model.tie_embeddings else "head.output.weight"
         if not model.tie_embeddings or (copy and layers.start > 0):
-            table[OUTPUT] = vocabulary(name, ours[name], size, rank, tp)
+            table[OUTPUT] = vocabulary(name, ours[name], size, share)
     return table
 
 
 def stacked_table(model: Model, ours: Mapping[str, Weight], size: int) -> Table:
-    """Return how whole tensors are made of our weights, with all layers stacked in one tensor: `torch_dist`."""
+    """Return how whole tensors are made of our weights, with those of all layers in one: `torch_dist`."""
     table: dict[str, Theirs] = {}
     layers: dict[str, list[Theirs]] = {}
     for name, theirs in chunk_table(model, ours, range(model.layers), size).items():
@@ -169,9 +183,19 @@ def stacked_table(model: Model, ours: Mapping[str, Weight], size: int) -> Table:
             layers.setdefault(LAYERS + found[2], []).append(theirs)
         else:
             table[name] = theirs
-    for name, each in layers.items():
-        table[name] = Theirs((model.layers, *each[0].shape), tuple(strip for theirs in each for strip in theirs.strips))
-    return table
+    return table | {name: piled(each) for name, each in layers.items()}
+
+
+def dist_table(model: Model, ours: Mapping[str, Weight], size: int) -> Table:
+    """Return `stacked_table`, or where layers differ, as Megatron has them then, a tensor of each layer."""
+    if alike(model):
+        return stacked_table(model, ours, size)
+    return chunk_table(model, ours, range(model.layers), size, copy=False)
+
+
+def alike(model: Model) -> bool:
+    """Return whether all layers have the same tensors."""
+    return len({*has_experts(model)}) == 1
 
 
 def uniform(layers: int, split: Split) -> dict[tuple[int, int], range]:
@@ -190,4 +214,4 @@ def places(split: Split) -> Iterator[tuple[int, int, int]]:
 def replicated(name: str) -> bool:
     """Return whether every tensor-parallel rank has the whole of this tensor."""
     found = LAYER.fullmatch(name)
-    return name == FINAL_NORM or (found is not None and found[2] in REPLICATED_TENSORS)
+    return name == FINAL_NORM or (found is not None and SPELLINGS.get(found[2], found[2]) in REPLICATED_TENSORS)

@@ -7,7 +7,8 @@ from typing import Any
 from megalite.base.errors import InputError, listing
 from megalite.checkpoint.weights.maps.fields import Fields
 from megalite.checkpoint.weights.maps.megatron import VOCABULARY_STEP, Split
-from megalite.checkpoint.weights.maps.models import EXPERTS_RULE, checked, lost
+from megalite.checkpoint.weights.maps.megatron_experts import expert_arguments, experts
+from megalite.checkpoint.weights.maps.models import checked, lost
 from megalite.config.schema import Attention, Model, RopeScaling
 
 DEFAULTS = {  # values that Megatron takes for arguments that checkpoints of older versions do not have
@@ -54,8 +55,6 @@ def model_of(arguments: Mapping[str, Any], file: str) -> Model:
     fields = Fields(f"{file}: args", values)
     for key, (value, why) in NEUTRAL_VALUES.items():
         fields.refuse(key, value, why)
-    if fields.get("num_experts") is not None:
-        raise fields.wrong("num_experts", EXPERTS_RULE)
     heads = fields.whole("num_attention_heads")
     width = fields.whole("hidden_size")
     head = fields.whole("kv_channels") if fields.get("kv_channels") is not None else None
@@ -78,6 +77,7 @@ def model_of(arguments: Mapping[str, Any], file: str) -> Model:
         qk_norm=fields.flag("qk_layernorm"),
         qkv_bias=fields.flag("add_qkv_bias"),
         attention=_attention(fields),
+        experts=experts(fields, fields.whole("num_layers")),
         init_std=fields.number("init_method_std"),
     )
     return checked(model, fields.file)
@@ -120,7 +120,7 @@ def arguments_of(model: Model, split: Split, size: int, dtype: str) -> dict[str,
         "attention_dropout": 0.0,
         "hidden_dropout": 0.0,
         "init_method_std": model.init_std,
-        "num_experts": None,
+        **expert_arguments(model),
         "mtp_num_layers": None,
         "tensor_model_parallel_size": split.tp,
         "pipeline_model_parallel_size": split.pp,

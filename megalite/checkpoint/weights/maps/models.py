@@ -1,5 +1,6 @@
 """Models as other programs describe them: whether they can be, and what of ours is lost there. Imports no torch."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +11,7 @@ from megalite.config.rules.model import model_rules
 from megalite.config.rules.ranges import range_rules
 from megalite.config.schema import Config, Model
 
-EXPERTS_RULE = "model.experts are read from and written to hf and megalite alone; use one of these"
+EXPERTS_RULE = "model.experts are read from and written to hf, megalite and megatron-dist; use one of these"
 
 
 def checked(model: Model, file: str) -> Model:
@@ -25,7 +26,7 @@ def plain_model(model: Model) -> dict[str, Any]:
     """The model's keys and values, but for those that say nothing of what its weights compute.
 
     The widths of a head and of an expert are always told, a window only if some layer has it, and the feed-forward's
-    width only if some layer has no experts.
+    width only if some layer has no experts. Which layers have experts is told in one way.
     """
     attention, experts, ffn = model.attention, model.experts, model.ffn
     if attention.full_every == 1:
@@ -33,10 +34,27 @@ def plain_model(model: Model) -> dict[str, Any]:
     if experts is not None:
         width = experts.width or ffn
         experts = replace(experts, width=width, balance_loss=0.0, z_loss=0.0)
-        if all(isinstance(kind.feed_forward, Mixture) for kind in layer_kinds(model)):
+        if (places := first_and_every(has_experts(model))) is not None:
+            experts = replace(experts, first_dense=places[0], every=places[1])
+        if all(has_experts(model)):
             ffn = width
     told = replace(model, head_width=model.head_size, attention=attention, experts=experts, ffn=ffn)
     return dict(leaves(to_plain(Config(model=told))["model"], "model"))
+
+
+def has_experts(model: Model) -> list[bool]:
+    """By layer: whether it has experts."""
+    return [isinstance(kind.feed_forward, Mixture) for kind in layer_kinds(model)]
+
+
+def first_and_every(mixed: Sequence[bool]) -> tuple[int, int] | None:
+    """The keys `first_dense` and the least `every` of a model whose layers have experts so; None: no keys say that."""
+    numbers = [number for number, each in enumerate(mixed, 1) if each]
+    for every in range(1, len(mixed) + 1) if numbers else ():
+        multiples = range(every, len(mixed) + 1, every)
+        if len(multiples) >= len(numbers) and [*multiples[-len(numbers) :]] == numbers:
+            return multiples[-len(numbers)] - every, every
+    return None
 
 
 def lost(model: Model, again: Model) -> list[str]:

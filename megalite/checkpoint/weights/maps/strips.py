@@ -8,7 +8,7 @@ strips. Imports no torch.
 import math
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, product
 from typing import NamedTuple
 
@@ -59,6 +59,12 @@ class Theirs:
     def bytes(self, dtype: str) -> int:
         return self.elements * ITEM_BYTES[dtype]
 
+    def unpiled(self) -> Iterator["Theirs"]:
+        """Yield the parts of a pile, each as a pile of one: the inverse of `piled`."""
+        each = len(self.strips) // self.shape[0]
+        for first in range(0, len(self.strips), each):
+            yield replace(self, shape=(1, *self.shape[1:]), strips=self.strips[first : first + each])
+
 
 Table = Mapping[str, Theirs]  # by their names, in their order
 
@@ -96,6 +102,11 @@ def stacked(named: Iterable[tuple[str, Weight]]) -> Theirs:
     pairs = list(named)
     rows = sum(weight.shape[0] for _, weight in pairs)
     return Theirs((rows, *pairs[0][1].shape[1:]), tuple(whole(name, weight) for name, weight in pairs))
+
+
+def piled(each: Sequence[Theirs]) -> Theirs:
+    """Pile tensors of one shape up along a new first dimension."""
+    return Theirs((len(each), *each[0].shape), tuple(strip for theirs in each for strip in theirs.strips))
 
 
 def under_our_names(index: Index, table: Table, shapes: Mapping[str, Weight], prefix: str) -> Index:

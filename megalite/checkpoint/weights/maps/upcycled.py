@@ -46,7 +46,7 @@ class Upcycling:
         """Factor of matrices `down`."""
         if self.experts.normalize:
             total = 1.0
-        else:  # what scores of a token's experts add up to where a router gives all the same
+        else:  # the sum of a token's scores where a router gives all the same
             each = 1 / self.experts.count if self.experts.scores == "softmax" else 0.5
             total = self.experts.active * each
         return self.slices / (total * self.experts.scale)

@@ -5,8 +5,9 @@ from argparse import Namespace
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -43,6 +44,17 @@ MIXED = {
         SMALL, experts=Experts(count=3, active=1, width=24, scores="sigmoid", normalize=False)
     ),
 }
+
+
+class Part(NamedTuple):
+    """Experts of one of `ep` ranks. split: tensor-parallel ranks share matrices of experts too."""
+
+    ep: int = 1
+    rank: int = 0
+    split: bool = True
+
+
+WHOLE = Part()
 
 
 def random_weights(model: Model, dtype: torch.dtype = torch.float32) -> Ours:
@@ -134,9 +146,9 @@ def qkv(model: Model, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def layer(
-    model: Model, ours: Ours, number: int, tp: int = 1, rank: int = 0, local: bool = False
+    model: Model, ours: Ours, number: int, tp: int = 1, rank: int = 0, local: bool = False, experts: Part = WHOLE
 ) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a layer on one tensor-parallel rank."""
+    """The tensors of a layer on one tensor-parallel rank; experts: which of them it has."""
 
     def own(name: str) -> Tensor:
         return ours[f"layers.{number}.{name}"]
@@ -148,10 +160,12 @@ def layer(
     if mixes(model, number):
         yield "mlp.router.weight", own("mlp.router.weight")
         gate, up, down = (own(f"mlp.experts.{name}.weight") for name in ("gate", "up", "down"))
-        for expert in range(len(gate)):
-            both = torch.cat([gate[expert].chunk(tp)[rank], up[expert].chunk(tp)[rank]])
-            for name, matrix in (("linear_fc1", both), ("linear_fc2", down[expert].chunk(tp, 1)[rank])):
-                place = f"local_experts.{expert}.{name}.weight" if local else f"{name}.weight{expert}"
+        each, at, divided = len(gate) // experts.ep, experts.rank, (tp, rank) if experts.split else (1, 0)
+        for here, expert in enumerate(range(at * each, (at + 1) * each)):
+            ways, way = divided
+            both = torch.cat([gate[expert].chunk(ways)[way], up[expert].chunk(ways)[way]])
+            for name, matrix in (("linear_fc1", both), ("linear_fc2", down[expert].chunk(ways, 1)[way])):
+                place = f"local_experts.{here}.{name}.weight" if local else f"{name}.weight{here}"
                 yield f"mlp.experts.{place}", matrix
     else:
         gate, up = own("mlp.gate.weight").chunk(tp)[rank], own("mlp.up.weight").chunk(tp)[rank]
@@ -169,7 +183,7 @@ def layer(
 
 
 def stage(
-    model: Model, ours: Ours, layers: range, tp: int = 1, rank: int = 0, local: bool = False
+    model: Model, ours: Ours, layers: range, tp: int = 1, rank: int = 0, local: bool = False, experts: Part = WHOLE
 ) -> "OrderedDict[str, Any]":
     """The state of a virtual stage's model. Layers have numbers of their own."""
     first, last = layers.start == 0, layers.stop == model.layers
@@ -178,7 +192,7 @@ def stage(
     if first:
         state["embedding.word_embeddings.weight"] = with_padding(ours["embed.weight"], tp).chunk(tp)[rank]
     for here, number in enumerate(layers):
-        for name, tensor in layer(model, ours, number, tp, rank, local):
+        for name, tensor in layer(model, ours, number, tp, rank, local, experts):
             state[f"decoder.layers.{here}.{name}"] = tensor
         if not local:
             state[f"decoder.layers.{here}.self_attention.linear_qkv._extra_state"] = None
@@ -191,26 +205,40 @@ def stage(
 
 
 def write_legacy(
-    path: Path, model: Model, ours: Ours, tp: int = 1, pp: int = 1, virtual: int = 1, local: bool = False, **more: Any
+    path: Path,
+    model: Model,
+    ours: Ours,
+    tp: int = 1,
+    pp: int = 1,
+    virtual: int = 1,
+    local: bool = False,
+    ep: int = 1,
+    split: bool = True,
+    **more: Any,
 ) -> None:
-    """Iteration 10 in the older format; `more` goes into every file."""
-    each = model.layers // (pp * virtual)
-    for rank in range(tp):
-        for pipeline in range(pp):
-            content: dict[str, Any] = {
-                "args": Namespace(**arguments(model, tp, pp, virtual)),
-                "checkpoint_version": 3.0,
-                "iteration": 10,
-            }
-            for chunk in range(virtual):
-                # Megatron's rule: the first layer of a chunk is chunk · (L / V) + rank · (L / (P · V)).
-                first = chunk * (model.layers // virtual) + pipeline * each
-                key = "model" if virtual == 1 else f"model{chunk}"
-                content[key] = stage(model, ours, range(first, first + each), tp, rank, local)
-            folder = path / "iter_0000010" / (f"mp_rank_{rank:02d}" + (f"_{pipeline:03d}" if pp > 1 else ""))
-            folder.mkdir(parents=True)
-            content = {key: own(value) for key, value in content.items()}
-            torch.save(content | more, folder / "model_optim_rng.pt")
+    """Iteration 10 in the older format; `more` goes into every file.
+
+    ep: ranks that share out experts. split: tensor-parallel ranks share their matrices too, else tensor-parallel ranks
+    are some of those that have other experts, so not all combinations are there.
+    """
+    told = arguments(model, tp, pp, virtual)
+    if ep > 1:
+        told |= {"expert_model_parallel_size": ep, "expert_tensor_parallel_size": tp if split else 1}
+    for rank, pipeline, at in product(range(tp), range(pp), range(ep)):
+        if not split and at % tp != rank % ep:
+            continue
+        content: dict[str, Any] = {"args": Namespace(**told), "checkpoint_version": 3.0, "iteration": 10}
+        for chunk in range(virtual):
+            # Megatron's rule: the first layer of a chunk is chunk · (L / V) + rank · (L / (P · V)).
+            each = model.layers // (pp * virtual)
+            first = chunk * (model.layers // virtual) + pipeline * each
+            key = "model" if virtual == 1 else f"model{chunk}"
+            content[key] = stage(model, ours, range(first, first + each), tp, rank, local, Part(ep, at, split))
+        name = f"mp_rank_{rank:02d}" + (f"_{pipeline:03d}" if pp > 1 else "") + (f"_{at:03d}" if ep > 1 else "")
+        folder = path / "iter_0000010" / name
+        folder.mkdir(parents=True)
+        content = {key: own(value) for key, value in content.items()}
+        torch.save(content | more, folder / "model_optim_rng.pt")
     (path / "latest_checkpointed_iteration.txt").write_text("10")
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from megatron_files import MODELS, arguments, random_weights, read, same, write_legacy
+from megatron_files import MIXED, MODELS, arguments, random_weights, read, same, write_legacy
 
 from megalite.checkpoint.weights.convert import convert
 from megalite.checkpoint.weights.formats import megatron
@@ -13,15 +13,18 @@ from megalite.checkpoint.weights.maps.megatron import Split
 from megalite.config.schema import Model
 
 SPLITS = [(tp, pp, virtual) for tp in (1, 2, 4) for pp, virtual in ((1, 1), (2, 1), (2, 2))]
-OF_THE_RUN = {
-    ("load", Path("a/folder")),
-    ("betas", (0.9, 0.95)),
-    ("consumed_train_samples", 640),
-}  # arguments that mean nothing for the weights
+ALL = MODELS | MIXED
+OF_THE_RUN = {  # arguments that mean nothing for the weights
+    "load",
+    "betas",
+    "consumed_train_samples",
+    "moe_router_load_balancing_type",
+    "moe_aux_loss_coeff",
+}
 
 
 @pytest.mark.parametrize("split", SPLITS, ids=lambda split: "tp{}-pp{}-v{}".format(*split))
-@pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
+@pytest.mark.parametrize("model", ALL.values(), ids=ALL)
 def test_every_layout_is_read(model: Model, split: tuple[int, int, int], tmp_path: Path) -> None:
     ours = random_weights(model)
     write_legacy(tmp_path, model, ours, *split)
@@ -31,7 +34,7 @@ def test_every_layout_is_read(model: Model, split: tuple[int, int, int], tmp_pat
 
 
 @pytest.mark.parametrize("split", SPLITS, ids=lambda split: "tp{}-pp{}-v{}".format(*split))
-@pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
+@pytest.mark.parametrize("model", ALL.values(), ids=ALL)
 def test_what_is_written_is_what_megatron_would_write(
     model: Model, split: tuple[int, int, int], tmp_path: Path
 ) -> None:
@@ -48,9 +51,32 @@ def test_what_is_written_is_what_megatron_would_write(
         two = torch.load(other, weights_only=False)
         with torch.serialization.safe_globals([Namespace]):  # as later versions of Megatron load
             one = torch.load(file)
-        assert told.items() - vars(one["args"]).items() <= OF_THE_RUN
+        assert {key for key, value in told.items() if vars(one["args"]).get(key) != value} <= OF_THE_RUN
         keys = [key for key in two if key.startswith("model")]
         assert [key for key in one if key.startswith("model")] == keys
         for key in keys:
             assert same(one[key], {name: tensor for name, tensor in two[key].items() if tensor is not None})
     assert same(read(megatron.open_folder(tmp_path / "to")), ours)
+
+
+EP = {  # tensor-parallel size, pipeline ranks, virtual stages, expert-parallel size, whether tp divides experts too
+    "experts alone": (1, 1, 1, 2, True),
+    "and pipeline ranks": (1, 2, 2, 3, True),
+    "and parts of each": (2, 1, 1, 2, True),
+    "and parts of each, and pipeline ranks": (2, 2, 1, 6, True),
+    "whole experts on tensor-parallel ranks": (2, 1, 1, 2, False),
+    "whole experts on some of more ranks": (2, 2, 1, 6, False),
+    "fewer than tensor-parallel ranks": (4, 1, 1, 2, False),
+}
+
+
+@pytest.mark.parametrize("local", [True, False], ids=["one by one", "grouped"])
+@pytest.mark.parametrize("case", EP)
+@pytest.mark.parametrize("name", ["experts", "experts after a dense layer"])
+def test_ranks_with_other_experts_are_read(name: str, case: str, local: bool, tmp_path: Path) -> None:
+    tp, pp, virtual, ep, split = EP[case]
+    ours = random_weights(MIXED[name])
+    write_legacy(tmp_path, MIXED[name], ours, tp, pp, virtual, local, ep, split)
+    found = megatron.open_folder(tmp_path)
+    assert found.model == MIXED[name]
+    assert same(read(found), ours)

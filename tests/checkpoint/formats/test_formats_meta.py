@@ -114,7 +114,7 @@ REFUSED = {
     "a model of other sizes": (lambda path: write(path, LLAMA, random_weights(replace(LLAMA, width=16))), "instead of"),
     "experts": (
         lambda path: write(path, LLAMA, random_weights(LLAMA), moe={}),
-        "moe = .*: model.experts are read from and written to hf and megalite alone",
+        "moe = .*: no original Llama has model.experts; use another kind of files",
     ),
     "another vocabulary": (
         lambda path: write(path, LLAMA, random_weights(LLAMA), vocab_size=65),

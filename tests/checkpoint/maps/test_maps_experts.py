@@ -24,7 +24,7 @@ from megalite.plan.model.weights import weights
 from megalite_tools.checkpoint.convert import main
 
 MIXED = [name for name, case in CASES.items() if "num_experts" in case.options]
-ELSEWHERE = "model.experts are read from and written to hf, megalite and megatron-dist; use one of these"
+ELSEWHERE = "no original Llama has model.experts; use another kind of files"
 SCALING = {"beta_fast": 32, "beta_slow": 1, "factor": 40, "original_max_position_embeddings": 4096, "type": "yarn"}
 DEEPSEEK = {
     "attention_bias": False,
@@ -362,16 +362,13 @@ def test_other_layers_with_experts_are_others() -> None:
     assert all(bool(lost(one, other)) == (one != other) for one in models for other in models)
 
 
-@pytest.mark.parametrize("kind", ["megatron", "meta"])
-def test_other_kinds_neither_take_nor_give_experts(
-    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_original_llama_neither_takes_nor_gives_experts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     CASES["mixtral"].save(tmp_path / "hf", torch.bfloat16)
     CASES["llama"].save(tmp_path / "llama", torch.bfloat16)
     with pytest.raises(InputError, match=ELSEWHERE):
-        plan_of(kind, open_weights(str(tmp_path / "hf")), tmp_path / "out", Wanted())
-    assert main(["--from", f"{tmp_path}/hf", "--to", f"{kind}:{tmp_path}/out"]) == 2
-    assert main(["--from", f"{tmp_path}/llama", "--to", f"{kind}:{tmp_path}/theirs"]) == 0
+        plan_of("meta", open_weights(str(tmp_path / "hf")), tmp_path / "out", Wanted())
+    assert main(["--from", f"{tmp_path}/hf", "--to", f"meta:{tmp_path}/out"]) == 2
+    assert main(["--from", f"{tmp_path}/llama", "--to", f"meta:{tmp_path}/theirs"]) == 0
     (tmp_path / "model.yaml").write_text(dump_model(open_weights(str(tmp_path / "hf")).model))
     given = ["--config", f"{tmp_path}/model.yaml"]
     assert main(["--from", f"{tmp_path}/theirs", "--to", f"hf:{tmp_path}/out", *given]) == 2

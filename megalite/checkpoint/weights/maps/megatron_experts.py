@@ -16,7 +16,8 @@ from megalite.config.schema import Experts, Model
 from megalite.plan.parts.part import Weight
 
 ROUTER, NORM = "mlp.router.weight", "pre_mlp_layernorm"
-STACKED = "mlp.experts.experts."  # begins the names of tensors that have all experts of a layer
+EXPERTS = "mlp.experts."  # begins the names of tensors of experts
+STACKED = f"{EXPERTS}experts."  # and of those that have all experts of a layer
 DEFAULTS = {  # values that Megatron takes for arguments that are not there
     "moe_layer_freq": 1,
     "moe_router_topk": 2,
@@ -77,7 +78,7 @@ def of_experts(own: str, ours: Mapping[str, Weight], share: Share = ALL) -> Tabl
     if share.experts is None:
         return {STACKED + name: piled([make(expert) for expert in range(count)]) for name, make in made.items()}
     return {
-        f"mlp.experts.{name}{local}": make(expert)
+        f"{EXPERTS}{name}{local}": make(expert)
         for name, make in made.items()
         for local, expert in enumerate(share.experts)
     }

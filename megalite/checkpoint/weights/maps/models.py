@@ -11,7 +11,7 @@ from megalite.config.rules.model import model_rules
 from megalite.config.rules.ranges import range_rules
 from megalite.config.schema import Config, Model
 
-EXPERTS_RULE = "model.experts are read from and written to hf, megalite and megatron-dist; use one of these"
+EXPERTS_RULE = "no original Llama has model.experts; use another kind of files"
 
 
 def checked(model: Model, file: str) -> Model:

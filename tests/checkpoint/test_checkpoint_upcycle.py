@@ -20,6 +20,7 @@ from megalite.checkpoint.weights.formats.opened import Weights
 from megalite.checkpoint.weights.maps.strips import PREFIX
 from megalite.checkpoint.weights.read import reader_of
 from megalite.checkpoint.weights.sources import open_weights
+from megalite.checkpoint.weights.targets import Wanted, plan_of
 from megalite.checkpoint.weights.upcycle import upcycled
 from megalite.config.layout import Layout
 from megalite.config.schema import Attention, Base, Experts
@@ -179,6 +180,18 @@ def test_transformers_computes_the_same(name: str, family: str | None, tmp_path:
     with torch.no_grad():
         expected, found_logits = (each(input_ids=TOKENS.T).logits for each in (one, other))
     assert distance(found_logits, expected) < 1e-5
+
+
+@pytest.mark.parametrize("kind", ["megatron", "megatron-dist"])
+def test_any_kind_is_read_and_written(kind: str, tmp_path: Path) -> None:
+    found = dense("llama tied, all heads", tmp_path)
+    convert(found, plan_of(kind, found, tmp_path / "there", Wanted(tp=2)), tmp_path / "there", {})
+    made = with_experts(open_weights(f"{tmp_path}/there"), Experts(8, 4, width=12, first_dense=1), noise=0.01)
+    convert(made, plan_of(kind, made, tmp_path / "out", Wanted(tp=2)), tmp_path / "out", {})
+    written, expected = open_weights(f"{tmp_path}/out"), tensors(with_experts(found, Experts(8, 4, 12, 1), noise=0.01))
+    assert written.model == made.model
+    assert written.kind == kind
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in tensors(written).items())
 
 
 def upcycle(folder: Path, *arguments: str) -> int:

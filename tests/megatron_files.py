@@ -3,7 +3,7 @@
 import io
 from argparse import Namespace
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -20,6 +20,7 @@ from megalite.config.schema import Experts, Model
 from megalite.plan.model.weights import weights
 
 Ours = dict[str, Tensor]
+FIRST = "iter_0000010/mp_rank_00_000/model_optim_rng.pt"
 SMALL = Model(
     layers=4, width=16, heads=8, kv_heads=4, head_width=4, ffn=24, vocab_size=300, sequence_length=32, norm_eps=1e-6
 )
@@ -309,3 +310,10 @@ def same(first: Ours, second: Ours) -> bool:
     return first.keys() == second.keys() and all(
         first[name].dtype == second[name].dtype and torch.equal(first[name], second[name]) for name in first
     )
+
+
+def changed(path: Path, change: Callable[[dict[str, Any]], object], file: str = FIRST) -> None:
+    """Change what a file of the older format holds."""
+    content = torch.load(path / file, weights_only=False)
+    change(content)
+    torch.save(content, path / file)

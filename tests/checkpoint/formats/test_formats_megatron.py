@@ -57,26 +57,3 @@ def test_what_is_written_is_what_megatron_would_write(
         for key in keys:
             assert same(one[key], {name: tensor for name, tensor in two[key].items() if tensor is not None})
     assert same(read(megatron.open_folder(tmp_path / "to")), ours)
-
-
-EP = {  # tensor-parallel size, pipeline ranks, virtual stages, expert-parallel size, whether tp divides experts too
-    "experts alone": (1, 1, 1, 2, True),
-    "and pipeline ranks": (1, 2, 2, 3, True),
-    "and parts of each": (2, 1, 1, 2, True),
-    "and parts of each, and pipeline ranks": (2, 2, 1, 6, True),
-    "whole experts on tensor-parallel ranks": (2, 1, 1, 2, False),
-    "whole experts on some of more ranks": (2, 2, 1, 6, False),
-    "fewer than tensor-parallel ranks": (4, 1, 1, 2, False),
-}
-
-
-@pytest.mark.parametrize("local", [True, False], ids=["one by one", "grouped"])
-@pytest.mark.parametrize("case", EP)
-@pytest.mark.parametrize("name", ["experts", "experts after a dense layer"])
-def test_ranks_with_other_experts_are_read(name: str, case: str, local: bool, tmp_path: Path) -> None:
-    tp, pp, virtual, ep, split = EP[case]
-    ours = random_weights(MIXED[name])
-    write_legacy(tmp_path, MIXED[name], ours, tp, pp, virtual, local, ep, split)
-    found = megatron.open_folder(tmp_path)
-    assert found.model == MIXED[name]
-    assert same(read(found), ours)

@@ -11,7 +11,18 @@ from typing import Any
 
 import pytest
 import torch
-from megatron_files import MIXED, MODELS, SMALL, arguments, random_weights, read, same, write_dist, write_legacy
+from megatron_files import (
+    FIRST,
+    MODELS,
+    SMALL,
+    arguments,
+    changed,
+    random_weights,
+    read,
+    same,
+    write_dist,
+    write_legacy,
+)
 
 from megalite.base.errors import InputError
 from megalite.checkpoint.store.disk import DamagedError
@@ -21,19 +32,12 @@ from megalite.checkpoint.weights.maps.megatron_arguments import model_of
 from megalite.config.schema import Attention, RopeScaling
 
 FILE = "iter_0000010/mp_rank_01_001/model_optim_rng.pt"
-FIRST = "iter_0000010/mp_rank_00_000/model_optim_rng.pt"
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     write_legacy(tmp_path / "megatron", SMALL, random_weights(SMALL), 2, 2)
     return tmp_path / "megatron"
-
-
-def changed(path: Path, change: Callable[[dict[str, Any]], object], file: str = FIRST) -> None:
-    content = torch.load(path / file, weights_only=False)
-    change(content)
-    torch.save(content, path / file)
 
 
 class Bomb:
@@ -384,58 +388,3 @@ def test_a_given_model_stands_in_for_arguments(tmp_path: Path) -> None:
     write_dist(tmp_path, model, random_weights(model))
     (tmp_path / "iter_0000010" / "common.pt").unlink()
     assert same(read(torch_dist.open_folder(tmp_path, model)), random_weights(model))
-
-
-EXPERTS: dict[str, tuple[Callable[[Path], object], str]] = {
-    "a missing rank": (
-        lambda path: shutil.rmtree(path / "iter_0000010/mp_rank_01_001_001"),
-        r"mp_rank_01_001_001 is missing: there are 7 of 2 · 2 · 2 ranks",
-    ),
-    "parts of another number of ranks": (
-        lambda path: changed(path, lambda c: setattr(c["args"], "expert_tensor_parallel_size", 4), FIRST_OF_EXPERTS),
-        "expert_tensor_parallel_size = 4: must be 1 or tensor_model_parallel_size = 2",
-    ),
-    "an expert too few": (
-        lambda path: changed(
-            path, lambda c: c["model"].pop("decoder.layers.0.mlp.experts.linear_fc2.weight2"), FIRST_OF_EXPERTS
-        ),
-        r"lacks decoder\.layers\.0\.mlp\.experts\.linear_fc2\.weight2",
-    ),
-    "more experts than there are": (
-        lambda path: changed(path, lambda c: setattr(c["args"], "num_experts", 60_000), FIRST_OF_EXPERTS),
-        "has 12 tensors of experts, fewer than its 30,000 experts",
-    ),
-    "experts that ranks cannot share out": (
-        lambda path: changed(path, lambda c: setattr(c["args"], "num_experts", 5), FIRST_OF_EXPERTS),
-        "has the experts of one of 2 ranks, which do not divide 5",
-    ),
-    "transposed experts": (
-        lambda path: changed(
-            path,
-            lambda c: c["model"].update({"decoder.layers.0.mlp.experts.weight1": torch.zeros(16, 48)}),
-            FIRST_OF_EXPERTS,
-        ),
-        r"has decoder\.layers\.0\.mlp\.experts\.weight1, matrices of all experts transposed; save it as torch_dist",
-    ),
-}
-FIRST_OF_EXPERTS = "iter_0000010/mp_rank_00_000_000/model_optim_rng.pt"
-
-
-@pytest.mark.parametrize("case", EXPERTS)
-def test_damaged_experts_are_refused(case: str, tmp_path: Path) -> None:
-    write_legacy(tmp_path, MIXED["experts"], random_weights(MIXED["experts"]), 2, 2, ep=2)
-    damage, told = EXPERTS[case]
-    damage(tmp_path)
-    with pytest.raises(InputError, match=told):
-        megatron.open_folder(tmp_path)
-
-
-def test_ranks_of_experts_that_are_tensor_parallel_ranks_may_not_be_missing(tmp_path: Path) -> None:
-    """Where not all combinations are there, each tensor-parallel rank and all experts must be."""
-    write_legacy(tmp_path, MIXED["experts"], random_weights(MIXED["experts"]), 2, ep=6, split=False)
-    for place in sorted((tmp_path / "iter_0000010").iterdir()):
-        kept = place.rename(tmp_path / "kept")
-        with pytest.raises(InputError, match=r"mp_rank_.* is missing: there are 5 of 2 · 1 · 6 ranks"):
-            megatron.open_folder(tmp_path)
-        kept.rename(place)
-    assert same(read(megatron.open_folder(tmp_path)), random_weights(MIXED["experts"]))

@@ -51,13 +51,10 @@ from megalite.checkpoint.weights.formats.torch_file import Planned, write_torch
 from megalite.checkpoint.weights.formats.torch_read import Saved
 from megalite.checkpoint.weights.maps.megatron import (
     EMBEDDING,
-    FC1,
     FC1_NORM,
-    FC2,
     LAYER,
     LAYERS,
     NORM_BEFORE_EXPERTS,
-    QKV,
     WHOLE_MODEL,
     Split,
     alike,
@@ -68,9 +65,9 @@ from megalite.checkpoint.weights.maps.megatron import (
     padded,
     stacked_table,
 )
-from megalite.checkpoint.weights.maps.megatron_experts import NORM, STACKED
+from megalite.checkpoint.weights.maps.megatron_experts import STACKED
+from megalite.checkpoint.weights.maps.megatron_extra_states import extra_states
 from megalite.checkpoint.weights.maps.megatron_training import arguments_beside, content_of, training_of
-from megalite.checkpoint.weights.maps.models import has_experts
 from megalite.checkpoint.weights.maps.strips import PREFIX, Table, Theirs, under_our_names
 from megalite.config.schema import Model
 from megalite.plan.model.weights import weights
@@ -89,7 +86,6 @@ MOMENTS = {f"optimizer.state.{name}.": f"optimizer.{name}." for name in ("exp_av
 KINDS = {**dict.fromkeys(("", *MASTERS), PREFIX), **MOMENTS}  # begin names of theirs, and of ours
 STATE_DTYPE = "float32"  # data type of states
 FILE_BYTES = 1 << 32  # bytes of a file that we write, about
-STATEFUL_MODULES = (QKV, "self_attention.linear_proj", "self_attention.core_attention")
 
 
 @dataclass(frozen=True)
@@ -303,7 +299,7 @@ def plan(found: Weights, split: Split = WHOLE_MODEL, dtype: str | None = None) -
 
     def finish(written: Mapping[str, Written]) -> dict[str, bytes]:
         notes = {name.removeprefix(f"{folder}/"): file.note for name, file in written.items() if file.note}
-        states = dict.fromkeys(_extra_states(model), _StorageInfo(empty, 0, written[f"{folder}/{empty}"].file.bytes))
+        states = dict.fromkeys(extra_states(model), _StorageInfo(empty, 0, written[f"{folder}/{empty}"].file.bytes))
         return {f"{folder}/{METADATA}": _metadata(described, notes, states)}
 
     beside_them, copied = taken_along(found)
@@ -365,26 +361,6 @@ def _output(name: str, parts: Sequence[OutputPart]) -> Output:
         return notes
 
     return Output(name, sum(part.theirs.bytes(part.dtype) for part in parts), write)
-
-
-def _extra_states(model: Model) -> Iterator[str]:
-    """The names of states that modules may ask for: Megatron loads no folder that lacks one."""
-    norms = ("self_attention.q_layernorm", "self_attention.k_layernorm") if model.qk_norm else ()
-    for number, mixed in enumerate(has_experts(model)):
-        prefix, places, sizes = (LAYERS, (number,), (model.layers,)) if alike(model) else (f"{LAYERS}{number}.", (), ())
-        for name in (*STATEFUL_MODULES, *norms, *((NORM,) if mixed else (FC1, FC2))):
-            yield _state_of(f"{prefix}{name}", places or (0,), sizes or (1,))
-        if mixed and model.experts is not None:
-            for name, expert in product((FC1, FC2), range(model.experts.count)):
-                name = f"{prefix}{STACKED}{name.removeprefix('mlp.')}"
-                yield _state_of(name, (*places, expert), (*sizes, model.experts.count))
-    yield _state_of("decoder.final_layernorm", (0,), (1,))
-
-
-def _state_of(module: str, places: Sequence[int], sizes: Sequence[int]) -> str:
-    """The name of a module's state. places: number of its layer and expert among the `sizes` of these."""
-    place, size = (".".join(map(str, numbers)) for numbers in (places, sizes))
-    return f"{module}._extra_state/shard_{place}_{size}"
 
 
 def _metadata(

@@ -38,11 +38,17 @@ EXACT = {  # the dense feed-forward has 48 hidden features
     "slices of several copies, in some layers": ("qwen2", Experts(8, 4, width=24, first_dense=1, every=2)),
     "slices, all experts": ("llama", Experts(6, 6, width=16, normalize=False)),
     "slices, sigmoid, with a scale": ("llama", Experts(8, 4, width=12, scores="sigmoid", scale=4.0)),
+    "groups": ("llama", Experts(8, 4, width=24, scores="sigmoid", groups=2, active_groups=1, correction_rate=0.001)),
+    "groups of half copies, two at a time": ("llama", Experts(8, 4, width=12, groups=4, active_groups=2)),
     "in turn": ("llama", Experts(8, 4, width=24, force_balance=True)),
 }
 INEXACT = {
     "scores as they are": (Experts(8, 2, normalize=False), "model.experts.normalize = false: what"),
     "half of a copy": (Experts(8, 3, width=24), "model.experts.active = 3 experts are no whole copies, of 2 slices"),
+    "groups of half copies": (
+        Experts(12, 2, width=24, groups=4, scores="sigmoid"),
+        "model.experts.groups = 4 divide copies, of 2 slices each",
+    ),
     "noise": (Experts(8, 2), "--upcycle-noise = 0.1 changes experts"),
 }
 
@@ -188,7 +194,8 @@ def test_any_kind_is_read_and_written(kind: str, tmp_path: Path) -> None:
     convert(found, plan_of(kind, found, tmp_path / "there", Wanted(tp=2)), tmp_path / "there", {})
     made = with_experts(open_weights(f"{tmp_path}/there"), Experts(8, 4, width=12, first_dense=1), noise=0.01)
     convert(made, plan_of(kind, made, tmp_path / "out", Wanted(tp=2)), tmp_path / "out", {})
-    written, expected = open_weights(f"{tmp_path}/out"), tensors(with_experts(found, Experts(8, 4, 12, 1), noise=0.01))
+    written = open_weights(f"{tmp_path}/out")
+    expected = tensors(with_experts(found, Experts(8, 4, width=12, first_dense=1), noise=0.01))
     assert written.model == made.model
     assert written.kind == kind
     assert all(torch.equal(tensor, expected[name]) for name, tensor in tensors(written).items())
@@ -253,6 +260,12 @@ def test_unfinished_work_with_another_seed_is_thrown_away(tmp_path: Path, monkey
         (["--upcycle", "model.experts.active=9"], "model.experts.active = 9: must be at most model.experts.count = 8"),
         (["--upcycle", "model.experts.first_dense=4"], "leaves none of the 4 layers with experts; use a smaller"),
         (["--upcycle", "model.experts.number=8"], "model.experts has count, active, width"),
+        (
+            ["--upcycle", "model.experts.gate=clamped"],
+            'model.experts.gate = "clamped": must be swiglu, as the source\'s feed-forward is one; leave it out',
+        ),
+        (["--upcycle", "model.experts.biases=true"], "has nothing of which layers.0.mlp.router.bias could be made"),
+        (["--upcycle", "model.experts.shared_width=8"], "has nothing of which layers.0.mlp.shared"),
         (["--upcycle-noise", "0.1"], "--upcycle-noise 0.1: has no meaning without --upcycle"),
     ],
 )

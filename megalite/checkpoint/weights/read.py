@@ -20,9 +20,8 @@ from megalite.checkpoint.store.manifest import INDEX, Manifest
 from megalite.checkpoint.weights import woven
 from megalite.checkpoint.weights.formats.opened import Weights
 from megalite.checkpoint.weights.maps.strips import PREFIX
-from megalite.checkpoint.weights.maps.upcycled import Upcycling
+from megalite.checkpoint.weights.maps.upcycled import BEGUN, Upcycling, dense_name
 from megalite.checkpoint.weights.maps.woven import Woven
-from megalite.checkpoint.weights.upcycle import dense_name
 from megalite.model.init import fill_normal
 from megalite.parallel.parameter import box
 from megalite.plan.model.parametrization import standard_deviation
@@ -130,6 +129,8 @@ class UpcycledReader(Reader):
                     place = (row // self.way.slices * self.way.slices, offset[1])
                     std = standard_deviation(self.way.model, ROUTER)
                     fill_normal(target[None], weight.shape, place, std, key)
+            elif weight.role in BEGUN:
+                part.zero_()
             elif weight.role.of_expert and self.way.noise:
                 noise = allocated(self.path, part.shape, torch.float32)
                 fill_normal(noise, weight.shape, tuple(offset), self.way.noise, f"{key}/noise")
@@ -139,7 +140,7 @@ class UpcycledReader(Reader):
         """The parts of dense tensors that `part` is made of."""
         role = self.weights[name].role
         if not role.of_expert:
-            yield from [(name, part, offset)] * (role != ROUTER)
+            yield from [(name, part, offset)] * (role not in BEGUN)
             return
         for expert, matrix in enumerate(part, offset[0]):
             row, column = offset[1:]

@@ -10,7 +10,7 @@ from megalite.checkpoint.weights.formats.opened import Weights
 from megalite.checkpoint.weights.formats.safetensors import INDEX
 from megalite.checkpoint.weights.maps.families import CONFIG
 from megalite.checkpoint.weights.maps.strips import PREFIX
-from megalite.checkpoint.weights.maps.upcycled import upcycling
+from megalite.checkpoint.weights.maps.upcycled import BEGUN, dense_name, upcycling
 from megalite.config.schema import Model
 from megalite.plan.model.weights import weights
 from megalite.plan.parts.part import Weight
@@ -25,9 +25,12 @@ def upcycled(found: Weights, model: Model, noise: float = 0.0, seed: int = 0) ->
     way = upcycling(found.model, model, noise, seed)
 
     def stored(name: str, weight: Weight) -> Stored:
-        if not (weight.role.of_expert or weight.role == ROUTER):
+        if weight.role in BEGUN:
+            dtype = found.dtype if weight.role == ROUTER else "float32"
+        elif weight.role.of_expert:
+            dtype = found.index.tensors[PREFIX + dense_name(name)].dtype
+        else:
             return found.index.tensors[PREFIX + name]
-        dtype = found.dtype if weight.role == ROUTER else found.index.tensors[PREFIX + dense_name(name)].dtype
         return Stored(dtype, weight.shape, np.empty((0, 2 + 2 * len(weight.shape)), np.int64))
 
     factors = dict(found.factors)
@@ -45,8 +48,3 @@ def upcycled(found: Weights, model: Model, noise: float = 0.0, seed: int = 0) ->
         upcycling=way,
         dense=replace(found, factors=factors),
     )
-
-
-def dense_name(name: str) -> str:
-    """The name of the dense weight of which the weight of experts called `name` has slices."""
-    return name.replace(".experts.", ".")

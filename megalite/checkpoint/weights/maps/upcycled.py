@@ -16,7 +16,9 @@ from megalite.config.rules.model import model_rules
 from megalite.config.rules.numbers import divisors, multiples
 from megalite.config.schema import Experts, Model
 from megalite.plan.model.weights import weights
-from megalite.plan.parts.roles import ROUTER
+from megalite.plan.parts.roles import CORRECTION, ROUTER
+
+BEGUN = (ROUTER, CORRECTION)  # roles of weights that are not made of the dense model's, but begin as in a new model
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,9 @@ class Upcycling:
             yield f"--upcycle-noise = {self.noise:g} changes experts"
         if experts.active % self.slices:
             yield f"model.experts.active = {experts.active} experts are no whole copies, of {self.slices} slices each"
+        each = experts.count // experts.groups
+        if each % self.slices and (self.slices % each or experts.active_groups % (self.slices // each)):
+            yield f"model.experts.groups = {experts.groups} divide copies, of {self.slices} slices each"
         if not experts.normalize and not (experts.scores == "softmax" and all_chosen):
             yield "model.experts.normalize = false: what a token's scores add up to is another number for every token"
 
@@ -76,9 +81,14 @@ def upcycling(dense: Model, model: Model, noise: float, seed: int) -> Upcycling:
         raise InputError(problems)
     known = weights(dense)
     for name, weight in weights(model).items():
-        if not (weight.role.of_expert or weight.role == ROUTER or name in known):
+        if weight.role not in BEGUN and dense_name(name) not in known:
             raise InputError(f"--upcycle: a dense model has nothing of which {name} could be made")
     return found
+
+
+def dense_name(name: str) -> str:
+    """The name of the dense weight that the weight called `name` is made of, a slice of it if it is of experts."""
+    return name.replace(".experts.", ".")
 
 
 def _differences(found: Upcycling) -> Iterator[Problem]:
@@ -90,6 +100,9 @@ def _differences(found: Upcycling) -> Iterator[Problem]:
 
 
 def _sizes(found: Upcycling) -> Iterator[Problem]:
+    if found.experts.gate != "swiglu":
+        rule = "must be swiglu, as the source's feed-forward is one"
+        yield Problem("model.experts.gate", rule, "leave it out", found.experts.gate)
     ffn, width, count = found.dense.ffn, found.width, found.experts.count
     if ffn % width:
         rule = f"must divide the source's model.ffn = {ffn}, so that experts are slices of it"

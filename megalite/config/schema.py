@@ -94,9 +94,9 @@ class Experts:
     scale: float = 1.0  # factor of scores
     groups: int = 1  # equal runs of experts, of which a token's may be in `active_groups`
     active_groups: int = 1
-    correction_rate: float | None = None  # by which a step corrects a score in the choice, see docs/moe.md; null: never
+    correction_rate: float | None = None  # change of a score in the choice by a step, see docs/moe.md; null: none
     shared_width: int | None = None  # hidden features of an expert that computes every token; null: there is none
-    shared_gate: bool = False  # what that one returns is multiplied by a score of its own, as in Qwen2-MoE
+    shared_gate: bool = False  # its output is multiplied by a score of its own, as in Qwen2-MoE
     balance_loss: float = 0.0  # factor of a loss that is least where a sequence's tokens are shared evenly
     z_loss: float = 0.0  # factor of the mean square of the router's log-sum-exp
     force_balance: bool = False  # tokens take experts in turn, whatever the router says: for measuring speed

@@ -65,7 +65,7 @@ class Experts(nn.Module):
         return y if shared is None else y + shared
 
     def _shared(self, x: Tensor) -> Tensor | None:
-        """What the shared expert makes of tokens `[s/t, b, d]`, if there is one."""
+        """Output `[s/t, b, d]` of the shared expert, if there is one."""
         if self.shared is None:
             return None
         y: Tensor = self.shared(x)

@@ -1,9 +1,9 @@
-"""Expert parallelism: rows go to the ranks of their experts, and what these make of them comes back.
+"""Expert parallelism: rows go to the ranks of their experts, and results come back.
 
 Every rank of the group has as many experts, the first one those with the lowest numbers. Rows are in the order of
 experts, so what goes to a rank is a run. From all ranks, rows arrive in the order of these and of experts, and are put
 into that of experts alone. Backward sends gradients the other ways. The host waits once for how many rows arrive.
-What needs no rows can be computed while they travel.
+Other work can be done while rows travel.
 """
 
 from collections.abc import Callable, Sequence
@@ -38,7 +38,7 @@ class Dispatch:
         self.rows = Rows(experts[:, None], mine.shape[1], counts, rows.backend)  # the rows of this rank's experts
 
     def send(self, x: Tensor, scores: Tensor) -> None:
-        """Begin to send rows `[n, d]` with their scores `[n]`. What is computed until `compute` runs beside it."""
+        """Begin to send rows `[n, d]` with their scores `[n]`. Work until `compute` runs beside it."""
         self._on_their_way = [_Exchange.begun(each, self.sent, self.arriving, self.group) for each in (x, scores)]
 
     def compute(self, experts: Callable[[Tensor, Tensor, Rows], Tensor]) -> Tensor:

@@ -1,4 +1,4 @@
-"""What a run reports of its experts: how evenly tokens choose them, and which ones hardly any token chooses."""
+"""Metrics of experts: how evenly tokens choose them, and which ones hardly any token chooses."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from megalite.base.errors import number_ranges
 
 Load = NDArray[np.int64]  # layers with experts, experts
 WINDOW_STEPS = 100  # steps after which experts are judged
-STARVED_SHARE = 0.1  # of an even share of tokens: an expert with less is starved
+STARVED_SHARE = 0.1  # share of an even one of tokens, below which an expert is starved
 MAX_TOLD = 8  # layers that a warning lists
 
 
@@ -68,7 +68,7 @@ def values_of(layers: Sequence[int], load: Load) -> dict[str, float]:
 
 
 def starved(load: Load) -> NDArray[np.bool_]:
-    """Which experts have less than `STARVED_SHARE` of their even share of tokens."""
+    """Tell which experts have less than `STARVED_SHARE` of their even share of tokens."""
     found: NDArray[np.bool_] = load * load.shape[1] < STARVED_SHARE * load.sum(1, keepdims=True)
     return found
 

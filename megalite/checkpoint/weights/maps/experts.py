@@ -14,7 +14,7 @@ from megalite.checkpoint.weights.maps.strips import Theirs, part, piled
 from megalite.config.schema import Experts, Model
 from megalite.plan.parts.part import Weight
 
-CORRECTION_RATE = 0.001  # of DeepSeek-V3's training (arXiv 2412.19437, §4.2); files do not tell it
+CORRECTION_RATE = 0.001  # DeepSeek-V3's training had it (arXiv 2412.19437, §4.2); files do not tell it
 EXPERTS = {  # tensors of a layer with experts, `{}` the number of one, and ours
     "mlp.gate.weight": ("mlp.router.weight",),
     "mlp.experts.{}.gate_proj.weight": ("mlp.experts.gate.weight",),
@@ -23,7 +23,7 @@ EXPERTS = {  # tensors of a layer with experts, `{}` the number of one, and ours
 }
 CORRECTION = {"mlp.gate.e_score_correction_bias": ("mlp.router.correction",)}
 SHARED = {f"mlp.shared_experts.{name}_proj.weight": (f"mlp.shared.{name}.weight",) for name in ("gate", "up", "down")}
-CORRECTED_EXPERTS = {**EXPERTS, **CORRECTION, **SHARED}  # of DeepSeek-V3 and those that follow it
+CORRECTED_EXPERTS = {**EXPERTS, **CORRECTION, **SHARED}  # DeepSeek-V3 has these, and families that follow it
 STACKED_EXPERTS = {  # the same in every family
     "mlp.gate.weight": ("mlp.router.weight",),
     **CORRECTION,

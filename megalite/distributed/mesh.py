@@ -158,7 +158,7 @@ def _lines(grid: Tensor, axis: int) -> Tensor:
 def _groups(lines: Mapping[str, Tensor]) -> dict[str, dist.ProcessGroup]:
     """The groups of this rank, by name of a division of the ranks into `lines`.
 
-    Those of equal ranks are one, but for APART of several ranks: each group takes memory in NCCL, and in gloo a
+    Divisions into equal lines share a group, but for APART of several ranks: each takes memory in NCCL, and in gloo a
     connection to every other rank. Collective over all processes of the job; a rank that is in no line gets None.
     """
     made: dict[tuple[str, tuple[tuple[int, ...], ...]], Any] = {

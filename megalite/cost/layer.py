@@ -19,6 +19,7 @@ from megalite.cost.kernels import VECTOR_ELEMENTS, Kernels
 from megalite.cost.network import Group, Net
 from megalite.cost.program import HOST_BACKWARD_RATIO, TABLE_KERNELS, Program, attention_shares, machine_of
 from megalite.cost.share import Computed, Share
+from megalite.plan.parts.experts import ExpertsPart
 from megalite.plan.parts.part import Product
 from megalite.plan.parts.window import attended_pairs
 from megalite.plan.recompute_modes import Mode
@@ -119,8 +120,9 @@ class LayerModel:
         if share.precision == "fp8":
             passes = passes[0] + self._casts(matrices)[0], passes[1] + self._casts(matrices)[1]
         tensor, context = self._tensor(), self._context(attention)
-        forward = self._with_dispatch(Seconds(products, attention[0], passes[0], tensor[0], context[0]))
-        backward = self._with_dispatch(Seconds(inputs + weights, attention[1], passes[1], tensor[1], context[1]))
+        there, back = (sum(map(passed, self._shared)) for passed in self._of_product[:2])
+        forward = self._with_dispatch(Seconds(products, attention[0], passes[0], tensor[0], context[0]), there)
+        backward = self._with_dispatch(Seconds(inputs + weights, attention[1], passes[1], tensor[1], context[1]), back)
         return forward, backward, weights, tensor[2]
 
     @property
@@ -272,12 +274,20 @@ class LayerModel:
         """Rows of the busiest of the ranks that share out experts, in those of the mean: others wait for it."""
         return self.program.load if self.share.ep > 1 else 1.0
 
-    def _with_dispatch(self, compute: Seconds) -> Seconds:
-        """A pass with what its tokens' way to their experts and back adds to the compute."""
-        sent = self._dispatch()
-        if self.program.dispatch_overlaps:
-            sent = self.beside(compute.total, sent) - compute.total
-        return compute._replace(experts=sent)
+    @property
+    def _shared(self) -> list[Product]:
+        """Products of the expert that computes all tokens, while others' rows travel."""
+        share, found = self.share, list[Product]()
+        for part in share.parts:
+            if isinstance(part, ExpertsPart) and part.shared is not None:
+                found += part.shared.products(_aligned(share.tokens), share.tp)
+        return found
+
+    def _with_dispatch(self, compute: Seconds, shared: float) -> Seconds:
+        """A pass with what its tokens' way to their experts and back adds to the compute, of which `shared` seconds, or
+        all where a program overlaps more, are beside it."""
+        beside = compute.total if self.program.dispatch_overlaps else shared
+        return compute._replace(experts=self.beside(beside, self._dispatch()) - beside)
 
     def _dispatch(self) -> float:
         """Communication of tokens with their experts in one pass, there and back."""

@@ -2,14 +2,18 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import pytest
 from published_cases import MIXTURE, write
 
+from megalite.config.layers import SwiGLU
 from megalite.config.load import load
 from megalite.config.presets import preset_or_file
+from megalite.cost.constants import FITTED_CONSTANTS
 from megalite.cost.layer import LayerModel
 from megalite.plan.model.size import model_parameters
+from megalite.plan.parts.experts import ExpertsPart
 from megalite_tools.plan.published.as_configuration import expressed
 from megalite_tools.plan.published.expert_facts import STANDING, Facts, fitted, with_facts, without_own_source
 from megalite_tools.plan.published.rows import Row, counted_flops, read_rows
@@ -122,6 +126,24 @@ def test_what_goes_to_experts_on_other_nodes(dispatcher: str, tmp_path: Path) ->
     copies = 2 * 8 / 16 if dispatcher == "all_to_all" else (1 - (1 / 2) ** 2)
     rate = row.cluster.network.bandwidth * model.net.constants.network
     assert model._dispatch() == pytest.approx(2 * copies * 65536 * 4096 * 2 / rate, rel=0.05)
+
+
+@pytest.mark.parametrize("network", [1.0, 0.1])
+def test_a_shared_expert_computes_while_rows_travel(network: float, mixtures: list[Row]) -> None:
+    row = next(row for row in mixtures if row.work.ep == 16 and row.program.dispatch == "all_to_all")
+    share = replace(row.work.share, sequence=8192)
+    experts = cast(ExpertsPart, share.parts[1])
+    cluster = replace(row.cluster, network=row.cluster.network.faster(network))
+    with_one = replace(experts, kind=replace(experts.kind, shared=SwiGLU(4096)))
+    plain, shared = (
+        LayerModel(replace(share, parts=(share.parts[0], part)), replace(row.program, dispatch_overlaps=False), cluster)
+        for part in (experts, with_one)
+    )
+    computes = sum(map(shared._of_product[0], shared._shared))
+    sent, left = plain._alone[0].experts, shared._alone[0].experts
+    both = max(computes, sent) + FITTED_CONSTANTS.overlap * min(computes, sent)
+    assert left == pytest.approx(both - computes)
+    assert left < sent
 
 
 def test_overlap_hides_the_shorter_of_both(mixtures: list[Row]) -> None:

@@ -135,7 +135,7 @@ class LayerModel:
         """The time of a product whose sizes are the fields of `product` in this order, or of one for each group of the
         rank. Ranks of ep have fewer groups, with as many rows in all."""
         groups = product.groups // self.share.ep if product.groups > 1 else 1
-        sizes = (_aligned(ceil(product.rows / groups)) if product.groups > 1 else product.rows, *product[1:3])
+        sizes = _aligned(ceil(product.rows / groups)), *product[1:3]
         eight = product.groups == 1 or self.program.experts_fp8
         precision = self.share.precision if eight else self.share.outside
         m, n, k = (sizes[at] for at in order)

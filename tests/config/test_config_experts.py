@@ -68,3 +68,10 @@ def test_layers_have_experts_as_the_keys_say(keys: dict[str, int], mixed: set[in
     assert {kind.feed_forward.width for kind in kinds} == {24}
     (other,) = {kind.feed_forward for kind in layer_kinds(replace(MODEL, experts=None))}
     assert other == SwiGLU(24)
+
+
+def test_tensor_parallelism_divides_the_shared_expert() -> None:
+    config = replace(with_experts(shared_width=15), parallel=Parallel(dp_shard=1, tp=2, ep=2))
+    (problem,) = validate(config, 2)
+    assert str(problem).startswith("model.experts.shared_width = 15: must be divisible by parallel.tp = 2")
+    assert validate(replace(with_experts(shared_width=16), parallel=config.parallel), 2) == []

@@ -62,6 +62,8 @@ def _experts(model: Model, parallel: Parallel, world_size: int | None) -> Iterat
     yield from _expert_count(model, ep)
     if model.experts is None or min(ep, tp) < 1:
         return
+    if (shared := model.experts.shared_width) is not None:
+        yield from divisible("model.experts.shared_width", shared, "parallel.tp", tp)
     ranks = shards(parallel, world_size) * parallel.cp * tp
     if ep % tp:
         rule = f"must be a multiple of parallel.tp = {tp}, which does not split experts"

@@ -72,7 +72,9 @@ SCALED = {
     "completep": {"parametrization": "completep", "base": Base(4, 3, 3), **FACTORS},
 }
 EXPERTS = {  # of 8, so that ranks of every axis can share them out
-    "latent, experts": Experts(8, 3, 5, 1, scores="sigmoid", groups=4, active_groups=2, correction_rate=0.1),
+    "latent, experts": Experts(
+        8, 3, 5, first_dense=1, scores="sigmoid", groups=4, active_groups=2, correction_rate=0.1
+    ),
     "experts": Experts(8, 2, 7, balance_loss=0.1, z_loss=0.01),
     "groups": Experts(8, 2, 5, every=2, groups=2, balance_loss=0.1, correction_rate=0.1, shared_width=8),
     "biases": Experts(8, 3, 6, scores="sigmoid", gate="clamped", biases=True, shared_width=16, shared_gate=True),

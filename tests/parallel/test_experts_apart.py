@@ -20,7 +20,9 @@ GATED = {"shared_width": 6, "shared_gate": True}
 KINDS = {
     "softmax": Experts(8, 2, 7, first_dense=1, balance_loss=0.1, z_loss=0.01),
     "sigmoid": Experts(8, 3, 9, scores="sigmoid", every=2, scale=1.5, balance_loss=0.2),  # stages without experts
-    "groups": Experts(8, 3, 9, 1, scores="sigmoid", groups=4, active_groups=2, correction_rate=0.05, **GATED),
+    "groups": Experts(
+        8, 3, 9, first_dense=1, scores="sigmoid", groups=4, active_groups=2, correction_rate=0.05, **GATED
+    ),
     "many": Experts(64, 2, 5, normalize=False, balance_loss=0.1, z_loss=0.02),  # most have no token of a micro-batch
 }
 CASES = [  # ranks along ep, layout, mode of data parallelism, schedule, experts, recompute, optimizer

@@ -13,7 +13,9 @@ from megalite.train.vital_signs import Reading
 
 RATE = 0.25
 CONFIG = Config(
-    model=Model(3, 12, 2, 2, None, 20, 40, 16, init_std=0.5, experts=Experts(6, 2, 9, 1, correction_rate=RATE)),
+    model=Model(
+        3, 12, 2, 2, None, 20, 40, 16, init_std=0.5, experts=Experts(6, 2, 9, first_dense=1, correction_rate=RATE)
+    ),
     parallel=Parallel(dp_shard=1),
     batch=Batch(1, 4),
     train=Train(3, "fp64"),

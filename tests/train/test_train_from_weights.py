@@ -39,7 +39,7 @@ def begin(config: Config, folder: Path) -> tuple[float, Parts]:
     return advance(job, 0, 1)[0], here
 
 
-@pytest.mark.parametrize("name", ["qwen2 tied", "phi3", "qwen3_moe, some layers", "gpt_oss"])
+@pytest.mark.parametrize("name", ["qwen2 tied", "phi3", "qwen3_moe, some layers", "gpt_oss", "deepseek_v3"])
 def test_every_layout_begins_alike(name: str, ranks: Ranks, tmp_path: Path) -> None:
     CASES[name].save(tmp_path, torch.bfloat16)
     with one_rank():

@@ -72,5 +72,5 @@ def draw_loads(run: Path, out: Path) -> None:
     most.set_xlabel("step")
     most.set_ylabel("fullest expert,\nof an even share")
     most.grid(alpha=0.3)
-    most.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, fontsize=8)
+    most.legend(loc="upper right", ncols=2, framealpha=0.9, edgecolor="none", fontsize=8)
     save(figure, out)

@@ -165,6 +165,11 @@ class LayerKind:
     rope: Rope | None
 
     @property
+    def mixture(self) -> Mixture | None:
+        """The layer's experts; None: its feed-forward is one for all tokens."""
+        return self.feed_forward if isinstance(self.feed_forward, Mixture) else None
+
+    @property
     def rotation(self) -> Rotation | None:
         heads = self.attention.heads
         return None if self.rope is None else Rotation(self.rope, heads.width, heads.rotary_width)

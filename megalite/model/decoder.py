@@ -14,7 +14,7 @@ from functools import partial
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from megalite.config.layers import LayerKind, Mixture, layer_kinds
+from megalite.config.layers import LayerKind, layer_kinds
 from megalite.config.parametrization import multipliers
 from megalite.config.schema import Kernels, Model
 from megalite.distributed.collectives import all_gather
@@ -187,7 +187,7 @@ class Decoder(nn.Module):
             if layer.in_one and added is not None:
                 x, added = x + added, None
             attend = positions.attend(int(name), kind.attention.heads.scores)
-            of_experts = (positions.losses,) if isinstance(kind.feed_forward, Mixture) else ()
+            of_experts = (positions.losses,) if kind.mixture is not None else ()
             x, added = layer(x, angles[kind.rotation], attend, added, *of_experts)
         return x if added is None else x + added
 

@@ -31,7 +31,7 @@ from megalite.parallel.experts import WIDE_PRODUCT, rows_of_experts, widened
 from megalite.parallel.linear import linears
 from megalite.parallel.parameter import parameter, placed, whole
 from megalite.parallel.recompute import remembered
-from megalite.parallel.tensor import Linear
+from megalite.parallel.tensor import CopiedLinear
 from megalite.plan.parts.part import Weight
 
 SIGMOID_EPS = 1e-20  # added to a sum of scores that may all be 0
@@ -49,21 +49,17 @@ class Losses:
     groups: Sequence[dist.ProcessGroup] = ()
 
 
-class Gate(Linear):
+class Gate(CopiedLinear):
     """A factor of what every token's shared expert makes, from 0 to 1. weight: `[1, d]`."""
 
     own_product = True
-
-    def __init__(self, weight: Weight, tp: DeviceMesh) -> None:
-        super().__init__(weight)
-        self.weight = parameter(weight, tp, Replicate())
 
     def forward(self, x: Tensor) -> Tensor:
         (logits,) = linears(x, [self.weight], None, self.gradients, WIDE_PRODUCT)
         return logits.sigmoid().to(x.dtype)  # s/t b 1
 
 
-class Router(Linear):
+class Router(CopiedLinear):
     """Scores and choices of `active` experts for every token. weight: `[E, d]`. bias: `[E]`, if there is one.
 
     load: `[E]`, how many tokens of this rank have chosen each expert in training since it was last None.
@@ -76,8 +72,7 @@ class Router(Linear):
     def __init__(self, weights: Mapping[str, Weight], kind: layers.Router, active: int, tp: DeviceMesh) -> None:
         weight, bias, correction = (weights.get(f"router.{name}") for name in ("weight", "bias", "correction"))
         assert weight is not None
-        super().__init__(weight)
-        self.weight = parameter(weight, tp, Replicate())
+        super().__init__(weight, tp)
         self.bias = None if bias is None else parameter(bias, tp, Replicate())
         self.kind, self.active = kind, active
         if correction is not None:

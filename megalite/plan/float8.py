@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from megalite.base.errors import number_ranges
-from megalite.config.layers import Mixture, layer_kinds
+from megalite.config.layers import layer_kinds
 from megalite.config.schema import Config
 from megalite.plan.parts.layer import Layer
 from megalite.plan.parts.part import Part
@@ -35,7 +35,7 @@ def float8_text(config: Config) -> str:
     kinds = layer_kinds(config.model)
     for weight in wide_weights(config):
         layer, _, name = weight.partition(".")
-        if not (name.startswith("mlp.") and isinstance(kinds[int(layer)].feed_forward, Mixture)):
+        if not (name.startswith("mlp.") and kinds[int(layer)].mixture is not None):
             found.setdefault(name, []).append(int(layer))
     told = f"fp8 with {config.train.float8_recipe} scales: the matrix products of layers; all else is in bf16"
     told += ", and so are experts and routers" if config.model.experts is not None else ""

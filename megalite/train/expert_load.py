@@ -5,7 +5,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from megalite.config.layers import Mixture, layer_kinds
+from megalite.config.layers import layer_kinds
 from megalite.config.schema import Model
 from megalite.model.decoder import Decoder
 from megalite.model.experts import Experts
@@ -18,8 +18,8 @@ class ExpertLoad:
     """
 
     def __init__(self, stages: Iterable[Decoder], model: Model) -> None:
-        mixtures = {n: each.feed_forward for n, each in enumerate(layer_kinds(model)) if _mixes(each.feed_forward)}
-        self.layers, self.count = list(mixtures), 0 if model.experts is None else model.experts.count
+        self.layers = [number for number, kind in enumerate(layer_kinds(model)) if kind.mixture is not None]
+        self.count = 0 if model.experts is None else model.experts.count
         self._routers = {
             self.layers.index(int(name)): layer.mlp.router
             for stage in stages
@@ -53,7 +53,3 @@ class ExpertLoad:
             whole = load.view(len(self.layers), -1).long()
             for row, router in self._routers.items():
                 router.correct(whole[row], 1 - bad)
-
-
-def _mixes(kind: object) -> bool:
-    return isinstance(kind, Mixture)

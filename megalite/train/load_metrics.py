@@ -1,7 +1,6 @@
 """Metrics of experts: how evenly tokens choose them, and which ones hardly any token chooses."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,43 +13,36 @@ STARVED_SHARE = 0.1  # share of an even one of tokens, below which an expert is 
 MAX_TOLD = 8  # layers that a warning lists
 
 
-@dataclass
 class LoadMeter:
     """Sums loads of experts over the steps between two reports, and over windows of `WINDOW_STEPS` steps.
 
-    layers: numbers of the layers with experts.
+    layers: numbers of the layers with experts, of which each has `count`.
     """
 
-    layers: Sequence[int]
-
-    def __post_init__(self) -> None:
-        self.latest = self._interval = self._window = np.zeros((len(self.layers), 0), np.int64)
+    def __init__(self, layers: Sequence[int], count: int) -> None:
+        self.layers, self._none = layers, np.zeros((len(layers), count), np.int64)
+        self.latest = self._interval = self._window = self._none
         self._steps, self._starved = 0, frozenset[tuple[int, int]]()
 
     def add(self, load: Sequence[int]) -> dict[int, list[int]]:
         """Add the load of a step. Returns, at the end of a window, newly starved experts by layer."""
-        if not self.layers:
-            return {}
-        new = np.array(load, np.int64).reshape(len(self.layers), -1)
-        self._interval = self._interval + new if self._interval.size else new
-        self._window = self._window + new if self._window.size else new
+        new = np.array(load, np.int64).reshape(self._none.shape)
+        self._interval, self._window = self._interval + new, self._window + new
         self._steps += 1
         if self._steps < WINDOW_STEPS:
             return {}
-        before, self._starved = (
-            self._starved,
-            frozenset(zip(*map(list, np.nonzero(starved(self._window))), strict=True)),
-        )
-        self._window, self._steps = self._window[:, :0], 0
+        before, now = self._starved, np.argwhere(starved(self._window)).tolist()
+        self._starved = frozenset((row, expert) for row, expert in now)
+        self._window, self._steps = self._none, 0
         found: dict[int, list[int]] = {}
         for row, expert in sorted(self._starved - before):
-            found.setdefault(self.layers[row], []).append(int(expert))
+            found.setdefault(self.layers[row], []).append(expert)
         return found
 
     def read(self) -> dict[str, float]:
         """The values that docs/metrics.md lists, of the steps since the last call, whose loads are `latest` then."""
-        self.latest, self._interval = self._interval, self._interval[:, :0]
-        return values_of(self.layers, self.latest) if self.latest.size else {}
+        self.latest, self._interval = self._interval, self._none
+        return values_of(self.layers, self.latest) if self.latest.any() else {}
 
 
 def values_of(layers: Sequence[int], load: Load) -> dict[str, float]:

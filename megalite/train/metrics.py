@@ -70,7 +70,7 @@ class Meter:
         self.norm, self.jumped = nan, False
         self.paused_for = self.waited_for = 0.0  # seconds in all: of pauses, and for batches
         self.latest_wait = 0.0  # for the latest batch
-        self.load = LoadMeter(job.load.layers)
+        self.load = LoadMeter(job.load.layers, job.load.count)
         self._noted: dict[int, tuple[float, Arriving]] = {}  # by step: its learning rate, and the parameters' norm
         self._restart()
 

@@ -180,7 +180,7 @@ class Report(Silent):
     def load(self, step: int, meter: LoadMeter) -> None:
         """Report the latest loads of experts, at most `LOADS_OF_RUN` times in a run."""
         part = step * LOADS_OF_RUN // self.steps
-        if meter.latest.size and part != self.loads:
+        if meter.latest.any() and part != self.loads:
             self.loads = part
             self._write(step, {"event": "expert_load", "layers": meter.layers, "load": meter.latest.tolist()})
 

@@ -17,7 +17,7 @@ from megalite.train.report import LOADS_OF_RUN, Report
 
 
 def test_values_are_of_the_interval_by_layer_and_of_the_worst_layer() -> None:
-    meter = LoadMeter([1, 3])
+    meter = LoadMeter([1, 3], 4)
     meter.add([4, 4, 4, 4, 8, 8, 0, 0])
     meter.add([4, 4, 4, 4, 8, 6, 2, 0])
     found = meter.read()
@@ -32,7 +32,7 @@ def test_values_are_of_the_interval_by_layer_and_of_the_worst_layer() -> None:
 
 
 def test_experts_that_starve_are_told_once_and_again_after_they_have_recovered() -> None:
-    meter = LoadMeter([2, 5])
+    meter = LoadMeter([2, 5], 4)
     even, hungry = [5, 5, 5, 5], [10, 0, 10, 0]
     loads = [[*even, *even], [*even, *hungry], [*even, *hungry], [*hungry, *even], [*even, *hungry]]
     told = [[meter.add(load) for _ in range(WINDOW_STEPS)] for load in loads]
@@ -44,13 +44,13 @@ def test_experts_that_starve_are_told_once_and_again_after_they_have_recovered()
 
 
 def test_a_model_without_experts_has_no_such_values() -> None:
-    meter = LoadMeter([])
+    meter = LoadMeter([], 0)
     assert meter.add(()) == {}
     assert meter.read() == {}
 
 
 def test_a_run_keeps_a_hundred_loads_for_a_picture(tmp_path: Path) -> None:
-    meter = LoadMeter([0, 1])
+    meter = LoadMeter([0, 1], 2)
     with Report(tmp_path, Config(train=Train(steps=500)), 0) as report:
         for step in range(1, 501):
             meter.add([step, 1, 1, 1])

@@ -144,7 +144,7 @@ def test_steps_of_other_sizes_do_not_count() -> None:
 
 
 def test_pauses_are_no_training() -> None:
-    mesh, load = SimpleNamespace(device=torch.device("cpu")), SimpleNamespace(layers=[])
+    mesh, load = SimpleNamespace(device=torch.device("cpu")), SimpleNamespace(layers=[], count=0)
     meter = Meter(SimpleNamespace(config=Config(), mesh=mesh, load=load))  # type: ignore[arg-type]
     before, began = meter.training_seconds(), time.perf_counter()
     with meter.paused():

@@ -7,7 +7,7 @@ from collections import Counter
 from functools import cache
 
 from megalite.base.stop_signals import STOP_SIGNALS
-from megalite.config.layers import LayerKind, Mixture
+from megalite.config.layers import LayerKind
 from megalite.plan.model.weights import embedding
 from megalite.plan.muon import MuonPlan, Piece, moves, stage_matrices, working_bytes
 from megalite.plan.parts.transfers import TYPE_NAMES, Traffic, Transfer, Transfers, axis_sizes, over, stage_axis
@@ -148,7 +148,7 @@ class StepTransfers:
 
     def _signs(self) -> Transfers:
         """The square of the gradients' norm, the loss, how many ranks each signal has reached, and experts' load."""
-        mixtures = [kind.feed_forward for kind in self.plan.kinds if isinstance(kind.feed_forward, Mixture)]
+        mixtures = [kind.mixture for kind in self.plan.kinds if kind.mixture is not None]
         numbers = 2 + len(STOP_SIGNALS) + sum(mixture.count for mixture in mixtures)
         load = ", tokens of experts" if mixtures else ""
         purpose = f"step: norm of the gradients, loss, requests to stop{load}"

@@ -19,10 +19,9 @@ from megalite.checkpoint.weights.formats.tokenizer import tokenizer_files
 from megalite.checkpoint.weights.maps.experts import are_stacked
 from megalite.checkpoint.weights.maps.families import CONFIG, MAX_CONFIG_BYTES, family_of, read_config
 from megalite.checkpoint.weights.maps.family import Family
-from megalite.checkpoint.weights.maps.models import lost
+from megalite.checkpoint.weights.maps.models import has_experts, lost
 from megalite.checkpoint.weights.maps.strips import PREFIX, Table, under_our_names
 from megalite.checkpoint.weights.maps.woven import places, tensors_of
-from megalite.config.layers import Mixture, layer_kinds
 from megalite.config.schema import Model
 from megalite.plan.model.weights import weights
 
@@ -81,7 +80,7 @@ def _is_beyond(name: str, family: Family, model: Model) -> bool:
 
 def _refuse_too_few(path: Path, files: Files, model: Model, stacked: bool) -> None:
     """Raises DamagedError before a table is made of billions of experts that a wrong number in CONFIG means."""
-    layers = sum(isinstance(kind.feed_forward, Mixture) for kind in layer_kinds(model))
+    layers = sum(has_experts(model))
     least = layers if stacked or model.experts is None else layers * model.experts.count
     if (there := len(files.index.tensors)) < least:
         raise DamagedError(

@@ -6,7 +6,7 @@ from typing import Any
 
 from megalite.base.errors import InputError
 from megalite.config.convert import leaves, to_plain
-from megalite.config.layers import Mixture, layer_kinds
+from megalite.config.layers import layer_kinds
 from megalite.config.rules.model import model_rules
 from megalite.config.rules.ranges import range_rules
 from megalite.config.schema import Config, Model
@@ -44,7 +44,7 @@ def plain_model(model: Model) -> dict[str, Any]:
 
 def has_experts(model: Model) -> list[bool]:
     """By layer: whether it has experts."""
-    return [isinstance(kind.feed_forward, Mixture) for kind in layer_kinds(model)]
+    return [kind.mixture is not None for kind in layer_kinds(model)]
 
 
 def first_and_every(mixed: Sequence[bool]) -> tuple[int, int] | None:

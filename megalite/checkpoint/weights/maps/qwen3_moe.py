@@ -7,6 +7,7 @@ from megalite.checkpoint.weights.maps.experts import EXPERTS, experts, with_widt
 from megalite.checkpoint.weights.maps.family import Family, windows
 from megalite.checkpoint.weights.maps.fields import Fields
 from megalite.checkpoint.weights.maps.llama import DEFAULTS
+from megalite.checkpoint.weights.maps.models import first_and_every
 from megalite.config.schema import Attention, Model
 
 
@@ -32,13 +33,11 @@ def _layers(fields: Fields, layers: int) -> tuple[int, int]:
     every, without = fields.whole("decoder_sparse_step"), fields.get("mlp_only_layers", [])
     if not isinstance(without, list) or not all(type(number) is int for number in without):
         raise fields.wrong("mlp_only_layers", "must be a list of numbers of layers")
-    mixed = [number for number in range(layers) if number not in without and (number + 1) % every == 0]
-    for first_dense in (len(set(without)), *range(layers)):
-        if mixed == [number for number in range(first_dense, layers) if (number + 1) % every == 0]:
-            return first_dense, every
-    raise fields.wrong(
-        "mlp_only_layers", "megalite has layers without experts at the beginning, and all but every n-th"
-    )
+    found = first_and_every([number not in without and (number + 1) % every == 0 for number in range(layers)])
+    if found is None:
+        rule = "megalite has layers without experts at the beginning, and all but every n-th"
+        raise fields.wrong("mlp_only_layers", rule)
+    return found
 
 
 def _fields(model: Model) -> Mapping[str, Any]:

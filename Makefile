@@ -86,6 +86,7 @@ bench: install
 	$(BIN)/megalite-bench-pipeline
 	$(BIN)/megalite-bench-schedules
 	$(BIN)/megalite-bench-context
+	$(BIN)/megalite-bench-exchanges
 	$(BIN)/megalite-bench-checkpoint
 	$(BIN)/megalite-bench-convert
 

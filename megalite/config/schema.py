@@ -156,6 +156,7 @@ class Pipeline:
     virtual_stages: int | None = None  # stages per rank; null: as many as the schedule has
     memory: float | None = None  # auto: GiB of activations that a rank may hold; null: as many as 1f1b holds
     split: list[int] | None = None  # layers per stage; null: balanced by cost, embedding and head included
+    overlap: bool = True  # dualpipev with parallel.ep: a forward and a backward take turns at computing
 
     @property
     def stages_per_rank(self) -> int:

@@ -48,7 +48,7 @@ class LiveBytes(TorchDispatchMode):
         self._fake, self._doing = fake, doing
         self._blocks: dict[int, tuple[Block, weakref.ref[UntypedStorage]]] = {}  # by address of the storage
         self._events: list[tuple[Block, int, object]] = []  # changes of a block's size, and what the code was doing
-        self._phase, self._task = 0, -1
+        self._phase, self._task, self._newest = 0, -1, -1  # phase, and autograd's numbers of passes
 
     def __enter__(self) -> "LiveBytes":
         self._patch = _resizing(self._resized)
@@ -145,9 +145,9 @@ class LiveBytes(TorchDispatchMode):
 
     def _follow_phase(self) -> None:
         task = torch._C._current_graph_task_id()
-        if task != self._task:
-            self._task = task
+        if task != self._task and (task == -1 or task > self._newest):  # else a pass beside it has had its turn
             self._phase += 1
+        self._task, self._newest = task, max(task, self._newest)
 
 
 def _parts(tensor: Tensor) -> Iterator[Tensor]:

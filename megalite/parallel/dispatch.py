@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megalite.parallel.experts import Rows
+from megalite.parallel.turns import give_way
 
 
 class Dispatch:
@@ -24,7 +25,9 @@ class Dispatch:
         self.group, ranks = group, group.size()
         mine = rows.on_device.view(ranks, -1)  # by rank and its expert: rows that this rank sends
         theirs = torch.empty_like(mine)
-        dist.all_to_all_single(theirs, mine, group=group)
+        counting = dist.all_to_all_single(theirs, mine, group=group, async_op=True)
+        give_way()
+        counting.wait()
         if rows.known is None:
             sent, arriving = torch.stack((mine, theirs)).tolist()
         else:  # all ranks know the same
@@ -39,70 +42,73 @@ class Dispatch:
 
     def send(self, x: Tensor, scores: Tensor) -> None:
         """Begin to send rows `[n, d]` with their scores `[n]`. Work until `compute` runs beside it."""
-        self._on_their_way = [_Exchange.begun(each, self.sent, self.arriving, self.group) for each in (x, scores)]
+        self._on_their_way = _Exchange.begun((x, scores), self.sent, self.arriving, self.group)
 
     def compute(self, experts: Callable[[Tensor, Tensor, Rows], Tensor]) -> Tensor:
         """The results of `experts` of all ranks for the rows that were sent, `[n, d]`."""
         # Rows have no names here, by which they would be held for longer than they are needed.
-        arriving = self._on_their_way.pop
-        y = self.rows.collect(experts(self.rows.spread(arriving(0)()), self.rows.permuted(arriving(0)()), self.rows))
-        return _Exchange.begun(y, self.arriving, self.sent, self.group)()
+        arrived = list(self._on_their_way())
+        y = self.rows.collect(experts(self.rows.spread(arrived.pop(0)), self.rows.permuted(arrived.pop(0)), self.rows))
+        return _Exchange.begun((y,), self.arriving, self.sent, self.group)()[0]
 
 
 class _Exchange:
     """Rows that ranks exchange, and their gradients: `sent` and `arriving` are numbers of rows by rank.
 
-    Two steps of autograd, so that what lies between them runs beside the exchange, in backward too.
+    Two steps of autograd, so that what lies between them runs beside the exchange, in backward too. So does what a
+    pass beside this one computes.
     """
 
     def __init__(self, sent: Sequence[int], arriving: Sequence[int], group: dist.ProcessGroup) -> None:
         self.sent, self.arriving, self.group = sent, arriving, group
-        self._under_way: tuple[dist.Work, Tensor] | None = None
+        self._under_way: list[tuple[dist.Work, Tensor]] = []
 
     @staticmethod
     def begun(
-        x: Tensor, sent: Sequence[int], arriving: Sequence[int], group: dist.ProcessGroup
-    ) -> Callable[[], Tensor]:
-        """Begin to send the rows `x`. Returns what waits for those that arrive."""
+        rows: Sequence[Tensor], sent: Sequence[int], arriving: Sequence[int], group: dist.ProcessGroup
+    ) -> Callable[[], Sequence[Tensor]]:
+        """Begin to send `rows`, of equal numbers. Returns what waits for those that arrive."""
         exchange = _Exchange(sent, arriving, group)
-        return partial(_End.apply, _Begin.apply(x, exchange), exchange)
+        return partial(_End.apply, exchange, *_Begin.apply(exchange, *rows))
 
-    def begin(self, x: Tensor, back: bool) -> Tensor:
+    def begin(self, rows: Sequence[Tensor], back: bool) -> tuple[Tensor, ...]:
         """The rows that will have arrived after `end`."""
         sent, arriving = (self.arriving, self.sent) if back else (self.sent, self.arriving)
-        found = x.new_empty(sum(arriving), *x.shape[1:])
-        rows = x.contiguous()
-        work = dist.all_to_all_single(found, rows, list(arriving), list(sent), group=self.group, async_op=True)
-        self._under_way = work, found
-        return found
+        for each in rows:
+            found = each.new_empty(sum(arriving), *each.shape[1:])
+            own = each.contiguous()
+            work = dist.all_to_all_single(found, own, list(arriving), list(sent), group=self.group, async_op=True)
+            self._under_way.append((work, found))
+        return tuple(found for _, found in self._under_way)
 
-    def end(self) -> Tensor:
+    def end(self) -> Sequence[Tensor]:
         """Wait for the rows. Returns them."""
-        assert self._under_way is not None
-        (work, found), self._under_way = self._under_way, None
-        work.wait()
-        return found
+        give_way()
+        under_way, self._under_way = self._under_way, []
+        for work, _ in under_way:
+            work.wait()
+        return [found for _, found in under_way]
 
 
 class _Begin(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, exchange: _Exchange) -> Tensor:
+    def forward(ctx: Any, exchange: _Exchange, *rows: Tensor) -> tuple[Tensor, ...]:
         ctx.exchange = exchange
-        return exchange.begin(x, back=False)
+        return exchange.begin(rows, back=False)
 
     @staticmethod
-    def backward(ctx: Any, _: Tensor) -> tuple[Tensor, None]:
-        return ctx.exchange.end(), None
+    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *ctx.exchange.end()
 
 
 class _End(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, arrived: Tensor, exchange: _Exchange) -> Tensor:
+    def forward(ctx: Any, exchange: _Exchange, *arrived: Tensor) -> tuple[Tensor, ...]:
         ctx.exchange = exchange
         exchange.end()
-        return arrived.view_as(arrived)
+        return tuple(each.view_as(each) for each in arrived)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        ctx.exchange.begin(grad, back=True)
-        return grad, None  # not used: what arrives has another shape
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        ctx.exchange.begin(grads, back=True)
+        return None, *grads  # not used: what arrives has another shape

@@ -6,6 +6,7 @@ data is needed, so they overlap with compute. With pp = 1, the table has no tran
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -18,6 +19,7 @@ from megalite.distributed.health.clock import SectionClock
 from megalite.distributed.health.rank_ranges import ranks_text
 from megalite.parallel import fsdp
 from megalite.parallel.linear import WeightGradients
+from megalite.parallel.turns import Turns
 from megalite.schedule.actions import Action, Exchange, Kind, Program, Table
 from megalite.schedule.reductions import Reduction, reductions
 
@@ -140,6 +142,9 @@ class Pipeline:
     ) -> None:
         program = table.programs[rank]
         self.program = [Entry(item, number, len(program)) for number, item in enumerate(program, start=1)]
+        seconds = {entry.item: entry for entry in self.program}
+        self.beside = {first: seconds[second] for first, second in table.pairs.items() if first in seconds}
+        self.taken = {entry.item for entry in self.beside.values()}
         self.table, self.stages, self.gradients, self.rank = table, stages, gradients, rank
         self.group, self.activation, self.mode, self.activity = group, activation, mode, activity
         self.clock = clock or SectionClock(activation.device)
@@ -160,6 +165,11 @@ class Pipeline:
                 self._exchange(item, flight)
                 continue
             match item.kind:
+                case Kind.F if item in self.beside:
+                    with self.clock.timed("backward"):
+                        total += self._in_turns(entry, self.beside[item], step, flight)
+                case Kind.B if item in self.taken:
+                    pass  # it was computed beside the F before it
                 case Kind.F:
                     with self.clock.timed("forward"):
                         total += self._forward(item, step, flight)
@@ -221,6 +231,14 @@ class Pipeline:
             x = flight.inputs.pop(forward)
             assert x.grad is not None
             self._hand_over(action.send, x.grad, flight)
+
+    def _in_turns(self, first: Entry, second: Entry, step: StepInputs, flight: TensorsInFlight) -> Tensor | float:
+        """Compute the F of one entry beside the B of another."""
+        assert isinstance(first.item, Action)
+        assert isinstance(second.item, Action)
+        forward = partial(self._forward, first.item, step, flight)
+        turns = Turns(forward, lambda forward: self.activity(first if forward else second))
+        return turns.run(partial(self._backward, second.item, flight))
 
     def _input_gradients(self, action: Action, flight: TensorsInFlight) -> None:
         with self.gradients[action.stage].put_off() as put_off:

@@ -8,6 +8,7 @@ again.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -55,15 +56,19 @@ class _Memory:
 
     @contextmanager
     def running(self, again: bool) -> Iterator[None]:
-        global _memory
-        before, _memory, self.again = _memory, self, again
+        before, self.again = _running.memory, again
+        _running.memory = self
         try:
             yield
         finally:
-            _memory = before
+            _running.memory = before
 
 
-_memory: _Memory | None = None  # the memory of the layer that runs
+class _Running(threading.local):
+    memory: _Memory | None = None  # that of the layer which a thread runs; a forward and a backward may take turns
+
+
+_running = _Running()
 
 
 def remembered(make: Callable[[], T]) -> T:
@@ -71,7 +76,7 @@ def remembered(make: Callable[[], T]) -> T:
 
     A layer must call this equally often in every pass.
     """
-    memory = _memory
+    memory = _running.memory
     if memory is None:
         return make()
     if memory.again:

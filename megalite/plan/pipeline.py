@@ -72,7 +72,8 @@ def table_of(config: Config, m: int | None = None, costing: Costing | None = Non
         table = _searched(wanted(config, m, costing), mode)
     else:
         version = None if pipeline.schedule in SCHEDULES else _version(Path(pipeline.schedule))
-        table = _checked(pipeline.schedule, p, m, pipeline.stages_per_rank, placing_times(config), mode, version)
+        times, paired = placing_times(config), pairs_up(config)
+        table = _checked(pipeline.schedule, p, m, pipeline.stages_per_rank, times, paired, mode, version)
     if table.splits_backward:
         _refuse_compiled(config)
     return table
@@ -85,6 +86,12 @@ def placing_times(config: Config) -> Times | None:
     """
     named = config.parallel.pipeline.schedule in SCHEDULES and config.parallel.pp > 1
     return tuple(stage.times for stage in costs_of(config)) if named else None
+
+
+def pairs_up(config: Config) -> bool:
+    """Return whether a forward and a backward take turns: where one waits for rows of experts, the other computes."""
+    pipeline = config.parallel.pipeline
+    return pipeline.schedule == "dualpipev" and pipeline.overlap and config.parallel.ep > 1
 
 
 def _refuse_compiled(config: Config) -> None:
@@ -161,14 +168,21 @@ def _refuse_endless(config: Config, m: int) -> None:
 
 @lru_cache(maxsize=8)  # tables of large pipelines take seconds to make, and commands ask for one several times
 def _checked(
-    schedule: str, p: int, m: int, v: int, times: Times | None, mode: str | None, version: tuple[int, ...] | None
+    schedule: str,
+    p: int,
+    m: int,
+    v: int,
+    times: Times | None,
+    paired: bool,
+    mode: str | None,
+    version: tuple[int, ...] | None,
 ) -> Table:
     """`table_of`, cached by everything that the table depends on.
 
-    times: by which transfers are placed. mode: of data parallelism; None without FSDP2. version: of a schedule file, so
-    that a changed file is read again.
+    times: by which transfers are placed. paired: as in `Table`. mode: of data parallelism; None without FSDP2. version:
+    of a schedule file, so that a changed file is read again.
     """
-    return _ready(build(schedule, p, m, v, times), schedule, mode)
+    return _ready(build(schedule, p, m, v, times, paired), schedule, mode)
 
 
 @lru_cache(maxsize=8)

@@ -22,6 +22,7 @@ ranks put together and take apart the parameters of a stage; `micro` is then tha
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
+from itertools import pairwise
 from typing import NamedTuple
 
 from megalite.base.errors import InputError, listing
@@ -166,6 +167,7 @@ class Table:
     placement: tuple[int, ...]  # stage -> the pipeline rank that owns it
     programs: tuple[Program, ...]  # one for every pipeline rank
     times: Times | None = None  # times that its order is made for; None: UNIT of `simulate`
+    paired: bool = False  # ranks compute the pairs of `pairs_of` side by side: both begin when all inputs are there
 
     @property
     def ranks(self) -> int:
@@ -186,6 +188,11 @@ class Table:
             tuple(item for item in program if isinstance(item, Action) and item.is_compute) for program in self.programs
         )
 
+    @cached_property
+    def pairs(self) -> dict[Action, Action]:
+        """By F, the B beside which it is computed."""
+        return pairs_of(self.orders) if self.paired else {}
+
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """The stages that `rank` owns."""
         return self._stages_by_rank[rank]
@@ -204,3 +211,19 @@ class Table:
     def peer(self, action: Action) -> int:
         """The rank on the other side of the transfer `action`."""
         return self.placement[action.peer_stage]
+
+
+def inputs_of(action: Action, beside: Action | None, stages: int) -> tuple[Name, ...]:
+    """The results, on any rank, that must be there before `action` runs, with the action `beside` it, if any."""
+    own = action.inputs(stages)
+    return own if beside is None else own + beside.inputs(stages)
+
+
+def pairs_of(orders: Orders) -> dict[Action, Action]:
+    """By F, the B of another stage that follows it in an order of compute: neither needs the other."""
+    return {
+        first: second
+        for order in orders
+        for first, second in pairwise(order)
+        if first.kind is _F and second.kind is _B and first.stage != second.stage
+    }

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 from itertools import chain, product, starmap
 
 from megalite.base.errors import counted
-from megalite.schedule.actions import COMPUTE, SHARDING, Action, Exchange, Kind, Name, Table
+from megalite.schedule.actions import COMPUTE, SHARDING, Action, Exchange, Kind, Name, Table, inputs_of
 
 
 def check(table: Table) -> list[str]:
@@ -96,7 +96,7 @@ def too_early(table: Table) -> list[str]:
         for item in program:
             actions = item.actions if isinstance(item, Exchange) else (item,)
             for action in actions:
-                for source in action.inputs(stages):
+                for source in inputs_of(action, table.pairs.get(action), stages):
                     local = placement[source[1]] == rank
                     need = source if local else Action(*source).send.matching
                     if need not in there:

@@ -1,30 +1,34 @@
 """Adds to an order of compute what it needs: transfers between ranks, and sharding of weights and gradients."""
 
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 from operator import itemgetter
 
-from megalite.schedule.actions import SENDS_BY_KIND, Action, Exchange, Kind, Program, Table, Times
+from megalite.schedule.actions import SENDS_BY_KIND, Action, Exchange, Kind, Orders, Program, Table, Times, pairs_of
 from megalite.schedule.simulate import Time, cost_of, execute
 
 
 def communicate(
-    orders: Sequence[Sequence[Action]], placement: Sequence[int], times: Times | None = None
+    orders: Orders, placement: Sequence[int], times: Times | None = None, paired: bool = False
 ) -> tuple[Program, ...]:
     """Programs of the compute `orders`, with the transfers between ranks that they need.
 
     The orders run on a clock: compute takes its time of `times`, or else its UNIT, a transfer takes none, and a result
     is sent when it is ready. All that a rank sends or receives at one time is one exchange. So all ranks meet in
     exchanges in the order of one clock, and cannot deadlock even if every exchange blocks until its last transfer is
-    done. If the clock is right, no exchange that is ready waits for one that is not. Raises InputError if the orders
-    themselves cannot make progress.
+    done. If the clock is right, no exchange that is ready waits for one that is not. paired: as in `Table`; what
+    arrives during a pair is posted before it. Raises InputError if the orders themselves cannot make progress.
     """
-    spans = execute(orders, placement, cost_of(times))
+    pairs = pairs_of(orders) if paired else {}
+    spans = execute(orders, placement, cost_of(times), pairs=pairs)
+    ends = {action: end for lane in spans for action, _, end in lane} if pairs else {}
     transfers: list[defaultdict[Time, list[Action]]] = [defaultdict(list) for _ in orders]
     for sender, lane in enumerate(spans):
-        for action, _, end in lane:
+        for action, _, own_end in lane:
             if action.kind in SENDS_BY_KIND:
+                end = ends[pairs[action]] if action in pairs else own_end
                 send = action.send
                 taker = send.peer_stage
                 if 0 <= taker < len(placement) and placement[taker] != sender:
@@ -32,8 +36,14 @@ def communicate(
                     transfers[placement[taker]][end].append(send.matching)
 
     def program(rank: int) -> Program:
+        inside = [(start, ends[pairs[action]]) for action, start, _ in spans[rank] if action in pairs]
+
+        def posted(tick: Time) -> Time:
+            begun = bisect_left(inside, tick, key=itemgetter(0))  # pairs that have begun before
+            return inside[begun - 1][0] if begun and tick < inside[begun - 1][1] else tick
+
         timed: list[tuple[Time, Action | Exchange]] = [(end, action) for action, _, end in spans[rank]]
-        timed += [(tick, Exchange(tuple(actions))) for tick, actions in transfers[rank].items()]
+        timed += [(posted(tick), Exchange(tuple(actions))) for tick, actions in sorted(transfers[rank].items())]
         # The sort is stable: at one tick, compute that ends comes before the exchange that sends its result.
         return tuple(item for _, item in sorted(timed, key=itemgetter(0)))
 

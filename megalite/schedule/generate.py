@@ -24,19 +24,20 @@ AUTO_SCHEDULE = "auto"  # not one of NAMES: `search` makes it for given costs, a
 NAMES = ("gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zb_h2", "zbv", "dualpipev")
 
 
-def build(name: str, p: int, m: int, v: int | None = None, times: Times | None = None) -> Table:
+def build(name: str, p: int, m: int, v: int | None = None, times: Times | None = None, paired: bool = False) -> Table:
     """The schedule `name`, one of NAMES or the path of a file, for p pipeline ranks and m micro-batches.
 
     v: virtual stages per rank; None: as many as the schedule has, which is 2 for interleaved_1f1b. times: of stages, by
-    which transfers of a named schedule are placed, as in `communicate`. "forward" is evaluation with one stage per
-    rank. Raises InputError for an unknown name, a size that the schedule cannot have, or a bad file.
+    which transfers of a named schedule are placed, as in `communicate`. paired: as in `Table`, for a named schedule.
+    "forward" is evaluation with one stage per rank. Raises InputError for an unknown name, a size that the schedule
+    cannot have, or a bad file.
     """
     if p >= 1 and m >= 1 and name.endswith(SCHEDULE_FILES):
         return _from_file(name, p, m, v)
     if p >= 1 and m >= 1 and name == "forward":
         return build_forward(range(p), m)
     placement, orders = orders_of(name, p, m, v)
-    return Table(name, m, placement, communicate(orders, placement, times))
+    return Table(name, m, placement, communicate(orders, placement, times, paired), paired=paired)
 
 
 def orders_of(name: str, p: int, m: int, v: int | None = None) -> tuple[tuple[int, ...], Orders]:

@@ -12,13 +12,25 @@ from itertools import accumulate, islice
 from typing import NamedTuple
 
 from megalite.base.errors import InputError
-from megalite.schedule.actions import COMPUTE, SENDS_BY_KIND, SHARDING, Action, Exchange, Kind, Name, Table, Times
+from megalite.schedule.actions import (
+    COMPUTE,
+    SENDS_BY_KIND,
+    SHARDING,
+    Action,
+    Exchange,
+    Kind,
+    Name,
+    Table,
+    Times,
+    inputs_of,
+)
 
 Time = float | Fraction
 Cost = Callable[[Action], Time]
 
 UNIT: Mapping[Kind, Time] = {Kind.F: 1, Kind.B: 2, Kind.I: 1, Kind.W: 1}  # both halves of backward cost a forward
 COLUMN = {kind: number for number, kind in enumerate(COMPUTE)}  # column of a kind in Times
+NO_PAIRS: Mapping[Action, Action] = {}
 LIVE_CHANGES = {Kind.F: +1, Kind.B: -1, Kind.W: -1}  # how many more stage-activations a rank holds after the action
 
 
@@ -112,18 +124,23 @@ def simulate(table: Table, cost: Mapping[Kind, Time] | Cost | None = None, trans
     return Timeline(
         table,
         transfer,
-        own=tuple(map(tuple, execute(orders, table.placement, of, transfer))),
+        own=tuple(map(tuple, execute(orders, table.placement, of, transfer, table.pairs))),
         peak_live=tuple(max(accumulate((LIVE_CHANGES.get(a.kind, 0) for a in order), initial=0)) for order in orders),
     )
 
 
 def execute(
-    orders: Sequence[Sequence[Action]], placement: Sequence[int], cost: Cost, transfer: Time = 0
+    orders: Sequence[Sequence[Action]],
+    placement: Sequence[int],
+    cost: Cost,
+    transfer: Time = 0,
+    pairs: Mapping[Action, Action] = NO_PAIRS,
 ) -> list[list[Span]]:
     """Spans of all actions, if every rank keeps to its order and starts each as soon as its inputs are there.
 
     orders: compute and sharding actions of every rank. Sharding starts when the compute before it has ended, and runs
-    beside the compute after it, one collective at a time. Only compute on a stage that is being gathered waits. Raises
+    beside the compute after it, one collective at a time. Only compute on a stage that is being gathered waits. pairs:
+    `Table.pairs`. Of a pair, F begins when the inputs of both are there, and its result is there when B ends. Raises
     InputError where ranks wait for each other.
     """
     spans: list[list[Span]] = [[] for _ in orders]
@@ -143,7 +160,8 @@ def execute(
             if action.kind is gather:
                 gathered[action.stage] = end
         else:
-            for source in action.inputs(stages):
+            beside = pairs.get(action)
+            for source in inputs_of(action, beside, stages):
                 there = ended.get(source)
                 if there is None:
                     return source
@@ -154,6 +172,8 @@ def execute(
             if gathered:
                 start = max(start, gathered.get(action.stage, 0))
             end = compute_free[rank] = ended[action.result] = start + cost(action)
+            if beside is not None:
+                ended[action.result] = end + cost(beside)
         spans[rank].append(Span(action, start, end))
         return None
 
@@ -175,7 +195,8 @@ def execute(
         makers = {action.result: action for order in orders for action in order}
         stuck = []
         for rank, action in waiting.items():
-            missing = [makers.get(name, Action(*name)) for name in action.inputs(stages) if name not in ended]
+            needed = inputs_of(action, pairs.get(action), stages)
+            missing = [makers.get(name, Action(*name)) for name in needed if name not in ended]
             stuck.append(f"rank {rank} is stuck at {action}, which needs {' and '.join(map(str, missing))}")
         raise InputError("the pipeline schedule cannot make progress: " + "; ".join(stuck))
     return spans

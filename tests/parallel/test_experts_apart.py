@@ -1,18 +1,24 @@
 """Layers whose experts ranks share out train in every layout as in one process."""
 
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+from unittest.mock import patch
+
 import pytest
 import torch
 import torch.distributed as dist
 from ranks import Ranks
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from toy_jobs import make
+from toy_jobs import Parts, advance, make, parts
 
 from megalite.commands.verify import compare, random_batch
 from megalite.config.layout import Layout
 from megalite.config.rules.validate import validate
 from megalite.config.schema import Batch, Config, DataParallel, Experts, Model, Optim, Parallel, Pipeline, Train
-from megalite.parallel.dispatch import Dispatch
+from megalite.parallel.dispatch import Dispatch, _Exchange
 from megalite.parallel.experts import Rows
 from megalite.train.step import gradients
 
@@ -54,6 +60,58 @@ def test_training_is_that_of_one_process(case: tuple, ranks: Ranks) -> None:
     assert validate(config, layout.world_size) == []
     told = ranks.run(compare, config, 3, 1e-11)  # losses and norms must then agree to 1e-13, gradients to 1e-12
     assert [difference for difference in told[0] if not difference.passed] == []
+
+
+PAIRED = Config(
+    model=Model(8, 12, 2, 2, None, 20, 40, 16, experts=KINDS["groups"], init_std=0.2),
+    parallel=Parallel(2, 1, 4, 1, 1, 2, Pipeline("dualpipev"), data=DataParallel("zero1")),
+    batch=Batch(1, 4 * 6),
+    train=Train(3, "fp64"),
+    optim=Optim(lr=0.01, weight_decay=0.3, clip_norm=0.01),
+)
+
+
+def trained(config: Config) -> tuple[list[float], Parts, list[str]]:
+    """Losses and weights of three steps, and the order in which exchanges of the last were begun and awaited."""
+    job, order = make(config), []
+    began, ended = _Exchange.begin, _Exchange.end
+
+    def noted(what: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **options: Any) -> Any:
+            made = function(*args, **options)
+            order.append(f"{what} {job.activity.now[0].item}")
+            return made
+
+        return call
+
+    losses = advance(job, 0, 2)
+    with (
+        patch.object(_Exchange, "begin", noted("begin", began)),
+        patch.object(_Exchange, "end", noted("end", ended)),
+    ):
+        losses += advance(job, 2, 3)
+    return losses, parts(job), order
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_exchanges_of_a_pass_run_beside_compute_of_another(recompute: str, ranks: Ranks) -> None:
+    """Nothing changes by it, to the last bit."""
+    config = replace(PAIRED, train=replace(PAIRED.train, recompute=recompute))
+    alone = replace(config, parallel=replace(config.parallel, pipeline=Pipeline("dualpipev", overlap=False)))
+    for ours, theirs in zip(ranks.run(trained, config), ranks.run(trained, alone), strict=True):
+        assert ours[0] == theirs[0]
+        assert all(part.values.equal(theirs[1][name].values) for name, part in ours[1].items())
+        # Alone, what has begun is awaited next. In turns, the other pass ends and begins one of its own before.
+        assert sorted(ours[2]) == sorted(theirs[2])
+        crossed, none = (
+            sum(
+                first.startswith("begin") and second != first.replace("begin", "end")
+                for first, second in pairwise(order)
+            )
+            for order in (ours[2], theirs[2])
+        )
+        assert none == 0
+        assert crossed > len(ours[2]) / 8
 
 
 def exchanged(choices: list[list[list[int]]]) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,5 +1,8 @@
 """Where transfers, gathers, reshards and reductions stand."""
 
+from dataclasses import replace
+from random import Random
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -109,3 +112,28 @@ def test_sharding_is_optional() -> None:
     table = build("zbv", 2, 3)
     assert not {item.kind for item in table.programs[0] if isinstance(item, Action)} - set(COMPUTE)
     assert check(table) == []
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 6), st.integers(1, 30), st.randoms(use_true_random=False))
+def test_both_of_a_pair_begin_when_all_inputs_are_there(p: int, m: int, random: Random) -> None:
+    times = tuple(tuple(random.uniform(0.5, 2) for _ in COMPUTE) for _ in range(2 * p))
+    table = build("dualpipev", p, m, times=times, paired=True)
+    assert check(table) == []
+    assert len(table.pairs) >= (m - p if m >= 2 * p else 0)
+    for program in table.programs:
+        order = list(program)
+        for first, second in table.pairs.items():
+            if first in order:
+                assert order[order.index(first) + 1] == second, "nothing is sent or received between"
+
+
+def test_a_pair_that_waits_for_the_half_beside_it_is_found() -> None:
+    wrong = replace(build("dualpipev", 2, 6), paired=True)
+    assert "rank 0 runs F(stage 3, micro-batch 2) before RECV_B(stage 0, micro-batch 0)" in check(wrong)
+
+
+def test_results_of_a_pair_are_there_when_both_are_done() -> None:
+    alone, paired = (simulate(build("dualpipev", 4, 16, paired=paired)) for paired in (False, True))
+    assert (alone.makespan, paired.makespan) == (99, 102)
+    assert paired.busy == alone.busy

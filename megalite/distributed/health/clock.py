@@ -17,6 +17,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
+COMPUTING = "computing"  # begin of the names of threads that train beside the main one
 LAG = 3  # steps after which a GPU has surely passed an event: by then, the vital signs of the next step were read
 
 
@@ -114,5 +115,6 @@ class SectionClock:
 
 
 def _computes(thread: threading.Thread) -> bool:
-    """Return whether a thread trains: the main one, or one of autograd's, which Python did not start."""
-    return thread is threading.main_thread() or isinstance(thread, threading._DummyThread)
+    """Return whether a thread trains: the main one, one that says so, or autograd's, which Python did not start."""
+    own = thread is threading.main_thread() or thread.name.startswith(COMPUTING)
+    return own or isinstance(thread, threading._DummyThread)

@@ -12,6 +12,7 @@ from ranks import Ranks
 from megalite.schedule.generate import NAMES
 from megalite_tools.bench import checkpoint as bench_checkpoint
 from megalite_tools.bench import context as bench_context
+from megalite_tools.bench import exchanges as bench_exchanges
 from megalite_tools.bench import pipeline as bench_pipeline
 from megalite_tools.bench import ranks as bench_ranks
 from megalite_tools.bench import schedules as bench_schedules
@@ -114,6 +115,17 @@ def test_every_method_sends_what_is_predicted(tmp_path: Path) -> None:
     assert rows["ring"]["peak"] < rows["all_gather"]["peak"]
 
 
+def test_exchanges_over_slow_links_are_measured_with_and_without_compute_beside_them(tmp_path: Path) -> None:
+    out = tmp_path / "exchanges.json"
+    run("-m", "megalite_tools.bench.exchanges", "--layers", "2", "--rates", "20", "--rounds", "1", "--out", str(out))
+    fast, slow = json.loads(out.read_text())["links"]
+    assert (fast["megabytes_per_second"], slow["megabytes_per_second"], fast["sending"]) == (None, 20, 0)
+    # Half of two rows a token, and their scores, in two exchanges each way for a layer; a micro-batch has 256 tokens.
+    rows = 8 * 2 * 2 * 256 * 2 // 2 * (2 * 256 + 1) * 4
+    assert slow["sending"] == pytest.approx((rows + 8 * 2 * 4 * 8) / 20e6)
+    assert min(slow["one after the other"]) > slow["sending"]
+
+
 def test_every_way_to_save_and_load_is_measured(tmp_path: Path) -> None:
     out = tmp_path / "checkpoint.json"
     small = ["--ranks", "2", "--layers", "1", "--width", "64", "--rounds", "1"]
@@ -165,6 +177,7 @@ def test_how_long_training_stands_still_for_both_tiers(tmp_path: Path) -> None:
         (bench_pipeline.main, "--unit=0"),
         (bench_schedules.main, "--cases=0"),
         (bench_context.main, "--cp=3"),
+        (bench_exchanges.main, "--rates=0"),
         (bench_checkpoint.main, "--width=100"),
     ],
 )

@@ -42,12 +42,12 @@ class Dispatch:
 
     def send(self, x: Tensor, scores: Tensor) -> None:
         """Begin to send rows `[n, d]` with their scores `[n]`. Work until `compute` runs beside it."""
-        self._on_their_way = _Exchange.begun((x, scores), self.sent, self.arriving, self.group)
+        self._on_their_way = [_Exchange.begun((x, scores), self.sent, self.arriving, self.group)]
 
     def compute(self, experts: Callable[[Tensor, Tensor, Rows], Tensor]) -> Tensor:
         """The results of `experts` of all ranks for the rows that were sent, `[n, d]`."""
         # Rows have no names here, by which they would be held for longer than they are needed.
-        arrived = list(self._on_their_way())
+        arrived = list(self._on_their_way.pop()())
         y = self.rows.collect(experts(self.rows.spread(arrived.pop(0)), self.rows.permuted(arrived.pop(0)), self.rows))
         return _Exchange.begun((y,), self.arriving, self.sent, self.group)()[0]
 

@@ -71,6 +71,12 @@ APART: Overrides = {
     "parallel.ep": 2,
 }
 NARROW_APART: Overrides = {**NARROW_EXPERTS, "parallel.dp_shard": 4, "parallel.ep": 2}
+PAIRED: Overrides = {  # passes of two stages take turns
+    **PIPELINE,
+    "model.layers": 8,
+    "batch.global": 32,
+    "parallel.pipeline.schedule": "dualpipev",
+}
 CASES: dict[str, tuple[Overrides, int]] = {  # name -> overrides and the pipeline rank
     "fp32": ({"train.precision": "fp32"}, 0),
     "fp64, tp": ({"train.precision": "fp64", "parallel.tp": 2}, 0),
@@ -295,6 +301,12 @@ CASES: dict[str, tuple[Overrides, int]] = {  # name -> overrides and the pipelin
         0,
     ),
     "dualpipev": ({"parallel.pipeline.schedule": "dualpipev", "train.precision": "fp32", **PIPELINE}, 1),
+    "experts apart, dualpipev, shared": ({**APART, **SHARED, **PAIRED, "parallel.data.mode": "zero1"}, 0),
+    "experts apart, dualpipev, selective": (
+        {**APART, **PAIRED, "train.recompute": "selective", "parallel.data.mode": "zero3"},
+        1,
+    ),
+    "experts apart, narrow, dualpipev": ({**NARROW_APART, **PAIRED, "batch.global": 128, **ZERO2}, 0),
     "experts apart, zero1": ({**APART, "parallel.data.mode": "zero1"}, 0),
     "experts apart, zero2": ({**APART, **ZERO2}, 0),
     "experts apart, zero3": ({**APART, "parallel.data.mode": "zero3"}, 0),

@@ -84,6 +84,7 @@ class Activations(Sizes):
         where = "remade" if mode == "full" else "fetched" if offloaded else "kept"
         of_last = layer.parts[-1]
         made = sum(kept.bytes for kept in passing if kept.component == of_last.name)
+        late = sum(kept.bytes for kept in stays if kept.of_arrivals)
         return Unit(
             "layer",
             self._weights(own),
@@ -94,6 +95,7 @@ class Activations(Sizes):
             remade=remade,
             cheap=cheap,
             offloaded=offloaded,
+            pauses=tuple((pause.temporaries, 0 if pause.arrived else late) for pause in of_last.pauses(self)),
             puts_off=True,
             casts=sum(self._casts(part) for part in layer.parts),
             apart=self._weights(apart) if apart else None,

@@ -15,10 +15,13 @@ Recomputed = tuple[LayerKind, Mode]  # a layer, and how it recomputes
 ENDS = 2  # repetitions at each end that a walk visits one by one; those between count as one
 
 
-def parts_of(sizes: Activations, layers: Mapping[int, Sequence[Recomputed]], stages: int) -> dict[int, list[Unit]]:
+def parts_of(
+    sizes: Activations, layers: Mapping[int, Sequence[Recomputed]], stages: int, condense: bool = True
+) -> dict[int, list[Unit]]:
     """By stage: the parts of the stage, first to last. Layers that repeat often are taken as one part.
 
-    layers: by stage, the layers of the stages to return. stages: how many stages the pipeline has.
+    layers: by stage, the layers of the stages to return. stages: how many stages the pipeline has. condense: False to
+    take all layers one by one.
     """
     one = cache(sizes.layer)  # one Unit for equal layers of all stages, so its cached properties are computed once
 
@@ -27,7 +30,8 @@ def parts_of(sizes: Activations, layers: Mapping[int, Sequence[Recomputed]], sta
         return one(*layer).repeated(times) if times > 1 else one(*layer)
 
     def parts(stage: int) -> list[Unit]:
-        found = [repeated(layer, times) for layer, times in condensed(layers[stage])]
+        entries = condensed(layers[stage]) if condense else [(layer, 1) for layer in layers[stage]]
+        found = [repeated(layer, times) for layer, times in entries]
         last = [sizes.head()] if stage == stages - 1 else []
         if stage == 0:
             return [sizes.embedding(with_head=stages == 1), *found, *last]

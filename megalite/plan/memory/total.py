@@ -23,12 +23,12 @@ class Gradients(NamedTuple):
 class Effect(NamedTuple):
     """Effect of an action: bytes that it adds, and has at most beyond those before it, and gradients that it leaves.
 
-    put_off: what an I leaves to its W.
+    left: of its stage, or of those of two actions side by side. put_off: what an I leaves to its W.
     """
 
     adds: int
     most: int
-    left: Gradients
+    left: list[Gradients]
     put_off: list[PutOff] | None
 
 
@@ -49,33 +49,32 @@ class Total(Walk):
         self.run()
         return self.most
 
-    def _forward(self, action: Action) -> None:
-        self._once(action, super()._forward)
-
-    def _backward(self, action: Action) -> None:
-        self._once(action, super()._backward)
+    def _compute(self, *actions: Action) -> None:
+        self._once(actions, super()._compute)
 
     def _weight_gradients(self, action: Action) -> None:
-        self._once(action, super()._weight_gradients)
+        self._once((action,), super()._weight_gradients)
 
-    def _once(self, action: Action, walk: Callable[[Action], None]) -> None:
-        """Walk through an action, or do what that did before."""
-        kind, stage, micro = action
-        key = kind, stage, self.reductions.get(action), self.now[stage]
+    def _once(self, actions: tuple[Action, ...], walk: Callable[..., None]) -> None:
+        """Walk through an action, or through two side by side, or do what that did before."""
+        stages, first = [each.stage for each in actions], actions[0][1:]
+        key = tuple((each.kind, each.stage, self.reductions.get(each), self.now[each.stage]) for each in actions)
         effect = self.effects.get(key)
         if effect is None:
             before, most = self.total, self.most
             self.most = 0
-            self._set(stage, self.now[stage])
-            walk(action)
-            effect = Effect(self.total - before, self.most - before, self._get(stage), self.put_off.get((stage, micro)))
+            for stage in stages:
+                self._set(stage, self.now[stage])
+            walk(*actions)
+            left, put_off = [self._get(stage) for stage in stages], self.put_off.get(first)
+            effect = Effect(self.total - before, self.most - before, left, put_off)
             self.effects[key] = effect
             self.total, self.most = before, most
         self.most = max(self.most, self.total + effect.most)
         self.total += effect.adds
-        self.now[stage] = effect.left
+        self.now.update(zip(stages, effect.left, strict=True))
         if effect.put_off is not None:
-            self.put_off[stage, micro] = effect.put_off
+            self.put_off[first] = effect.put_off
 
     def _get(self, stage: int) -> Gradients:
         every = range(-len(self.parts[stage]), len(self.parts[stage]))
@@ -109,6 +108,7 @@ class Total(Walk):
             self.total += size
 
     def _see(self, temporaries: int = 0, gathered: int = 0, what: str = "") -> None:
+        temporaries += self.aside
         if self.total + temporaries + gathered > self.most and not self.passing:
             self.most = self.total + temporaries + gathered
 

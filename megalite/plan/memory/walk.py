@@ -1,6 +1,6 @@
 """A walk through one pipeline rank's program that adds up the bytes held; `plan.memory` explains the letters."""
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -52,7 +52,8 @@ class Walk:
     def __init__(self, plan: Plan, m: int, pp: int) -> None:
         self.config, self.table, self.pp = plan.config, plan.table(m), pp
         self.states, self.sizes = States(plan), plan.sizes
-        self.parts = parts_of(self.sizes, {stage: plan.recomputed(stage) for stage in plan.stages_of(pp)}, plan.stages)
+        layers = {stage: plan.recomputed(stage) for stage in plan.stages_of(pp)}
+        self.parts = parts_of(self.sizes, layers, plan.stages, condense=not self.table.pairs)
         self.reductions = reductions(self.table, pp)
         self.held: Counter[Item] = Counter()
         self.peak: Counter[Item] = Counter()
@@ -70,6 +71,7 @@ class Walk:
         self.reducing: Counter[int] = Counter()  # by stage: bytes being reduced, kept until FSDP2 reduces again
         self.sending = 0  # tensors on their way to other ranks
         self.passing = False  # in layers that are taken as one, where memory never peaks
+        self.aside = 0  # temporaries of a pass that has given way to the one beside it
 
     def run(self) -> dict[Item, int]:
         """Bytes held at the peak of device memory, and bytes of host memory at its own peak."""
@@ -83,16 +85,19 @@ class Walk:
         casts = 0 if self.states.mode == "zero3" else casts  # weights are cast once a step, and freed before the update
         self._hold("gathered weights", "in 8 bits", casts)
         self._see()
+        taken = set(self.table.pairs.values())
         for item in self.table.programs[self.pp]:
             self.doing = item
             if isinstance(item, Exchange):
                 self._exchange(item)
                 continue
             match item.kind:
-                case Kind.F:
-                    self._forward(item)
-                case Kind.B | Kind.I:
-                    self._backward(item)
+                case Kind.F if item in self.table.pairs:
+                    self._compute(item, self.table.pairs[item])
+                case Kind.B if item in taken:
+                    pass
+                case Kind.F | Kind.B | Kind.I:
+                    self._compute(item)
                 case Kind.W:
                     self._weight_gradients(item)
                 case Kind.GATHER | Kind.RESHARD:
@@ -117,20 +122,42 @@ class Walk:
         before = sum(part.times for part in parts[:index] if part.name == "layer")
         return f"layer {self.states.plan.layers[stage][before]}"
 
-    def _forward(self, action: Action) -> None:
+    def _compute(self, *actions: Action) -> None:
+        """Walk through an F, B or I, or through an F and a B of which each goes on where the other gives way."""
+        left = deque((each, self._forward(each) if each.kind is Kind.F else self._backward(each)) for each in actions)
+        at: dict[Action, PartKey | None] = dict.fromkeys(actions)
+        while left:
+            action, steps = left.popleft()
+            self.doing, self.at = action, at[action]
+            aside = next(steps, None)
+            self.aside = aside if aside is not None and left else 0
+            at[action] = self.at
+            if aside is not None:
+                left.append((action, steps))
+
+    def _forward(self, action: Action) -> Iterator[int]:
+        """Action F. Yields its temporaries whenever it gives way, as `_backward` does."""
         self._hold("activations", "attention", self.sizes.turns)
         if action.stage > 0 and not self._offloads_input(action.stage):
             self._hold("activations", "between stages", -self.sizes.stream)  # counted as the first layer's input
         for _, part in self._through(action.stage):
             self._keep(part)
-            gathered = self._gathered(part)
-            largest = max(gathered - self._gathered_experts(part), self._gathered_experts(part))
-            self._see(part.forward + (largest if self.states.shards > 1 else 0), gathered)
+            gathered, experts = self._gathered(part), self._gathered_experts(part)
+            # FSDP2 frees the buffer of a gather at its next one.
+            buffers = (gathered - experts, experts) if self.states.shards > 1 else (0, 0)
+            largest = max(buffers)
+            for temporaries, missing in part.pauses:
+                held = temporaries - missing + buffers[not missing]
+                self._see(held, gathered - experts)
+                yield held + gathered - experts
+                if missing and temporaries:  # now experts compute what has arrived
+                    self._see(part.forward + largest, gathered)
+            self._see(part.forward + largest, gathered)
         if action.stage < self.table.stages - 1:
             self._hold("activations", "between stages", self.sizes.stream)
         self._see()
 
-    def _backward(self, action: Action) -> None:
+    def _backward(self, action: Action) -> Iterator[int]:
         """Action B or I. After I, the tensors from which weight gradients are made stay until W."""
         split, states = action.kind is Kind.I, self.states
         reduction = self.reductions[action]
@@ -163,6 +190,8 @@ class Walk:
                 # The two gradients of a tied copy make one, which is its float32 sum.
                 new = made + (summed or sums if states.copies else sums + summed)
                 self._see(taken + new + again + beside, gathered, moment.name)
+                for _ in range(moment.pauses):
+                    yield taken + new + again + beside + gathered
                 if moment.name == "gate and up":
                     given = 0
                 self._release(part, moment, puts_off)
@@ -421,6 +450,7 @@ class Walk:
 
         what: the moment in the part that is being computed.
         """
+        temporaries += self.aside
         if not self.passing and self.total + temporaries + gathered > self.most:
             self.most = self.total + temporaries + gathered
             now = {("temporaries", "backward"): temporaries, ("gathered weights", "in use"): gathered}

@@ -16,7 +16,7 @@ from megalite.plan.parts import roles
 from megalite.plan.parts.attention_memory import AttentionMemory
 from megalite.plan.parts.context import ContextTraffic
 from megalite.plan.parts.gathered import Gathered
-from megalite.plan.parts.part import Kept, Moment, Passed, Product, Weight
+from megalite.plan.parts.part import Kept, Moment, Passed, Pause, Product, Weight
 from megalite.plan.parts.sizes import Sizes
 from megalite.plan.parts.transfers import Transfers, over
 
@@ -78,6 +78,9 @@ class GroupedQueryPart(Gathered):
             inverse = count * of_head if self.kind.norms == "head" else sizes.tokens * sizes.z
             found += [Kept("norms", sizes.split(features), "rope"), Kept("norms", inverse, "rope")]
         return tuple(found)
+
+    def pauses(self, sizes: Sizes) -> tuple[Pause, ...]:
+        return ()
 
     def backward(self, sizes: Sizes, own: int) -> tuple[Moment, ...]:
         gathered, heads = sizes.gathered, self.heads

@@ -21,7 +21,7 @@ from functools import cached_property
 
 from megalite.config.layers import Mixture
 from megalite.plan.parts import roles
-from megalite.plan.parts.part import Kept, Moment, Passed, Product, Weight
+from megalite.plan.parts.part import Kept, Moment, Passed, Pause, Product, Weight
 from megalite.plan.parts.sizes import Sizes
 from megalite.plan.parts.swiglu import SwiGLUPart
 from megalite.plan.parts.transfers import Transfer, Transfers, over
@@ -100,11 +100,11 @@ class ExpertsPart:
             Kept("mlp", self._logits(sizes), "router"),
             # Experts, and places of rows.
             Kept("mlp", (4 if apart else 2) * INDEX_BYTES * choices, "router", remembered=True),
-            Kept("mlp", rows, "gate and up", for_weights="gate and up", cheap=not apart),
-            Kept("mlp", hidden, "swiglu"),
-            Kept("mlp", hidden, "swiglu"),
-            Kept("mlp", choices * sizes.z, "swiglu"),
-            Kept("mlp", hidden, "down", for_weights="down", cheap=True),
+            Kept("mlp", rows, "gate and up", for_weights="gate and up", cheap=not apart, of_arrivals=apart),
+            Kept("mlp", hidden, "swiglu", of_arrivals=apart),
+            Kept("mlp", hidden, "swiglu", of_arrivals=apart),
+            Kept("mlp", choices * sizes.z, "swiglu", of_arrivals=apart),
+            Kept("mlp", hidden, "down", for_weights="down", cheap=True, of_arrivals=apart),
             *self._shared_kept(sizes),
         )
 
@@ -125,6 +125,12 @@ class ExpertsPart:
             return max(rows + passing, 2 * rows - (1 if passing else 2) * sizes.stream, rows + total)
         return rows + passing + (max(total - hidden, 0) if passing else total)  # the last matrix's input has passed
 
+    def pauses(self, sizes: Sizes) -> tuple[Pause, ...]:
+        if sizes.config.parallel.ep == 1:
+            return ()
+        rows, _ = self._rows(sizes)
+        return Pause(0, False), Pause(2 * rows, False), Pause(2 * rows, True)
+
     def backward(self, sizes: Sizes, own: int) -> tuple[Moment, ...]:
         rows, hidden = self._rows(sizes)
         gradients: Counter[str] = Counter()  # by matrix, with those of its bias
@@ -137,12 +143,12 @@ class ExpertsPart:
         apart = sizes.config.parallel.ep > 1
         # Full recompute begins when a gradient of rows is there, and makes what experts return once more.
         return (
-            Moment("made again", own + 2 * rows, where="remade"),
-            *([Moment("gradients to experts", own + 2 * rows, where="kept")] if apart else []),
+            Moment("made again", own + 2 * rows, where="remade", pauses=2 * apart),
+            *([Moment("gradients to experts", own + 2 * rows, where="kept", pauses=1)] if apart else []),
             Moment("down", own + rows + hidden, down, put_off=rows),
             Moment("swiglu", held + 3 * hidden),
             Moment("gate and up", held + 2 * hidden + rows, gate + up, put_off=2 * hidden),
-            *([Moment("gradients back", held + 2 * rows)] if apart else []),
+            *([Moment("gradients back", held + 2 * rows, pauses=1)] if apart else []),
             *self._shared_backward(sizes, own, rows, gradients["shared_gate"]),
             Moment("router", rows + 2 * sizes.stream + given, router, put_off=self._logits(sizes)),
         )

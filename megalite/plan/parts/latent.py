@@ -17,7 +17,7 @@ from megalite.config.layers import Heads, Latent
 from megalite.plan.parts import roles
 from megalite.plan.parts.attention_memory import AttentionMemory
 from megalite.plan.parts.context import ContextTraffic
-from megalite.plan.parts.part import Kept, Moment, Passed, Product, Weight
+from megalite.plan.parts.part import Kept, Moment, Passed, Pause, Product, Weight
 from megalite.plan.parts.sizes import Sizes
 from megalite.plan.parts.transfers import Transfers, over
 
@@ -93,6 +93,9 @@ class LatentPart:
 
     def forward(self, sizes: Sizes, passing: int) -> int:
         return sizes.gathered + passing
+
+    def pauses(self, sizes: Sizes) -> tuple[Pause, ...]:
+        return ()
 
     def backward(self, sizes: Sizes, own: int) -> tuple[Moment, ...]:
         gathered, heads, stream = sizes.gathered, self.heads, sizes.stream

@@ -102,6 +102,7 @@ class Kept:
     cheap: bool = False  # selective recompute makes the tensor again when backward needs it
     given: bool = False  # the input of a layer, which full recompute keeps
     remembered: bool = False  # a choice: it stays on the device, and full recompute does not make it again
+    of_arrivals: bool = False  # made of rows that other ranks have sent
 
 
 @dataclass(frozen=True)
@@ -115,8 +116,19 @@ class Moment:
     again: int = 0  # temporaries of W when it makes the weight gradients that were put off
     # Bytes of new float32 sums in place of `weights`, where weights have copies; 0: forward keeps the sum already.
     summed: int | None = None
+    pauses: int = 0  # times that a pass waits for rows of other ranks here, and one beside it has its turn
     # Only in layers whose tensors are "remade" by full recompute, or "kept" on the device; empty: in all.
     where: Literal["", "remade", "kept"] = ""
+
+
+class Pause(NamedTuple):
+    """A place in the forward pass where it waits for other ranks, and a pass beside it has its turn.
+
+    temporaries: bytes that it holds then. arrived: whether the part has made the tensors that are `of_arrivals`.
+    """
+
+    temporaries: int
+    arrived: bool
 
 
 class Part(Protocol):
@@ -151,6 +163,9 @@ class Part(Protocol):
 
         passing: bytes of tensors that backward needs, but that forward does not keep on the device.
         """
+
+    def pauses(self, sizes: Sizes) -> tuple[Pause, ...]:
+        """Places in the forward pass where others have their turn, in order."""
 
     def backward(self, sizes: Sizes, own: int) -> tuple[Moment, ...]:
         """The moments of backward, in order, with what they take beside the gradient of the residual stream.

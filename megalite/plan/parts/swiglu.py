@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from megalite.config.layers import SwiGLU
 from megalite.plan.parts import roles
 from megalite.plan.parts.gathered import Gathered
-from megalite.plan.parts.part import Kept, Moment, Passed, Product, Weight
+from megalite.plan.parts.part import Kept, Moment, Passed, Pause, Product, Weight
 from megalite.plan.parts.sizes import Sizes
 
 
@@ -46,6 +46,9 @@ class SwiGLUPart(Gathered):
             narrow = f // sizes.w + sizes.tokens * sizes.scale
             return gate, up, Kept("mlp", narrow, "down", for_weights="down")
         return gate, up, Kept("mlp", f, "down", for_weights="down", cheap=True)
+
+    def pauses(self, sizes: Sizes) -> tuple[Pause, ...]:
+        return ()
 
     def backward(self, sizes: Sizes, own: int) -> tuple[Moment, ...]:
         f, gathered = sizes.split(self.kind.width), sizes.gathered

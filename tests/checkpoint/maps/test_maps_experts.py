@@ -269,6 +269,7 @@ def test_more_experts_than_files_could_have_are_refused_at_once(tmp_path: Path) 
         ("qwen3_30b_a3b", {"mlp_only_layers": [47]}, "mlp_only_layers"),
         ("qwen3_30b_a3b", {"mlp_only_layers": "all"}, "mlp_only_layers = 'all': must be a list of numbers of layers"),
         ("qwen3_30b_a3b", {"decoder_sparse_step": 0}, "decoder_sparse_step = 0: must be a whole number"),
+        ("qwen3_30b_a3b", {"decoder_sparse_step": 49}, "decoder_sparse_step = 49: leaves none of the 48 layers any"),
         ("qwen3_30b_a3b", {"moe_intermediate_size": -1}, "moe_intermediate_size = -1: must be a whole number"),
         ("gpt_oss_20b", {"swiglu_limit": 5.0}, "swiglu_limit = 5.0: is another gate of experts"),
         (

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hf_families import CASES, LONG, Case, transformers
+from hf_families import CASES, LONG, SIZES, Case, transformers
 from hypothesis import given
 from hypothesis import strategies as some
 from torch import Tensor
@@ -19,6 +19,7 @@ from megalite.checkpoint.weights.convert import convert
 from megalite.checkpoint.weights.formats import huggingface
 from megalite.checkpoint.weights.formats.tokenizer import ends_in
 from megalite.checkpoint.weights.maps.families import FAMILIES, UNSUPPORTED_FAMILIES, family_of, read_config
+from megalite.checkpoint.weights.maps.family import Family
 from megalite.checkpoint.weights.maps.fields import Fields
 from megalite.checkpoint.weights.maps.models import plain_model
 from megalite.checkpoint.weights.maps.rope import rope, rope_fields
@@ -264,6 +265,16 @@ def test_what_the_model_lacks_is_refused_by_name(change: dict[str, Any], told: s
         open_weights(str(tmp_path))
     assert told in str(raised.value)
     assert str(tmp_path / "config.json") in str(raised.value)
+
+
+@pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
+def test_more_layers_than_any_model_has_are_refused_before_lists_of_them(family: Family) -> None:
+    def features(fields: Fields, model: Model) -> Any:
+        pytest.fail(f"{model.layers} layers are asked for their features")
+
+    fields = Fields("config.json", {**SIZES, "num_hidden_layers": 2_000_000_000})
+    with pytest.raises(InputError, match="num_hidden_layers = 2000000000: must be at most 10,000: more than any model"):
+        replace(family, features=features).model(fields)
 
 
 def test_what_families_lack_is_what_transformers_says_of_them() -> None:

@@ -105,7 +105,7 @@ class Family:
         heads = fields.whole("num_attention_heads")
         sizes: dict[str, Any] = {
             ours: fields.whole(key, heads if ours == "kv_heads" else None) for key, ours in SIZES.items()
-        }
+        } | {"layers": fields.layers("num_hidden_layers")}
         theta, scaling, share = rope(fields, self.latent)
         if scaling is not None and scaling.kind not in self.scalings:
             raise fields.wrong("rope_type", f"is no RoPE scaling of {self.model_type} in transformers", scaling.kind)
@@ -197,10 +197,9 @@ def windows(fields: Fields, model: Model, types: Sequence[str] | None) -> Attent
     window = fields.whole("sliding_window")
     if types is None or all(kind == SLIDING_ATTENTION for kind in types):
         return Attention(window)
-    for every in range(2, model.layers + 1):
-        attention = Attention(window, every)
-        if layer_types(replace(model, attention=attention)) == list(types):
-            return attention
+    attention = Attention(window, list(types).index(FULL_ATTENTION) + 1)
+    if layer_types(replace(model, attention=attention)) == list(types):
+        return attention
     raise fields.wrong("layer_types", "megalite has windows in all layers, or in all but every n-th")
 
 

@@ -6,6 +6,7 @@ from reprlib import Repr
 from typing import Any
 
 from megalite.base.errors import InputError
+from megalite.config.rules.ranges import MAXIMA
 
 MAX_NUMBER = 1e300  # number; whole ones beyond are more than a float can be
 VALUE_REPR = Repr()  # for values, which may be nested deep
@@ -27,6 +28,13 @@ class Fields:
         found = self.get(key, default)
         if type(found) is not int or not 1 <= found < 1 << 31:
             raise self.wrong(key, "must be a whole number of at least 1")
+        return found
+
+    def layers(self, key: str) -> int:
+        """A number of layers, few enough for lists of them."""
+        found, (most, why) = self.whole(key), MAXIMA["model.layers"]
+        if found > most:
+            raise self.wrong(key, f"must be at most {most:,}: {why}")
         return found
 
     def number(self, key: str, default: float | None = None, within: Mapping[str, Any] | None = None) -> float:

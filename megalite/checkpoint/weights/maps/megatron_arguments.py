@@ -62,7 +62,7 @@ def model_of(arguments: Mapping[str, Any], file: str) -> Model:
     length = "max_position_embeddings" if fields.get("max_position_embeddings") is not None else "seq_length"
     epsilon = "norm_epsilon" if fields.get("norm_epsilon") is not None else "layernorm_epsilon"
     model = Model(
-        layers=fields.whole("num_layers"),
+        layers=fields.layers("num_layers"),
         width=width,
         heads=heads,
         kv_heads=fields.whole("num_query_groups") if fields.flag("group_query_attention") else heads,
@@ -77,7 +77,7 @@ def model_of(arguments: Mapping[str, Any], file: str) -> Model:
         qk_norm=fields.flag("qk_layernorm"),
         qkv_bias=fields.flag("add_qkv_bias"),
         attention=_attention(fields),
-        experts=experts(fields, fields.whole("num_layers")),
+        experts=experts(fields, fields.layers("num_layers")),
         init_std=fields.number("init_method_std"),
     )
     return checked(model, fields.file)

@@ -95,7 +95,7 @@ def model_of(values: Mapping[str, Any], file: str, vocabulary: int, ffn: int, ti
     scaled, theta = fields.flag("use_scaled_rope"), fields.number("rope_theta", 10_000.0)
     scaling = replace(SCALING, factor=fields.number("rope_scaling_factor", SCALING.factor))
     model = Model(
-        layers=fields.whole("n_layers"),
+        layers=fields.layers("n_layers"),
         width=fields.whole("dim"),
         heads=heads,
         kv_heads=fields.whole("n_kv_heads", heads),

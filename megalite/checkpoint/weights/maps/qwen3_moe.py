@@ -33,6 +33,8 @@ def _layers(fields: Fields, layers: int) -> tuple[int, int]:
     every, without = fields.whole("decoder_sparse_step"), fields.get("mlp_only_layers", [])
     if not isinstance(without, list) or not all(type(number) is int for number in without):
         raise fields.wrong("mlp_only_layers", "must be a list of numbers of layers")
+    if every > layers:
+        raise fields.wrong("decoder_sparse_step", f"leaves none of the {layers} layers any experts")
     found = first_and_every([number not in without and (number + 1) % every == 0 for number in range(layers)])
     if found is None:
         rule = "megalite has layers without experts at the beginning, and all but every n-th"

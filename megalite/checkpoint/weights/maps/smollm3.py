@@ -16,10 +16,10 @@ def _features(fields: Fields, model: Model) -> Mapping[str, Any]:
     interval = fields.whole("no_rope_layer_interval")
     listed = fields.get("no_rope_layers", [int((layer + 1) % interval != 0) for layer in range(model.layers)])
     found = attention(fields, model)
-    for every in (None, *range(1, model.layers + 1)):
-        tried = replace(found, nope_every=every)
-        if _rotary(replace(model, attention=tried)) == listed:
-            return {"attention": tried}
+    every = listed.index(0) + 1 if isinstance(listed, list) and 0 in listed else None
+    tried = replace(found, nope_every=every)
+    if _rotary(replace(model, attention=tried)) == listed:
+        return {"attention": tried}
     rule = "megalite leaves out rotary positions in no layer, or in every n-th"
     raise fields.wrong("no_rope_layers", rule)
 

@@ -70,6 +70,9 @@ APART: Overrides = {
     "parallel.dp_shard": 4,
     "parallel.ep": 2,
 }
+# Ranks with the same experts do not divide these evenly: FSDP2 shards their width.
+THREE_APART: Overrides = {**APART, "model.experts.count": 6}
+SIX: Overrides = {**EXPERTS, "model.experts.count": 6, "parallel.dp_shard": 4}
 NARROW_APART: Overrides = {**NARROW_EXPERTS, "parallel.dp_shard": 4, "parallel.ep": 2}
 PAIRED: Overrides = {  # passes of two stages take turns
     **PIPELINE,
@@ -325,6 +328,18 @@ CASES: dict[str, tuple[Overrides, int]] = {  # name -> overrides and the pipelin
     "experts apart, narrow, offloaded": ({**NARROW_APART, "train.offload_activations": True}, 0),
     "experts apart, narrow, zb_h1": ({**PIPELINE, **NARROW_APART, "parallel.pipeline.schedule": "zb_h1"}, 0),
     "experts apart, muon": ({**APART, "optim.name": "muon"}, 0),
+    "experts apart, three of a rank, zero3": ({**THREE_APART, "parallel.data.mode": "zero3"}, 0),
+    "experts apart, three of a rank, zero3, fp32": (
+        {**THREE_APART, "parallel.data.mode": "zero3", "train.precision": "fp32"},
+        0,
+    ),
+    "experts apart, three of a rank, muon": ({**THREE_APART, "optim.name": "muon"}, 0),
+    "experts, six on four ranks, zero2": ({**SIX, **ZERO2}, 0),
+    "experts, six on four ranks, zero3": ({**SIX, "parallel.data.mode": "zero3"}, 0),
+    "experts, six on four ranks, zb_h1, zero2": (
+        {**SIX, **ZERO2, **PIPELINE, "parallel.pipeline.schedule": "zb_h1"},
+        0,
+    ),
     "experts apart, replicas": ({**APART, "parallel.dp_replicate": 2, "batch.global": 16}, 0),
     "experts apart, zbv": ({**APART, **ZERO2, "parallel.pipeline.schedule": "zbv", **PIPELINE}, 0),
     "experts apart, zb_h1, a shared one": ({**APART, **SHARED, "parallel.pipeline.schedule": "zb_h1", **PIPELINE}, 0),

@@ -46,6 +46,9 @@ EXPERTS: Overrides = {"model.experts.count": 6, "model.experts.active": 2, "mode
 SHARED: Overrides = {"model.experts.shared_width": 32, "model.experts.shared_gate": True}
 BALANCED: Overrides = {**EXPERTS, "model.experts.balance_loss": 0.1}
 APART: Overrides = {"parallel.ep": 2, "model.experts.count": 8}  # which divides the tokens of a micro-batch
+# FSDP2 shards their width or the stream's: ranks with the same experts do not divide these evenly.
+ONE: Overrides = {"parallel.ep": 2, "model.experts.count": 2}
+THREE: Overrides = {"parallel.ep": 2, "model.experts.width": 25}
 GPT_OSS: Overrides = {
     "model.qkv_bias": True,
     "model.out_bias": True,
@@ -152,6 +155,14 @@ CASES: dict[str, tuple[Overrides, dict[str, int]]] = {  # name -> overrides, and
     "experts apart, zb_h1, zero3, tp, a shared one": (
         {**EXPERTS, **SHARED, **TP, **APART, **data("zero3", dp_shard=4), **pipeline("zb_h1")},
         {},
+    ),
+    "experts apart, one of a rank, zero3, muon, replicas": (
+        {**EXPERTS, **ONE, **MUON, **data("zero3", dp_shard=8, dp_replicate=2)},
+        {"dp_shard": 5},
+    ),
+    "gpt-oss, apart, three of a rank, zb_h1, zero2": (
+        {**EXPERTS, **GPT_OSS, **THREE, **data("zero2", dp_shard=4), **pipeline("zb_h1")},
+        {"pp": 1, "dp_shard": 3},
     ),
     "gpt-oss, apart, ring, tp": (
         {**EXPERTS, **APART, **GPT_OSS, **TP, **context("ring", 2), **data("zero2", dp_shard=2)},

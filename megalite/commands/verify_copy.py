@@ -114,7 +114,7 @@ def _shrink_model(model: Model, layers: int, parallel: Parallel) -> Model:
     return replace(
         model,
         attention=attention,
-        experts=_shrink_experts(model, width, parallel.ep, tp),
+        experts=_shrink_experts(model, width, parallel),
         rotary_width=rotary_width,
         rope_scaling=_shrink_scaling(model, rotary_width or head_width or 8, length),
         base=_shrink_base(model, width, head_width or 8, layers),
@@ -145,22 +145,32 @@ def _shrink_latent(model: Model, width: int, head_width: int) -> Latent | None:
     )
 
 
-def _shrink_experts(model: Model, width: int, ep: int, tp: int) -> Experts | None:
+def _shrink_experts(model: Model, width: int, parallel: Parallel) -> Experts | None:
     """Eight experts or so, as many on every rank; more than are active, if so at full size; layers without, if any are.
 
-    They are not forced to be chosen equally often: whom a token gets would depend on its place on a rank.
+    Ranks with the same ones shard these by experts if so at full size, else by rows of their matrices. They are not
+    forced to be chosen equally often: whom a token gets would depend on its place on a rank.
     """
     experts = model.experts
     if experts is None:
         return None
-    count = ep * min(experts.count // ep, max(2, 8 // ep))
+    tp, ep, same = parallel.tp, parallel.ep, parallel.expert_shards
+    each = min(experts.count // ep, max(2, 8 // ep))
+    hidden = None if experts.width is None else _side(experts.width, model.width, width, 1, 24)
+    if experts.count // ep % same == 0:
+        each = -(-each // same) * same
+    else:
+        each -= each % same == 0
+        rows = hidden or _side(model.ffn, model.width, width, tp, 24)
+        hidden = -(-rows // same) * same if rows % same else hidden
+    count = ep * each
     groups = next((number for number in (4, 2) if experts.groups > 1 and count % (2 * number) == 0), 1)
     shared = experts.shared_width
     return replace(
         experts,
         count=count,
         active=count if experts.active == experts.count else min(experts.active, 2, count - 1),
-        width=None if experts.width is None else _side(experts.width, model.width, width, 1, 24),
+        width=hidden,
         groups=groups,
         active_groups=groups if experts.active_groups == experts.groups else max(groups // 2, 1),
         shared_width=None if shared is None else _side(shared, model.width, width, tp, 24),

@@ -4,6 +4,7 @@ The map between a rank and its coordinates is written only here; runtime, planne
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -64,6 +65,16 @@ class Layout:
     def __str__(self) -> str:
         sizes = {**dict(zip(AXES, self.shape, strict=True)), "ep": self.ep}
         return " · ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1) or "1 rank"
+
+
+def shard_dim(sizes: Sequence[int], ranks: int) -> int | None:
+    """The dimension along which FSDP2 shards matrices or biases of experts, `[experts, …]` of `sizes`, over `ranks`.
+
+    The first that the ranks divide, so that all have as much. Where they divide none, the experts, of which some ranks
+    then have one less than others; None: some would have none.
+    """
+    fallback = 0 if sizes[0] >= ranks else None
+    return next((dim for dim, size in enumerate(sizes) if size % ranks == 0), fallback)
 
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")

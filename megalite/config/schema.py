@@ -233,8 +233,8 @@ class Parallel:
 
     @property
     def expert_shards(self) -> int:
-        """Ranks with the same experts, over which the parameters of these are sharded; once `dp_shard` is a number."""
-        return self.layout.dp_shard * self.cp * self.tp // self.ep
+        """Ranks with the same experts over which their parameters are sharded, once `dp_shard` is a number."""
+        return self.layout.dp_shard * self.cp * self.tp // self.ep if self.data.sharded else 1
 
     @property
     def layout(self) -> Layout:

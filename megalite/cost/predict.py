@@ -390,9 +390,7 @@ def _update(plan: Plan, stages: Sequence[StageTime], timer: Timer) -> float:
 def _kept(plan: Plan, held: Sequence[float], shards: int) -> list[float]:
     """By pipeline rank: parameters whose states a rank has. held: those that it gathers, for all micro-batches."""
     config = plan.config
-    ep, sharded = config.parallel.ep, config.parallel.data.sharded
-    same = config.parallel.expert_shards if sharded else 1
-    found = []
+    ep, same, found = config.parallel.ep, config.parallel.expert_shards, []
     for rank, every in enumerate(held):
         layers = [layer for stage in plan.stages_of(rank) for layer in plan.layers[stage]]
         experts = sum(expert_parameters(config, plan.kinds[layer]) for layer in layers) / ep if ep > 1 else 0.0

@@ -181,13 +181,14 @@ class Timer:
         zero3 = shared.gathers and plan.config.parallel.data_mode == "zero3"
         forward = backward = Seconds()
         inputs = weights = gather = reduce = replicas = parameters = 0.0
-        partial = 0
+        partial = recut = 0
         longer, sent = [0.0, 0.0], [[self.net.nothing] for _ in Sent._fields]
         edge = None  # the first unit of a pass: nothing hides its gather
         for piece, mode, count in self._pieces(plan, stage):
             moved, (there, back) = shared.moved(piece.part), self._links(plan.config, piece.part, mode)
             again, over = (moved.gathered, moved.sent.gather) if zero3 else (0.0, self.net.nothing)
-            copied, added = (self.kernels.passes(each * piece.parameters) for each in (shared.copied, shared.added))
+            copied = self.kernels.passes(shared.copied * (piece.parameters + moved.recut))
+            added = self.kernels.passes(shared.added * piece.parameters + shared.recut * moved.recut)
             copies = Seconds(passes=copied * zero3)
             compute, alone = piece.backward + copies + Seconds(passes=added), piece.inputs + copies
             forward += self._with(piece.forward + copies, again, there, over) * count
@@ -203,6 +204,7 @@ class Timer:
             reduce += moved.reduced * count
             replicas += moved.summed * count
             parameters += piece.parameters * count
+            recut += moved.recut * count
             partial += moved.partial * count
             for of_stage, each in zip(sent, (total((there, back, over, over)), *moved.sent[1:]), strict=True):
                 of_stage.append(times(each, count))
@@ -213,7 +215,8 @@ class Timer:
             inputs, gather = inputs + edge.gathered, 0.0
             sent[0].append(edge.sent.gather)
         elif gather:  # layers wait for their own weights only
-            gather = edge.gathered + max(0.0, gather - forward.total) + self.kernels.passes(shared.copied * parameters)
+            gather = edge.gathered + max(0.0, gather - forward.total)
+            gather += self.kernels.passes(shared.copied * (parameters + recut))
         return StageTime(
             forward,
             backward,
@@ -283,8 +286,10 @@ class Shared:
 
     copied: bytes that FSDP2 reads and writes for a parameter to take it out of the buffer of an all-gather. added: such
     bytes of a micro-batch's gradients, on average: to put them into the buffer of a reduce-scatter, or to add them to
-    those before, which the first micro-batch of a step does not. last: such bytes at the end of a step. FSDP2 does all
-    of this between kernels, on the stream that computes (torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py).
+    those before, which the first micro-batch of a step does not. recut: such bytes of the gradient of a parameter that
+    is sharded along another dimension than its first, which is copied once more, as it is when it is gathered. last:
+    such bytes at the end of a step. FSDP2 does all of this between kernels, on the stream that computes
+    (torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py).
     """
 
     def __init__(self, config: Config, net: Net) -> None:
@@ -303,6 +308,7 @@ class Shared:
         self.copied = 2 * w if self.gathers else 0
         self.last = 0
         at_once = parallel.data_mode in ("zero2", "zero3") or (m == 1 and uses_fsdp(config))  # no sums are kept
+        self.recut = 2 * w if at_once else 2 * r / m
         if uses_copies(config):  # products read and write the sums, not gradients; the optimizer writes the copies
             self.added, self.last = 2 * r - w - r / m, w
         elif at_once and reduces:
@@ -338,8 +344,11 @@ class Shared:
             gather, reduce, replicas = (
                 total(self._net.links(*each) for each in of_groups) for of_groups in self._collectives(part)
             )
-            partial = sum(group.partial(self._shards.size) for group in exchanged(self._config, part))
-            self._known[part] = Moved(*self.seconds(part), partial, Sent(self._net.nothing, gather, reduce, replicas))
+            groups_of = exchanged(self._config, part)
+            partial = sum(group.partial(self._shards.size) for group in groups_of)
+            recut = sum(group.recut(self._ranks[group.apart][0].size) for group in groups_of)
+            links = Sent(self._net.nothing, gather, reduce, replicas)
+            self._known[part] = Moved(*self.seconds(part), partial, recut, links)
         return self._known[part]
 
     def _collectives(self, part: Part) -> list[list[tuple[Collective, float, Group]]]:
@@ -355,12 +364,14 @@ class Shared:
 
 class Moved(NamedTuple):
     """Seconds to gather a part, to reduce its gradients and to sum them over replicas; elements of its gradients that
-    are partial sums over tp; and for how long links are busy with the three."""
+    are partial sums over tp, and of a rank's parameters that are not sharded along their first dimension; and for how
+    long links are busy with the three."""
 
     gathered: float
     reduced: float
     summed: float
     partial: int
+    recut: int
     sent: Sent
 
 

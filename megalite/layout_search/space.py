@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from megalite.config.layers import layer_kinds
 from megalite.config.rules.numbers import every_divisor
+from megalite.config.rules.parallel import share_experts
 from megalite.config.schema import SCHEDULES, Config, DataMode, Place, place_of
 from megalite.cost.layout_choice import Choice, Method, Recomputed, mode_of
 from megalite.cost.share import share_of
@@ -310,6 +311,8 @@ class Space:
             found = [replicas for replicas in found if replicas < shape.dp or shape.dp == 1]
         shard, (tp, ep, cp, *_) = self.pins.get("parallel.dp_shard"), shape.choice
         found = [n for n in found if n and shape.dp % n == 0 and shape.dp // n * cp * tp % ep == 0]
+        if mode != "ddp":
+            found = [n for n in found if share_experts(self.model, ep, shape.dp // n * cp * tp // ep)]
         return [n for n in found if shard in (None, shape.dp // n)]
 
     def _offloading(self, schedule: str) -> Iterator[tuple[bool, Place]]:

@@ -12,14 +12,18 @@ earlier, and its RESHARD frees the weights. Its REDUCE says after which backward
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Literal, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard
 
 from megalite.config.schema import DataMode
+from megalite.parallel.parameter import parameters
+from megalite.plan.parts.part import Weight
 from megalite.schedule.reductions import Reduction
 
 Precision = Literal["bf16", "fp32", "fp64"]
@@ -56,8 +60,20 @@ def shard(
         cast_forward_inputs=False,
     )
     meshes = {**dict(groups), stage: mesh}
+    weights = {found.value: Weight(found.shape, found.role) for found in parameters(stage)}
+
+    def placement(shards: int, param: Tensor) -> Shard:
+        assert isinstance(param, DTensor)
+        return Shard(weights[param].shard_dim(shards, param.device_mesh.size()))
+
     for module, over in meshes.items():
-        fully_shard(module, mesh=over, mp_policy=policy, reshard_after_forward=mode == "zero3" and module is not stage)
+        fully_shard(
+            module,
+            mesh=over,
+            reshard_after_forward=mode == "zero3" and module is not stage,
+            shard_placement_fn=partial(placement, over.shape[-1]),
+            mp_policy=policy,
+        )
     stage.fsdp_groups = [module for module in stage.modules() if isinstance(module, FSDPModule)]  # type: ignore[assignment]
     for group in _groups(stage):
         if meshes[cast(nn.Module, group)].size() > 1:  # one rank would divide by 1, in another pass over its gradients

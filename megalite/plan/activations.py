@@ -7,7 +7,7 @@ et al. 2022 (arXiv 2205.05198), without the tensors that fused kernels need not 
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -52,13 +52,13 @@ class Activations(Sizes):
         moments = (*masked, Moment("lookup", self.gathered or self.stream, self.w * made)) if table.trained else ()
         tied = self.config.model.tie_embeddings and with_head
         kept = (Kept("embedding", ids, "lookup"),) if table.trained else ()
-        return Unit("embedding", self._weights([table]), made, kept, 2 * self.gathered, moments, with_stage=tied)
+        return Unit("embedding", self._weights([table]), kept, 2 * self.gathered, moments, with_stage=tied)
 
     def tied_copy(self) -> Unit:
         """The last stage's copy of the embedding, which the head uses."""
         table = head(self.config.model)
         weights = self._weights([table])
-        return Unit("embedding", weights, table.gradient(self.t), (), 0, (), with_stage=True, copy=True)
+        return Unit("embedding", weights, (), 0, (), with_stage=True, copy=True)
 
     def layer(self, kind: LayerKind, mode: Mode) -> Unit:
         """A layer of `kind` that recomputes as `mode` says."""
@@ -88,7 +88,6 @@ class Activations(Sizes):
         return Unit(
             "layer",
             self._weights(own),
-            newest=self._newest(own),
             kept=tuple(stays),
             forward=2 * self.stream + of_last.forward(self, made),
             backward=tuple(at for at in layer.backward(self) if at.where in ("", where)),
@@ -99,7 +98,7 @@ class Activations(Sizes):
             puts_off=True,
             casts=sum(self._casts(part) for part in layer.parts),
             apart=self._weights(apart) if apart else None,
-            newest_apart=self._newest(apart),
+            rows=next(kept.bytes for kept in everything if kept.until == "gate and up") if apart else 0,
         )
 
     def _casts(self, part: Part) -> int:
@@ -153,7 +152,7 @@ class Activations(Sizes):
         )
         forward = block + (logits if several and self.t > 1 else 0)
         own = [final_norm(model), *([] if tied else [output])]
-        return Unit("head", self._weights(own), self._newest(own), tuple(kept), forward, backward)
+        return Unit("head", self._weights(own), tuple(kept), forward, backward)
 
     @property
     def chunks_head(self) -> bool:
@@ -199,15 +198,27 @@ class Activations(Sizes):
         def copies(weight: Weight) -> int:
             return host_copies(self.config.optim, weight) * elements(weight)
 
-        several, trained = list(weights), self._gradient
-        return Weights(*(Parameters.of(several, count) for count in (elements, trained, states, copies)))
+        several = list(weights)
+        trained = [weight for weight in several if weight.trained]
+        last_recut = list(filter(self._recut, trained))[-1:]
+        newest = {id(weight): weight for weight in (*trained[-1:], *last_recut)}.values()
+        return Weights(
+            Parameters.of(several, elements),
+            Parameters.of(several, self._gradient),
+            Parameters.of(several, states),
+            Parameters.of(several, copies),
+            newest=sum(map(self._gradient, newest)),
+            recut=sum(map(self._recut, several)),
+            last_recut=sum(map(self._gradient, last_recut)),
+        )
 
     def _gradient(self, weight: Weight) -> int:
         return weight.gradient(self.t, self.config.parallel.ep)
 
-    def _newest(self, weights: Sequence[Weight]) -> int:
-        """Elements on a rank of the last of `weights` that is trained, 0 if none is."""
-        return next((self._gradient(weight) for weight in reversed(weights) if weight.trained), 0)
+    def _recut(self, weight: Weight) -> int:
+        """Elements of a weight on this rank if FSDP2 shards it along another dimension than the first, else 0."""
+        parallel = self.config.parallel
+        return weight.recut(parallel.expert_shards, parallel.ep) if weight.role.of_expert else 0
 
     @property
     def _columns(self) -> int:

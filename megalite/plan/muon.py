@@ -125,8 +125,9 @@ def stage_matrices(
     for layer in layers:
         for _, weight in layer_weights(model, kinds[layer]):
             if weight.trained and weight.role.kind is RoleKind.MATRIX:
-                if weight.role.of_expert and ep > 1:
-                    held = boxes(weight.shape, apart, ((2, 0), (1, 0)))
+                if weight.role.of_expert:
+                    mesh = apart if ep > 1 else own
+                    held = boxes(weight.shape, mesh, ((2, 0), (1, weight.shard_dim(mesh[1], ep))))
                 else:
                     held = boxes(weight.shape, own, ((1, 0),) if weight.role.copied else ((2, weight.split), (1, 0)))
                 found += matrices_of(weight.shape, held, steps)

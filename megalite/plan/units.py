@@ -16,12 +16,19 @@ Item = tuple[str, str]  # a kind of `plan.memory`, or HOST, and a component of t
 
 @dataclass(frozen=True)
 class Weights:
-    """Numbers of elements: parameters, those that are trained, all optimizer states, and copies beside these states."""
+    """Numbers of elements: parameters, those that are trained, all optimizer states, and copies beside these states.
+
+    newest: of gradients that FSDP2 still holds while it reduces those of all weights. recut: of weights that it shards
+    along another dimension than the first, and copies once more to put shards together; last_recut: of the last one.
+    """
 
     parameters: Parameters
     trained: Parameters
     states: Parameters
     copies: Parameters
+    newest: int
+    recut: int
+    last_recut: int
 
     @cached_property
     def total(self) -> int:
@@ -46,7 +53,6 @@ class Unit:
 
     name: str
     weights: Weights  # on this rank, before data-parallel sharding
-    newest: int  # elements of the last weight that is trained
     kept: tuple[Kept, ...]
     forward: int  # temporaries of the forward pass, where it takes most
     backward: tuple[Moment, ...]  # in order
@@ -59,7 +65,7 @@ class Unit:
     copy: bool = False  # a copy of the first stage's tied embedding
     casts: int = 0  # bytes of the weights in 8 bits, in both layouts
     apart: Weights | None = None  # experts that ranks share out, which FSDP2 gathers by themselves, over other ranks
-    newest_apart: int = 0
+    rows: int = 0  # bytes of the tokens of these experts, whose gradients have come when they are gathered
     times: int = 1  # how many equal units in a row this one stands for; bytes are of all, parameters of one
 
     @cached_property

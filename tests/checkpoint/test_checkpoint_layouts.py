@@ -164,29 +164,43 @@ def test_layers_with_experts_go_on_in_another_layout(optimizer: str, ranks: Rank
     assert all(back[name].values.equal(expected[name]) for name in expected)
 
 
-@pytest.mark.parametrize(("optimizer", "momentum"), [("adamw", "exp_avg"), ("muon", "momentum_buffer")])
+APART = Layout(dp_shard=4, cp=2, ep=2)  # four ranks share out half of the experts: four, or three rows of each of six
+OTHER = Layout(pp=2, dp_shard=2, tp=2, ep=4)
+WHOLE = Layout(pp=2, dp_shard=2, cp=2)  # four ranks share out all experts
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "momentum", "count", "before", "after"),
+    [
+        ("adamw", "exp_avg", 8, APART, OTHER),
+        ("muon", "momentum_buffer", 8, APART, OTHER),
+        ("adamw", "exp_avg", 12, APART, WHOLE),
+        ("muon", "momentum_buffer", 12, WHOLE, APART),
+    ],
+    ids=lambda each: str(each),
+)
 def test_experts_go_on_where_other_ranks_share_them_out(
-    optimizer: str, momentum: str, ranks: Ranks, tmp_path: Path
+    optimizer: str, momentum: str, count: int, before: Layout, after: Layout, ranks: Ranks, tmp_path: Path
 ) -> None:
     """States to the bit, each with its own expert; and the curve of a run that was always in the second layout."""
-    model = replace(MODEL, experts=Experts(8, 3, 12, balance_loss=0.1))
+    model = replace(MODEL, experts=Experts(count, 3, 12, balance_loss=0.1))
 
     def configured(layout: Layout) -> Config:
         config = config_of(layout, model)
         return replace(config, optim=replace(config.optim, name=optimizer, clip_norm=0.0))
 
-    other = configured(Layout(pp=2, dp_shard=2, tp=2, ep=4))
-    wrote = ranks.run(train_and_save, configured(Layout(dp_shard=4, cp=2, ep=2)), tmp_path, 2)
+    other = configured(after)
+    wrote = ranks.run(train_and_save, configured(before), tmp_path, 2)
     straight = ranks.run(train_and_save, other, tmp_path / "straight", 2, 4)
     read = ranks.run(load_and_train, other, tmp_path / "step-00000002", 4)
     expected, loaded = assemble([there for _, there in wrote]), assemble([there for _, there, _, _ in read])
     assert expected.keys() == loaded.keys()
     assert [name for name, tensor in expected.items() if not tensor.equal(loaded[name])] == []
     states = expected[f"layers.1.mlp.experts.gate.weight {momentum}"]
-    assert len({tuple(state.flatten().tolist()) for state in states}) == 8
+    assert len({tuple(state.flatten().tolist()) for state in states}) == count
     assert read[0][2] == pytest.approx(straight[0][0][2:], rel=1e-13)
-    after, whole = assemble([there for *_, there in read]), assemble([there for _, there in straight])
-    for name, tensor in after.items():
+    resumed, whole = assemble([there for *_, there in read]), assemble([there for _, there in straight])
+    for name, tensor in resumed.items():
         torch.testing.assert_close(tensor, whole[name], rtol=0, atol=1e-12, msg=name)
 
 

@@ -475,6 +475,7 @@ def test_a_shrunken_copy_has_layers_of_every_kind(key: str) -> None:
         (Experts(128, 8, 64), 2, Experts(8, 2, 36)),
         (Experts(64, 6, scale=2.5, scores="sigmoid"), 8, Experts(16, 2, scale=2.5, scores="sigmoid")),
         (Experts(2, 1, force_balance=True), 2, Experts(2, 1)),
+        (Experts(12, 2, 64), 2, Experts(6, 2, 36)),
     ],
 )
 def test_a_shrunken_copy_has_fewer_experts_and_layers_with_and_without(full: Experts, ep: int, small: Experts) -> None:
@@ -488,6 +489,8 @@ def test_a_shrunken_copy_has_fewer_experts_and_layers_with_and_without(full: Exp
     found = shrunk.model.experts
     assert replace(found, width=None) == replace(small, width=None)
     assert (found.width is None) == (full.width is None)
+    same = config.parallel.expert_shards  # ranks, which shard whole experts or parts of them
+    assert (found.count // ep % same == 0) == (full.count // ep % same == 0)
     if full.width is not None:
         assert found.width > shrunk.model.width
     kinds = [{type(kind.feed_forward) for kind in layer_kinds(each)} for each in (model, shrunk.model)]

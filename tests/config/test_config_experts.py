@@ -1,4 +1,4 @@
-"""Rules of experts, and which layers have them."""
+"""Rules of experts, which layers have them, and how ranks shard them."""
 
 from dataclasses import replace
 
@@ -6,7 +6,8 @@ import pytest
 
 from megalite.config.layers import Mixture, SwiGLU, layer_kinds
 from megalite.config.rules.validate import validate
-from megalite.config.schema import Base, Batch, Config, Experts, Model, Parallel, Train
+from megalite.config.schema import Base, Batch, Config, DataMode, DataParallel, Experts, Model, Parallel, Train
+from megalite.plan.model.weights import weights
 
 MODEL = Model(6, 16, 4, 2, None, 24, 32, 8, experts=Experts(8, 2))
 CONFIG = Config(model=MODEL, parallel=Parallel(dp_shard=1), batch=Batch(1, 4))
@@ -75,3 +76,32 @@ def test_tensor_parallelism_divides_the_shared_expert() -> None:
     (problem,) = validate(config, 2)
     assert str(problem).startswith("model.experts.shared_width = 15: must be divisible by parallel.tp = 2")
     assert validate(replace(with_experts(shared_width=16), parallel=config.parallel), 2) == []
+
+
+@pytest.mark.parametrize(
+    ("ep", "dp", "mode", "keys", "dim"),
+    [
+        (2, 8, "zero3", {}, 0),
+        (2, 24, "zero3", {}, 1),  # four experts on twelve ranks, each with two rows of 24
+        (2, 32, "zero1", {}, 2),  # on sixteen, which do not divide 24, but the model's width
+        (8, 32, "zero2", {}, 1),  # a single one
+        (1, 6, "zero3", {}, 1),
+        (2, 6, "zero3", {"width": 25}, 0),  # two ranks have one expert, one has two
+        (2, 10, "zero3", {}, None),
+        (2, 10, "ddp", {}, 0),
+        (8, 24, "zero3", {"width": 25}, None),
+    ],
+)
+def test_experts_are_sharded_along_a_dimension_that_ranks_divide(
+    ep: int, dp: int, mode: DataMode, keys: dict[str, int], dim: int | None
+) -> None:
+    config = with_experts(**keys)
+    config = replace(config, parallel=Parallel(dp_shard=dp, ep=ep, data=DataParallel(mode)), batch=Batch(1, dp))
+    if dim is None:
+        (problem,) = validate(config, dp)
+        told = f"parallel.ep = {ep}: leaves {dp // ep} ranks to shard {8 // ep} expert"
+        assert str(problem).startswith(told)
+        return
+    assert validate(config, dp) == []
+    (gate,) = (weight for name, weight in weights(config.model).items() if name == "layers.0.mlp.experts.gate.weight")
+    assert gate.shard_dim(config.parallel.expert_shards, ep) == dim

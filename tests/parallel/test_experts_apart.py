@@ -29,6 +29,9 @@ KINDS = {
     "groups": Experts(
         8, 3, 9, first_dense=1, scores="sigmoid", groups=4, active_groups=2, correction_rate=0.05, **GATED
     ),
+    # FSDP2 shards other dimensions than experts: three of a rank, or one, are not shared out evenly.
+    "three": Experts(6, 2, 7, gate="clamped", biases=True, balance_loss=0.1),
+    "one": Experts(2, 1, 8, scores="sigmoid", correction_rate=0.05, z_loss=0.01),
     "many": Experts(64, 2, 5, normalize=False, balance_loss=0.1, z_loss=0.02),  # most have no token of a micro-batch
 }
 CASES = [  # ranks along ep, layout, mode of data parallelism, schedule, experts, recompute, optimizer
@@ -44,6 +47,10 @@ CASES = [  # ranks along ep, layout, mode of data parallelism, schedule, experts
     (4, Layout(pp=2, cp=2, tp=2), "zero1", "dualpipev", "groups", "full", "adamw"),
     (2, Layout(pp=2, dp_shard=2, tp=2), "zero3", "dualpipev", "sigmoid", "none", "muon"),
     (2, Layout(pp=2, dp_shard=2, cp=2), "zero3", "zbv", "many", "full", "adamw"),
+    (2, Layout(dp_shard=8), "zero3", "1f1b", "three", "none", "muon"),
+    (2, Layout(dp_replicate=2, dp_shard=2, tp=2), "zero2", "1f1b", "one", "full", "adamw"),
+    (2, Layout(pp=2, dp_shard=2, cp=2), "zero1", "zbv", "one", "selective", "muon"),
+    (2, Layout(pp=2, dp_shard=2, tp=2), "zero3", "dualpipev", "three", "none", "adamw"),
 ]
 
 

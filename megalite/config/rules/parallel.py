@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from megalite.base.errors import InputError, Problem, counted, listing
+from megalite.config.layout import shard_dim
 from megalite.config.rules.numbers import divisible, divisors, multiples
 from megalite.config.rules.ranges import MAX_RANKS, most
 from megalite.config.schema import SCHEDULES, Config, Model, Parallel, Pipeline
@@ -71,6 +72,21 @@ def _experts(model: Model, parallel: Parallel, world_size: int | None) -> Iterat
     elif ranks >= 1 and ranks % ep:
         rule = f"must divide the {ranks} ranks of dp_shard · cp · tp"
         yield Problem(key, rule, f"use {listing(divisors(ranks, ep, tp))}", ep)
+    elif parallel.data.sharded and not share_experts(model, ep, ranks // ep):
+        same = counted(model.experts.count // ep, "expert")
+        rule = (
+            f"leaves {ranks // ep} ranks to shard {same}, of which some would hold nothing: it divides neither the "
+            f"width of an expert, {model.experts.width or model.ffn}, nor model.width = {model.width}"
+        )
+        yield Problem(key, rule, "use more ranks of ep, dp_replicate in place of some dp_shard, or data mode ddp", ep)
+
+
+def share_experts(model: Model, ep: int, ranks: int) -> bool:
+    """Return whether `ranks` ranks with the same experts can share out the parameters of these, each having some."""
+    experts = model.experts
+    if experts is None or min(ep, ranks, experts.count // max(ep, 1)) < 1:
+        return True
+    return shard_dim((experts.count // ep, experts.width or model.ffn, model.width), ranks) is not None
 
 
 def _expert_count(model: Model, ep: int) -> Iterator[Problem]:

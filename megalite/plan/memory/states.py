@@ -47,8 +47,7 @@ class States:
     @cached_property
     def expert_shards(self) -> int:
         """Ranks over which the parameters of experts are sharded, where ranks share out these."""
-        parallel = self.config.parallel
-        return parallel.expert_shards if parallel.data.sharded else 1
+        return self.config.parallel.expert_shards
 
     @cached_property
     def managed(self) -> bool:

@@ -18,6 +18,7 @@ from megalite.schedule.reductions import reductions
 
 HOST_MEMORY = "host memory"
 STATES_IN: dict[Place, str] = {"device": "optimizer states", "host": HOST_MEMORY}  # kinds of memory
+GATHERING = "gathering weights"  # a moment of a part, as are the next two
 GRADIENT_SUMMATION, GRADIENT_REDUCTION = "adding up gradients", "reducing gradients"  # moments of a part
 EXPERTS_DONE = "gate and up"  # the moment with which backward of experts ends
 PartKey = tuple[int, int]  # a stage, and the index of a part in it
@@ -38,12 +39,11 @@ class PutOff:
 
 
 class Group(NamedTuple):
-    """Weights of a part that FSDP2 exchanges at once. newest: elements of the last one that is trained."""
+    """Weights of a part that FSDP2 exchanges at once."""
 
     key: PartKey  # experts that ranks share out have an index below 0
     weights: Weights
     shards: int
-    newest: int
 
 
 class Walk:
@@ -141,6 +141,7 @@ class Walk:
         if action.stage > 0 and not self._offloads_input(action.stage):
             self._hold("activations", "between stages", -self.sizes.stream)  # counted as the first layer's input
         for _, part in self._through(action.stage):
+            self._gather(part, 0)
             self._keep(part)
             gathered, experts = self._gathered(part), self._gathered_experts(part)
             # FSDP2 frees the buffer of a gather at its next one.
@@ -171,6 +172,7 @@ class Walk:
             before = parts[index - 1] if index > 0 and states.shards > 1 else None
             beside = self._gathered(before) - self._gathered_experts(before) if before is not None else 0
             gathered, groups = self._gathered(part), self._groups(action.stage, index)
+            self._gather(part, self.sizes.stream)
             for kept in part.remade:
                 self._hold("temporaries", kept.component, kept.bytes)
             if part.offloaded:
@@ -253,6 +255,19 @@ class Walk:
             self.at, self.passing = (stage, index), part.times > 1
             yield index, part
         self.at, self.passing = None, False
+
+    def _gather(self, part: Unit, temporaries: int) -> None:
+        """FSDP2 puts together what it has gathered of a part: of its own weights, then of experts apart from them."""
+        if not self.states.frees or part.with_stage:
+            return
+        gathered = 0
+        for weights, shards in ((part.weights, self.states.shards), (part.apart, self.states.expert_shards)):
+            if weights is None:
+                continue
+            gathered += self.states.w * weights.total
+            if shards > 1:
+                self._see(temporaries + self.states.w * (weights.total + weights.recut), gathered, GATHERING)
+            temporaries += part.rows if temporaries else 0
 
     def _gathered(self, part: Unit) -> int:
         """Bytes of weights that are gathered only while `part` is in use."""
@@ -342,17 +357,18 @@ class Walk:
         """Reduce the gradients that a group has accumulated, or else those just made; `beside` more bytes are used."""
         states, key, count = self.states, group.key, group.weights.gradients
         summed = key in self.whole
+        element = states.r if summed else states.w
         made, whole = 0 if summed else states.w * count, states.r * count
         self._release_reduced(action.stage)
         self._share(key, 0)
-        self._see(made + beside + whole, what=GRADIENT_REDUCTION)
+        self._see(made + beside + whole + element * group.weights.last_recut, what=GRADIENT_REDUCTION)
         self._hold("gradients", "being reduced", whole)
         self.reducing[action.stage] = whole
         if summed:
             self._hold_group("gradients", part, group, -states.r)
             self.whole.remove(key)
         if group.shards > 1:  # FSDP2 still holds the gradient that it handled last
-            copy = group.newest * (states.r if summed else states.w)
+            copy = element * group.weights.newest
         else:  # where only replicas are summed, FSDP2 divides by 1, into a copy
             copy = whole if states.replicas else 0
         reduced = whole // group.shards
@@ -420,10 +436,10 @@ class Walk:
     def _groups(self, stage: int, index: int) -> list[Group]:
         """Groups of a part, in the order of backward: experts that ranks share out, then all else."""
         part, states = self.parts[stage][index], self.states
-        own = Group((stage, index), part.weights, states.shards, part.newest)
+        own = Group((stage, index), part.weights, states.shards)
         if part.apart is None:
             return [own]
-        return [Group((stage, -1 - index), part.apart, states.expert_shards, part.newest_apart), own]
+        return [Group((stage, -1 - index), part.apart, states.expert_shards), own]
 
     def _hold_weights(self, kind: str, stage: int, index: int, each: int, sharded: bool = False) -> None:
         """Hold `each` bytes for every parameter of a part, of gradients for every trained one; release if negative."""

@@ -10,6 +10,7 @@ from math import prod
 from typing import Literal, NamedTuple, Protocol
 
 from megalite.config.layers import Heads
+from megalite.config.layout import shard_dim
 from megalite.plan.parts.roles import Role
 from megalite.plan.parts.sizes import Sizes
 from megalite.plan.parts.transfers import Transfers
@@ -53,6 +54,21 @@ class Weight:
     def split(self) -> int:
         """The dimension that tensor parallelism splits, if any: columns of a projection into the stream, else rows."""
         return max(len(self.shape) - 2, 0) + self.role.into_stream
+
+    def shard_dim(self, shards: int, ep: int = 1) -> int:
+        """The dimension along which FSDP2 shards it over so many ranks. ep: as for `part`."""
+        return (shard_dim(self.part(1, ep), shards) or 0) if self.role.of_expert else 0
+
+    def recut(self, shards: int, ep: int = 1) -> int:
+        """Elements of a rank's part that FSDP2 copies once more, as it shards them along another dimension than the
+        first; 0 else. ep: as for `part`."""
+        return prod(self.part(1, ep)) if self.shard_dim(shards, ep) else 0
+
+    def padded(self, shards: int, tp: int, ep: int = 1) -> int:
+        """Elements of a rank's part, as `shards` ranks exchange it. tp, ep: as for `part`."""
+        sizes, dim = list(self.part(tp, ep)), self.shard_dim(shards, ep)
+        sizes[dim] = -(-sizes[dim] // shards) * shards
+        return prod(sizes)
 
     def gradient(self, tp: int, ep: int = 1) -> int:
         """Elements of the gradient on a rank, 0 if there is none. tp, ep: as for `part`."""

@@ -67,9 +67,9 @@ def axis_sizes(config: Config) -> dict[str, int]:
     world              all ranks
     stage              all ranks of a pipeline rank; a group of their own only where no other axis has the same ranks
     """
-    layout, sharded = config.parallel.layout, config.parallel.data.sharded
+    layout = config.parallel.layout
     inner = layout.dp * layout.cp
-    shards = layout.dp_shard * layout.cp if sharded else 1
+    shards = layout.dp_shard * layout.cp if config.parallel.data.sharded else 1
     return {
         "tp": layout.tp,
         "cp": layout.cp,
@@ -77,8 +77,8 @@ def axis_sizes(config: Config) -> dict[str, int]:
         "dp_replicate": inner // shards,
         "pp": layout.pp,
         "ep": config.parallel.ep,
-        "ep_fsdp": config.parallel.expert_shards if sharded else 1,
-        "ep_replicate": layout.dp_replicate * (1 if sharded else config.parallel.expert_shards),
+        "ep_fsdp": config.parallel.expert_shards,
+        "ep_replicate": inner * layout.tp // layout.ep // config.parallel.expert_shards,
         "world": layout.world_size,
         "stage": layout.world_size // layout.pp,
     }

@@ -1,7 +1,8 @@
 """Transfers of weights and gradients, of one stage: what FSDP2 gathers and reduces; and what is summed over tp.
 
 FSDP2 handles the parameters of a group (the embedding, a layer, the head) as one flat tensor, in which rows of every
-parameter are padded to a multiple of the ranks. With D ranks, and w, r and p as in `plan.memory`:
+parameter are padded to a multiple of the ranks, but for experts that divide in another way (`Weight.shard_dim`). With D
+ranks, and w, r and p as in `plan.memory`:
 
     gather    w bytes for every padded element, over fsdp. zero1, zero2: once a step. zero3: see `Gathering`.
     reduce    r bytes for every padded element that is trained, over fsdp, then 1/D of it over dp_replicate. The
@@ -40,7 +41,7 @@ class Group:
     with_stage: bool = False  # gathered as long as the stage is in use, since its first and its last module need it
 
     def gathered(self, shards: int) -> int:
-        """Elements on a tensor-parallel rank, with rows padded to a multiple of `shards`."""
+        """Elements on a tensor-parallel rank, with padding for `shards` ranks."""
         return self._padded(self.weights, shards)
 
     def reduced(self, shards: int, matrices_only: bool = False) -> int:
@@ -49,8 +50,11 @@ class Group:
         return self._padded(filter(put_off if matrices_only else attrgetter("trained"), self.weights), shards)
 
     def _padded(self, weights: Iterable[Weight], shards: int) -> int:
-        parts = (weight.part(self.tp, self.ep) for weight in weights)
-        return sum(-(-rows // shards) * shards * prod(others) for rows, *others in parts)
+        return sum(weight.padded(shards, self.tp, self.ep) for weight in weights)
+
+    def recut(self, shards: int) -> int:
+        """Elements on a rank of weights that are not sharded along their first dimension."""
+        return sum(weight.recut(shards, self.ep) for weight in self.weights)
 
     def partial(self, shards: int, position: int = 0) -> int:
         """Elements of gradients that are partial sums over tp, on the rank at `position` of `shards`."""

@@ -70,11 +70,9 @@ class Layout:
 def shard_dim(sizes: Sequence[int], ranks: int) -> int | None:
     """The dimension along which FSDP2 shards matrices or biases of experts, `[experts, …]` of `sizes`, over `ranks`.
 
-    The first that the ranks divide, so that all have as much. Where they divide none, the experts, of which some ranks
-    then have one less than others; None: some would have none.
+    The first that the ranks divide, so that all hold, gather and reduce as much; None: they divide none.
     """
-    fallback = 0 if sizes[0] >= ranks else None
-    return next((dim for dim, size in enumerate(sizes) if size % ranks == 0), fallback)
+    return next((dim for dim, size in enumerate(sizes) if size % ranks == 0), None)
 
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")

@@ -27,6 +27,9 @@ from toy_jobs import (
 from megalite.base.errors import InputError
 from megalite.checkpoint.store.manifest import complete
 from megalite.checkpoint.store.progress import Progress
+from megalite.checkpoint.weights.convert import convert
+from megalite.checkpoint.weights.sources import open_weights
+from megalite.checkpoint.weights.targets import Wanted, plan_of
 from megalite.config.layout import Layout
 from megalite.config.schema import Config, Experts, Kernels, Train
 from megalite.plan.memory.peak import rank_memory
@@ -202,6 +205,18 @@ def test_experts_go_on_where_other_ranks_share_them_out(
     resumed, whole = assemble([there for *_, there in read]), assemble([there for _, there in straight])
     for name, tensor in resumed.items():
         torch.testing.assert_close(tensor, whole[name], rtol=0, atol=1e-12, msg=name)
+
+
+def test_parts_of_experts_are_converted_and_read_again(ranks: Ranks, tmp_path: Path) -> None:
+    """Four ranks have three rows or columns of each of three experts."""
+    model = replace(MODEL, qkv_bias=False, ffn=12, experts=Experts(6, 3))
+    config, target = config_of(Layout(dp_shard=8, ep=2), model), tmp_path / "theirs"
+    wrote = ranks.run(train_and_save, config, tmp_path, 1)
+    found = open_weights(str(complete(tmp_path)[-1]))
+    convert(found, plan_of("hf", found, target, Wanted()), target, {})
+    read = ranks.run(load_weights, config, target)
+    expected, again = assemble([there for _, there in wrote]), assemble([there for there, _ in read])
+    assert [name for name, tensor in again.items() if not tensor.equal(expected[name])] == []
 
 
 @pytest.mark.parametrize("in_background", [True, False], ids=["async", "at once"])

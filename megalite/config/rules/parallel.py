@@ -75,14 +75,14 @@ def _experts(model: Model, parallel: Parallel, world_size: int | None) -> Iterat
     elif parallel.data.sharded and not share_experts(model, ep, ranks // ep):
         same = counted(model.experts.count // ep, "expert")
         rule = (
-            f"leaves {ranks // ep} ranks to shard {same}, of which some would hold nothing: it divides neither the "
-            f"width of an expert, {model.experts.width or model.ffn}, nor model.width = {model.width}"
+            f"leaves {ranks // ep} ranks to shard {same}: that must divide their number, their width "
+            f"{model.experts.width or model.ffn} or model.width = {model.width}, so that all hold as much"
         )
         yield Problem(key, rule, "use more ranks of ep, dp_replicate in place of some dp_shard, or data mode ddp", ep)
 
 
 def share_experts(model: Model, ep: int, ranks: int) -> bool:
-    """Return whether `ranks` ranks with the same experts can share out the parameters of these, each having some."""
+    """Return whether `ranks` ranks with the same experts can share out the parameters of these evenly."""
     experts = model.experts
     if experts is None or min(ep, ranks, experts.count // max(ep, 1)) < 1:
         return True

@@ -141,7 +141,7 @@ class Walk:
         if action.stage > 0 and not self._offloads_input(action.stage):
             self._hold("activations", "between stages", -self.sizes.stream)  # counted as the first layer's input
         for _, part in self._through(action.stage):
-            self._gather(part, 0)
+            self._gather(part)
             self._keep(part)
             gathered, experts = self._gathered(part), self._gathered_experts(part)
             # FSDP2 frees the buffer of a gather at its next one.
@@ -172,7 +172,7 @@ class Walk:
             before = parts[index - 1] if index > 0 and states.shards > 1 else None
             beside = self._gathered(before) - self._gathered_experts(before) if before is not None else 0
             gathered, groups = self._gathered(part), self._groups(action.stage, index)
-            self._gather(part, self.sizes.stream)
+            self._gather(part, backward=True)
             for kept in part.remade:
                 self._hold("temporaries", kept.component, kept.bytes)
             if part.offloaded:
@@ -256,18 +256,18 @@ class Walk:
             yield index, part
         self.at, self.passing = None, False
 
-    def _gather(self, part: Unit, temporaries: int) -> None:
-        """FSDP2 puts together what it has gathered of a part: of its own weights, then of experts apart from them."""
+    def _gather(self, part: Unit, backward: bool = False) -> None:
+        """Put together the shards of a part: of its own weights, then of experts, with the gradients that are there."""
         if not self.states.frees or part.with_stage:
             return
-        gathered = 0
+        gathered, gradients = 0, self.sizes.stream
         for weights, shards in ((part.weights, self.states.shards), (part.apart, self.states.expert_shards)):
-            if weights is None:
-                continue
-            gathered += self.states.w * weights.total
-            if shards > 1:
-                self._see(temporaries + self.states.w * (weights.total + weights.recut), gathered, GATHERING)
-            temporaries += part.rows if temporaries else 0
+            if weights is not None:
+                gathered += self.states.w * weights.total
+                if shards > 1:
+                    copies = self.states.w * (weights.total + weights.recut)
+                    self._see(copies + gradients * backward, gathered, GATHERING)
+                gradients += part.rows
 
     def _gathered(self, part: Unit) -> int:
         """Bytes of weights that are gathered only while `part` is in use."""

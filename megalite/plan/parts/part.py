@@ -56,7 +56,8 @@ class Weight:
         return max(len(self.shape) - 2, 0) + self.role.into_stream
 
     def shard_dim(self, shards: int, ep: int = 1) -> int:
-        """The dimension along which FSDP2 shards it over so many ranks. ep: as for `part`."""
+        """The dimension along which FSDP2 shards it over so many ranks: the first, which is padded, or another of
+        experts. ep: as for `part`."""
         return (shard_dim(self.part(1, ep), shards) or 0) if self.role.of_expert else 0
 
     def recut(self, shards: int, ep: int = 1) -> int:

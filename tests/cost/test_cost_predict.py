@@ -276,12 +276,18 @@ def test_what_fsdp2_moves_besides_the_products(keys: list[str], copied: int, add
     assert (shared.copied, shared.added, shared.last) == (copied, added, last)
 
 
-def test_what_is_moved_for_weights_takes_time() -> None:
-    config = configured(8, "batch.global=32", "batch.micro=1", "parallel.data.mode=zero3", model="llama3_8b")
+@pytest.mark.parametrize(
+    ("model", "recut"),
+    [("llama3_8b", 0), ("mixtral_8x7b", 32 * 3 * 4096 * 14336)],  # eight ranks share out rows of one expert of a layer
+)
+def test_what_is_moved_for_weights_takes_time(model: str, recut: int) -> None:
+    ep = 8 if recut else 1
+    keys = ("batch.global=64", "batch.micro=1", "parallel.data.mode=zero3", f"parallel.ep={ep}")
+    config = configured(64, *keys, model=model)
     (stage,) = TIMER.stages(resolve(config))
     share = share_of(config, layer_kinds(config.model)[0])
     layers = TIMER.layer(share)
-    moved = TIMER.kernels.passes((4 + 4 + 6) * stage.parameters)
+    moved = TIMER.kernels.passes((4 + 4 + 6) * stage.parameters + (4 + 4 + 4) * recut)
     ends = sum((each.forward + each.backward).passes for each in TIMER.ends(share))
     passes = 32 * (layers.forward + layers.backward).passes
     assert (stage.forward + stage.backward).passes == pytest.approx(passes + ends + moved)

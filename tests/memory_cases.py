@@ -334,6 +334,7 @@ CASES: dict[str, tuple[Overrides, int]] = {  # name -> overrides and the pipelin
         0,
     ),
     "experts apart, three of a rank, muon": ({**THREE_APART, "optim.name": "muon"}, 0),
+    "experts, replicas": ({**EXPERTS, "parallel.dp_shard": 4, "parallel.dp_replicate": 2, "batch.global": 16}, 0),
     "experts, six on four ranks, zero2": ({**SIX, **ZERO2}, 0),
     "experts, six on four ranks, zero3": ({**SIX, "parallel.data.mode": "zero3"}, 0),
     "experts, six on four ranks, zb_h1, zero2": (

@@ -381,7 +381,7 @@ class Walk:
         if held != each:
             self._hold_group("gradients", part, group, each - held, sharded=True)
             self.sharded[key] = each
-        if states.replicas and not waits and (held or states.r != states.p):
+        if states.replicas and not waits and states.r != states.p:
             self._share(key, part.times * reduced)
 
     def _end_reductions(self, action: Action) -> None:

@@ -7,12 +7,19 @@ Where backward passes are whole, the gradients of the last one go back through t
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from operator import mul
 from typing import NamedTuple
 
 from megalite.cost.stages import ZERO_BUBBLES
 from megalite.schedule.generate import V_SCHEDULES
 
+Counts = tuple[int, ...]  # layers, or stages by that of their first layer: by kind of layer
 ROUNDING = 1e-9  # share of a layer that is added before layers are rounded down
+
+
+def summed(counts: Sequence[int], each: Sequence[float]) -> float:
+    """What so many layers have in all. each: what one of each kind has."""
+    return sum(map(mul, counts, each))
 
 
 @dataclass(frozen=True)
@@ -58,16 +65,6 @@ class Passes:
         """Seconds of the weights' share in their backward passes."""
         layers = sum(count * kind[2] for count, kind in zip(counts, self.kinds, strict=True))
         return layers + ends[0] * self.embedding[2] + ends[1] * self.head[2]
-
-    @cached_property
-    def least(self) -> tuple[float, float]:
-        """The shortest forward and the shortest backward pass of a layer."""
-        return min(kind[0] for kind in self.kinds), min(kind[1] for kind in self.kinds)
-
-    @cached_property
-    def most(self) -> tuple[float, float]:
-        """The longest forward and the longest backward pass of a layer."""
-        return max(kind[0] for kind in self.kinds), max(kind[1] for kind in self.kinds)
 
     @cached_property
     def shortest(self) -> float:
@@ -183,35 +180,40 @@ class Moved(NamedTuple):
 
 
 class Exchanged(NamedTuple):
-    """Traffic of parts of a model: of the layers that have least and most of it, the embedding (or the head), and
-    all of them. last: seconds for each parameter of a rank at the end of a step."""
+    """Traffic of parts of a model: of a layer of each kind, the least of these, the embedding (or the head), and all
+    layers. last: seconds for each parameter of a rank at the end of a step."""
 
+    kinds: tuple[Moved, ...]
     least: Moved
-    most: Moved
     end: Moved
     all: Moved
     last: float
 
 
+class Work(NamedTuple):
+    """Work of a pipeline rank, or of some stages. ends: whether the embedding and the head are among it. edges: stages,
+    but for the model's first, by the kind of their first layer."""
+
+    layers: Counts
+    ends: tuple[bool, bool]
+    edges: Counts
+
+
 class Chain(NamedTuple):
     """Waits and work of a pipeline rank.
 
-    layers, stages: how many it has. ends: whether the embedding and the head are among them. there, back: seconds of a
-    micro-batch. wait: seconds of compute before its first one and after its last one. before: passes of stages in that
-    time; hops: of these, how many have their input from another rank; layers_before: of these stages. first: layers of
+    there, back: seconds of a micro-batch. wait: seconds of compute before its first one and after its last one. before:
+    work of the stages that it waits for. hops: their passes that have their input from another rank. first: layers of
     the first stage of its own. fewest: of any.
     """
 
-    layers: int
-    stages: int
-    ends: tuple[bool, bool]
+    work: Work
     there: float
     back: float
     wait: float
-    before: int
+    before: Work
     hops: int
-    layers_before: int
-    first: int
+    first: Counts
     fewest: int
 
     @property
@@ -223,50 +225,56 @@ class Turns(NamedTuple):
     """An interleaved rank, from the first micro-batch that reaches its last stage to the last one that leaves it.
 
     Meanwhile it does all it does but for passes of its other stages with a round of micro-batches at most, forward
-    before and backward after. layers, ends: as in a chain. busy: seconds of a micro-batch. arrives, returns: seconds of
-    compute from the first stage to this last one and back. hops: of them each, to other ranks. before: layers up to
-    this stage. others: of its other stages, how many, their layers, and seconds of both passes. round: micro-batches.
+    before and backward after. busy: seconds of a micro-batch. arrives, returns: seconds of compute from the first stage
+    to this last one and back. hops: of them each, to other ranks. before: work up to this stage. others: that of its
+    other stages; seconds: of both their passes. round: micro-batches.
     """
 
-    layers: int
-    ends: tuple[bool, bool]
+    work: Work
     busy: float
     arrives: float
     returns: float
     hops: int
-    before: int
-    others: tuple[int, int, float]
+    before: Work
+    others: Work
+    seconds: float
     round: int
 
 
 class Longer(NamedTuple):
-    """Seconds by which passes are longer than their compute: those of a layer, the embedding and the head, forward
-    and backward; and each pass of a stage once."""
+    """Seconds by which passes are longer than their compute, forward and backward: those of a layer of each kind, by
+    kind; of the embedding and the head; and each pass of a stage once, by the kind of its first layer."""
 
-    layer: tuple[float, float]
+    there: tuple[float, ...]
+    back: tuple[float, ...]
     embedding: tuple[float, float]
     head: tuple[float, float]
-    stage: float
+    edges: tuple[float, ...]
 
-    def exceeding(self, layers: int, ends: tuple[bool, bool]) -> tuple[float, float]:
-        """Seconds by which a rank's passes are longer, forward and backward, but for what each stage takes once."""
-        there, back = (
-            layers * self.layer[way] + ends[0] * self.embedding[way] + ends[1] * self.head[way] for way in (0, 1)
-        )
+    def exceeding(self, work: Work) -> tuple[float, float]:
+        """Seconds by which passes of `work` are longer, forward and backward."""
+        layers, ends, stages = work
+        edges = summed(stages, self.edges)
+        there, back = summed(layers, self.there) + edges, summed(layers, self.back) + edges
+        if ends[0]:
+            there, back = there + self.embedding[0], back + self.embedding[1]
+        if ends[1]:
+            there, back = there + self.head[0], back + self.head[1]
         return there, back
 
 
 class Waits(NamedTuple):
     """Waits and work of a shape's layouts with a schedule: the same, however states are shared out.
 
-    chains: waits and work of pipeline ranks. hops: of a micro-batch's way through all stages. back: seconds
-    of a pipeline whose backward passes are split; way: of that way and back, for a whole pass or halves.
+    chains: waits and work of pipeline ranks. all: work of all. hops: of a micro-batch's way through all stages. back:
+    seconds of a pipeline whose backward passes are split; way: of that way and back, for a whole pass or halves. whole,
+    total: parameters of the fullest rank, as `Amount` has them.
     """
 
     chains: list[Chain]
+    all: Work
     hops: int
     back: float
     way: float
-
-
-NO_EXTENSION = Longer((0.0, 0.0), (0.0, 0.0), (0.0, 0.0), 0.0)
+    whole: float
+    total: float

@@ -1,26 +1,23 @@
 """Counts of layers that each pipeline rank runs and waits for: the same for all times of layers. Imports no torch."""
 
 from collections.abc import Sequence
+from functools import reduce
 from itertools import accumulate, pairwise
+from operator import add
 from typing import NamedTuple
 
-from megalite.layout_search.pipeline_bounds import Chain, Passes, Turns
-
-Counts = tuple[int, ...]  # layers by kind
+from megalite.layout_search.pipeline_bounds import Chain, Counts, Passes, Turns, Work
 
 
 class _Rank(NamedTuple):
-    """A rank. The first stage of its own begins after `first` layers, the last one after `last`."""
+    """A rank. before: work of the stages before the first one of its own, and before the last one."""
 
-    counts: Counts
-    stages: int
-    ends: tuple[bool, bool]
+    work: Work
     first_stage: int
-    first: int
+    before: tuple[Work, Work]
     last_stage: int
-    last: int
-    last_counts: Counts
-    first_size: int
+    others: Work
+    first: Counts
     fewest: int
 
 
@@ -36,33 +33,33 @@ class Ranks:
     """
 
     def __init__(self, split: Sequence[int], placement: Sequence[int], order: Sequence[int], kinds: int) -> None:
-        begins = list(accumulate(split, initial=0))
-        self.split = split
+        self.split, self.begins = split, list(accumulate(split, initial=0))
         self.hops = [0, *accumulate(int(before != after) for before, after in pairwise(placement))]
-        counts = [
-            tuple(order[begin:end].count(kind) for kind in range(kinds)) if kinds > 1 else (end - begin,)
-            for begin, end in pairwise(begins)
-        ]
-        outer = [(stage == 0, stage == len(split) - 1) for stage in range(len(split))]
-        self.stages = list(dict.fromkeys(map(_Stage, counts, outer)))
+        last = len(split) - 1
+        stages = []  # work of each
+        for stage, (begin, end) in enumerate(pairwise(self.begins)):
+            counts = tuple([order[begin:end].count(kind) for kind in range(kinds)]) if kinds > 1 else (end - begin,)
+            edges = tuple([int(stage > 0 and begin < end and order[begin] == kind) for kind in range(kinds)])
+            stages.append(Work(counts, (stage == 0, stage == last), edges))
+        nothing = Work((0,) * kinds, (False, False), (0,) * kinds)
+        before = list(accumulate(stages, _joined, initial=nothing))  # work of the stages before each
+        self.works, self.all = stages, before[-1]
+        self.stages = list(dict.fromkeys(_Stage(work.layers, work.ends) for work in stages))
         owned: dict[int, list[int]] = {}
         for stage, rank in enumerate(placement):
             owned.setdefault(rank, []).append(stage)
         self.ranks: dict[tuple[object, ...], _Rank] = {}  # keeps the last of equal ranks, which waits longest
         for own in owned.values():
             sizes = tuple([split[stage] for stage in own])
-            all_of = tuple(map(sum, zip(*[counts[stage] for stage in own], strict=True)))
-            ends, last = (own[0] == 0, own[-1] == len(split) - 1), own[-1]
-            self.ranks[sizes, all_of, counts[last], ends] = _Rank(
-                all_of,
-                len(own),
-                ends,
+            *others, last_work = [stages[stage] for stage in own]
+            work = reduce(_joined, [*others, last_work])
+            self.ranks[sizes, work, last_work] = _Rank(
+                work,
                 own[0],
-                begins[own[0]],
-                last,
-                begins[last],
-                counts[last],
-                sizes[0],
+                (before[own[0]], before[own[-1]]),
+                own[-1],
+                reduce(_joined, others, nothing),
+                stages[own[0]].layers,
                 min(sizes),
             )
 
@@ -70,42 +67,26 @@ class Ranks:
         """Waits and work of each rank. whole: backward passes are not split."""
         both, found = 1 + whole, []
         for rank in self.ranks.values():
-            there, back = passes.of(rank.counts, rank.ends)
-            wait = 0.0
-            if rank.first_stage:
-                wait = passes.forward[rank.first] + passes.embedding[0]
-                wait += (passes.backward[rank.first] + passes.embedding[1]) * whole
-            found.append(
-                Chain(
-                    sum(rank.counts),
-                    rank.stages,
-                    rank.ends,
-                    there,
-                    back,
-                    wait,
-                    rank.first_stage * both,
-                    self.hops[rank.first_stage] * both,
-                    rank.first,
-                    rank.first_size,
-                    rank.fewest,
-                )
-            )
+            there, back = passes.of(rank.work.layers, rank.work.ends)
+            first, wait = rank.first_stage, 0.0
+            if first:
+                wait = passes.forward[self.begins[first]] + passes.embedding[0]
+                wait += (passes.backward[self.begins[first]] + passes.embedding[1]) * whole
+            hops = self.hops[first] * both
+            found.append(Chain(rank.work, there, back, wait, rank.before[0], hops, rank.first, rank.fewest))
         return found
 
     def turns(self, passes: Passes, size: int) -> list[Turns]:
         """Turns of the ranks of an interleaved pipeline, with `size` micro-batches in the largest round."""
         found = []
         for rank in self.ranks.values():
-            busy = sum(passes.of(rank.counts, rank.ends))
-            last = sum(passes.of(rank.last_counts, (rank.last_stage == 0, rank.ends[1])))
+            busy, others = (sum(passes.of(work.layers, work.ends)) for work in (rank.work, rank.others))
             arrives, returns = (
-                each[rank.last] + (rank.last_stage > 0) * end
+                each[self.begins[rank.last_stage]] + (rank.last_stage > 0) * end
                 for each, end in ((passes.forward, passes.embedding[0]), (passes.backward, passes.embedding[1]))
             )
-            count = sum(rank.counts)
-            others = rank.stages - 1, count - sum(rank.last_counts), busy - last
             hops = self.hops[rank.last_stage]
-            found.append(Turns(count, rank.ends, busy, arrives, returns, hops, rank.last, others, size))
+            found.append(Turns(rank.work, busy, arrives, returns, hops, rank.before[1], rank.others, others, size))
         return found
 
     def shortest(self, passes: Passes) -> tuple[float, float, float]:
@@ -118,3 +99,9 @@ class Ranks:
             inputs.append(back - put_off)
             weights.append(put_off)
         return min(forward), min(inputs), min(weights)
+
+
+def _joined(one: Work, other: Work) -> Work:
+    """Work of both."""
+    ends = one.ends[0] or other.ends[0], one.ends[1] or other.ends[1]
+    return Work(tuple(map(add, one.layers, other.layers)), ends, tuple(map(add, one.edges, other.edges)))

@@ -4,7 +4,7 @@ All of it follows from what `schedule.clock` adds up: what a rank computes, what
 way of a micro-batch takes, and what is exchanged beside or between them.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any, get_args
@@ -15,18 +15,19 @@ from megalite.cost.network import Group
 from megalite.cost.predict import state_seconds
 from megalite.cost.schedule_tables import ROUNDS, Cost, enough
 from megalite.cost.stages import SPLIT_OVERHEAD, UNSPLIT_SCHEDULES, ZERO_BUBBLES, Shared, Timer
-from megalite.layout_search.memory_bounds import SINGLE_REDUCTION_MODES, Estimate, mixed
+from megalite.layout_search.memory_bounds import SINGLE_REDUCTION_MODES, Amount, Estimate, mixed
 from megalite.layout_search.pipeline_bounds import (
-    NO_EXTENSION,
     Exchanged,
     Longer,
     Moved,
     Passes,
     Turns,
     Waits,
+    Work,
     halved,
     slowest,
     slowest_waiting,
+    summed,
 )
 from megalite.layout_search.rank_waits import Ranks
 from megalite.schedule.actions import Kind
@@ -69,7 +70,9 @@ class Least:
         self.config, self.gpus, self.timer, self.pins, self.estimate = config, gpus, timer, pins, estimate
         self.model, self.offload = config.model, offload
         self._matrix = config.model.vocab_size * config.model.width
-        self._smallest = min(amount.total for amount in estimate.amounts)
+        self._all = Amount(
+            *(summed(list(estimate.kinds.values()), each) for each in zip(*estimate.amounts, strict=True))
+        )
         self._ranks: dict[tuple[object, ...], Ranks] = {}
         self._interleaved: dict[tuple[object, ...], list[Turns]] = {}
         self._waits: dict[tuple[object, ...], Waits] = {}
@@ -88,8 +91,8 @@ class Least:
         alike, fullest = len(passes.kinds) == 1, -(-passes.layers // pp)  # layers of some rank
         busy = slowest(passes.layers, pp, passes.shortest, sum(passes.head[:2])) if alike else fullest * passes.shortest
         computes = max(way, m * busy, m * (passes.there + passes.back) / pp)
-        held = self._share_of_model(passes.layers, pp, self._smallest) / first.tp
-        update = held / (first.replicas * first.shards * first.cp) * min(self._updating.values())
+        states = (self._all.total + 2 * self._matrix) / pp / first.tp
+        update = states / (first.replicas * first.shards * first.cp) * min(self._updating.values())
         return Shape(first, m, first.shards, passes, hop, computes, update)
 
     def of_sharing(self, shape: Shape, choice: Choice) -> float:
@@ -101,7 +104,7 @@ class Least:
         edge = min(data.least.gathered, data.end.gathered) if choice.mode == "zero3" else 0.0
         waits = shape.passes.first_waits(pp, fewest, shape.hop + edge)
         computes = max(shape.computes, start + waits + self._mean(shape, choice, data, False))
-        return max(computes, self._sent(shape, choice, data)) + self._update(shape, choice, data, 0)
+        return max(computes, self._sent(shape, choice, data)) + self._update(choice, data)
 
     def of_pipeline(self, shape: Shape, choice: Choice) -> float:
         """Seconds of the best layout with this schedule."""
@@ -120,7 +123,7 @@ class Least:
             way = passes.there + passes.back + (shape.micro_batches - 1) * sum(passes.head[:2])
         way += 2 * self._ranks_of(choice).hops[-1] * shape.hop
         if len(passes.kinds) == 1:
-            computes = max(computes, self._slowest(shape, choice, NO_EXTENSION))
+            computes = max(computes, self._slowest(shape, choice, None))
         return max(computes, way) + shape.update
 
     def of_unsplit(self, shape: Shape, choice: Choice) -> float:
@@ -128,64 +131,70 @@ class Least:
         data = self._exchanges(choice)
         computes = self._slowest(shape, choice, self._longer(shape, choice, data))
         start = 0.0 if choice.mode == "zero3" else data.end.gathered + data.end.copied + data.least.copied
-        return max(shape.computes, start + computes) + self._update(shape, choice, data, 0)
+        return max(shape.computes, start + computes) + self._update(choice, data)
 
-    def _slowest(self, shape: Shape, choice: Choice, more: Longer) -> float:
-        """Seconds that some rank waits and computes, whatever the split. more: by how much passes are longer."""
+    def _slowest(self, shape: Shape, choice: Choice, more: Longer | None) -> float:
+        """Seconds that some rank waits and computes, whatever the split; all layers must be alike.
+
+        more: by how much passes are longer.
+        """
         passes, m, pp, whole = shape.passes, shape.micro_batches, choice.pp, choice.schedule in UNSPLIT_SCHEDULES
-        halves, (forward, backward, _) = 1 + SPLIT_OVERHEAD * (choice.schedule in ZERO_BUBBLES), passes.kinds[0]
-        forward, backward = forward + more.layer[0], backward + more.layer[1]
-        layer, embedding, head = (
-            forward + halves * backward,
-            *(
-                each[0] + longer[0] + halves * (each[1] + longer[1])
-                for each, longer in ((passes.embedding, more.embedding), (passes.head, more.head))
-            ),
-        )
-        found = m * slowest(passes.layers, pp, layer, head)
+        halves, found = 1 + SPLIT_OVERHEAD * (choice.schedule in ZERO_BUBBLES), [passes.kinds[0], passes.embedding]
+        longer = [(0.0, 0.0)] * 3 if more is None else [(more.there[0], more.back[0]), more.embedding, more.head]
+        each = [
+            (alone[0] + add[0], alone[1] + add[1]) for alone, add in zip([*found, passes.head], longer, strict=True)
+        ]
+        forward, backward = each[0]
+        layer, embedding, head = (there + halves * back for there, back in each)
+        most = m * slowest(passes.layers, pp, layer, head)
         if choice.schedule in V_SCHEDULES:
-            return found
+            return most
         stages, before = choice.virtual or SCHEDULES[choice.schedule], forward + whole * backward
-        return max(found, slowest_waiting(passes.layers, pp, stages, m * layer, (m * embedding, m * head), before))
+        return max(most, slowest_waiting(passes.layers, pp, stages, m * layer, (m * embedding, m * head), before))
 
     def layer(self, shape: Shape, choice: Choice) -> tuple[float, float]:
         """Seconds of a layer's forward and backward pass at least, under any split; all layers must be alike."""
         more = self._longer(shape, choice, self._exchanges(choice))
         forward, backward, _ = shape.passes.kinds[0]
-        return forward + more.layer[0], backward + more.layer[1]
+        return forward + more.there[0], backward + more.back[0]
 
     def of_layout(self, shape: Shape, choice: Choice) -> float:
         """Seconds of a layout."""
-        m, data, passes = shape.micro_batches, self._exchanges(choice), shape.passes
-        split = self.estimate.split(choice)
+        m, data, waiting = shape.micro_batches, self._exchanges(choice), self._waits_of(shape, choice)
         whole, halves = choice.schedule in UNSPLIT_SCHEDULES, 1 + SPLIT_OVERHEAD * (choice.schedule in ZERO_BUBBLES)
-        waiting = self._waits_of(shape, choice)
-        found = waiting.chains
         more, hop = self._longer(shape, choice, data), shape.hop
-        both, summed = more.layer[0] + more.layer[1] * whole, data.least.reduced + data.least.summed
-        once = ends_once = 0.0
-        if whole and choice.mode in SINGLE_REDUCTION_MODES:  # the last backward passes are longer
-            once = self._grown(passes.most[1] + data.most.added, summed, self._least_of(shape, choice)[1])
-            reduced, added = data.end.reduced + data.end.summed, data.end.added
-            ends = [passes.embedding[1], *([passes.head[1]] if len(split) == 1 else [])]
-            ends_once = sum(self._grown(end + added, reduced) for end in ends)
-        most = self._way(waiting, len(split), more, hop)
-        for each in found:
-            there, back = more.exceeding(each.layers, each.ends)
-            computes = m * (each.there + there + halves * (each.back + back) + (1 + halves) * each.stages * more.stage)
-            waits = each.wait + each.layers_before * both + each.before * more.stage + each.hops * hop
-            last = (
-                (each.layers_before + each.first) * once
-                + ends_once
-                + (choice.schedule in ZERO_BUBBLES) * each.fewest * summed
-            )
+        once, ends_once = self._once(shape, choice, data, whole)
+        there, back = more.exceeding(waiting.all)
+        if not whole:  # halves wait for the weights of their first layers
+            back = summed(waiting.all.edges, more.edges) + data.end.gathered * (choice.mode == "zero3")
+        most = max(waiting.back, waiting.way + 2 * waiting.hops * hop + there + back)
+        for each in waiting.chains:
+            (there, back), before = more.exceeding(each.work), more.exceeding(each.before)
+            computes = m * (each.there + there + halves * (each.back + back))
+            waits = each.wait + before[0] + before[1] * whole + each.hops * hop
+            last = summed(each.before.layers, once) + summed(each.first, once) + ends_once
+            if choice.schedule in ZERO_BUBBLES:
+                last += each.fewest * (data.least.reduced + data.least.summed)
             most = max(most, computes + waits + last)
-        for turn in self._turns(shape, choice) if choice.mode in SINGLE_REDUCTION_MODES else ():
-            most = max(most, self._turn(turn, m, data, hop, once))
-        start = self._start(shape, choice, data, split[0])
+        for turn in self._turns(shape, choice):
+            most = max(most, self._turn(turn, m, more, hop, once))
+        start = self._start(shape, choice, data)
         computes = max(shape.computes, self._mean(shape, choice, data, whole), start + most)
         sent = max(self._sent(shape, choice, data), self._reductions(shape, choice, data, choice.schedule))
-        return max(computes, sent) + self._update(shape, choice, data, max(each.layers for each in found))
+        return max(computes, sent) + self._update(choice, data, waiting)
+
+    def _once(self, shape: Shape, choice: Choice, data: Exchanged, whole: bool) -> tuple[list[float], float]:
+        """Seconds by which the last backward passes of a step are longer: of a layer of each kind, and of the ends."""
+        passes, sums = shape.passes, [kind.reduced + kind.summed for kind in data.kinds]
+        if not whole or choice.mode not in SINGLE_REDUCTION_MODES:
+            return [0.0] * len(sums), 0.0
+        reduced, added = data.end.reduced + data.end.summed, data.end.added
+        ends = [passes.embedding[1], *([passes.head[1]] if len(self.estimate.split(choice)) == 1 else [])]
+        known = self._known(choice)
+        return [
+            self._grown(alone + kind.added, each, known or alone)
+            for (_, alone, _), kind, each in zip(passes.kinds, data.kinds, sums, strict=True)
+        ], sum(self._grown(end + added, reduced) for end in ends)
 
     def of_schedule(self, shape: Shape, choice: Choice) -> float:
         """Seconds of a layout of several pipeline ranks, from a chain of actions in its schedule.
@@ -207,33 +216,33 @@ class Least:
         computes = sum(count * _seconds(cost, stages) for cost, count in chain) + hops * hop
         if few < m:
             computes += (m - few) * max(self._paces(stages, choice))
-        first = self.estimate.split(choice)[0]
-        fullest = max(each.layers for each in self._waits_of(shape, choice).chains)
-        return self._start(shape, choice, data, first) + computes + self._update(shape, choice, data, fullest)
+        update = self._update(choice, data, self._waits_of(shape, choice))
+        return self._start(shape, choice, data) + computes + update
 
     def _stages(self, shape: Shape, choice: Choice, data: Exchanged) -> list[dict[Kind, float]]:
         """Seconds of each stage's actions, at least."""
         split, passes, more = self.estimate.split(choice), shape.passes, self._longer(shape, choice, data)
         of_whole = self._longer(shape, choice, data, whole=True)
+        ranks, begins = self._ranks_of(choice), [0, *accumulate(split)]
+        reduced = [each.reduced + each.summed for each in data.kinds]
+        added = [each.added for each in data.kinds]
         found, known = list[dict[Kind, float]](), dict[tuple[object, ...], dict[Kind, float]]()
-        for stage, (first, last) in enumerate(pairwise([0, *accumulate(split)])):
-            has = stage == 0, stage == len(split) - 1
+        for work, (first, last) in zip(ranks.works, pairwise(begins), strict=True):
             forward, backward, weights = (
-                each[last] - each[first] + has[0] * passes.embedding[at] + has[1] * passes.head[at]
+                each[last] - each[first] + work.ends[0] * passes.embedding[at] + work.ends[1] * passes.head[at]
                 for at, each in enumerate((passes.forward, passes.backward, passes.weights))
             )
-            key = last - first, has, round(forward, 12), round(backward, 12)
+            key = work, round(forward, 12), round(backward, 12)
             if key not in known:
-                (there, back), (_, whole) = (each.exceeding(last - first, has) for each in (more, of_whole))
-                back += backward + more.stage
-                weights += (last - first) * data.least.added + sum(has) * data.end.added
+                (there, back), (_, whole) = more.exceeding(work), of_whole.exceeding(work)
+                back += backward
+                weights += summed(work.layers, added) + sum(work.ends) * data.end.added
                 known[key] = {
-                    Kind.F: forward + there + more.stage,
-                    Kind.B: backward + whole + more.stage,
+                    Kind.F: forward + there,
+                    Kind.B: backward + whole,
                     Kind.I: (1 + SPLIT_OVERHEAD) * (back - weights),
                     Kind.W: (1 + SPLIT_OVERHEAD) * weights,
-                    Kind.REDUCE: (last - first) * (data.least.reduced + data.least.summed)
-                    + sum(has) * (data.end.reduced + data.end.summed),
+                    Kind.REDUCE: summed(work.layers, reduced) + sum(work.ends) * (data.end.reduced + data.end.summed),
                 }
             found.append(known[key])
         return found
@@ -275,37 +284,36 @@ class Least:
         key = shape, choice.mode, choice.replicas, whole, choice.offload_activations
         if (known := self._longer_passes.get(key)) is not None:
             return known
-        passes, zero3 = shape.passes, choice.mode == "zero3"
+        passes, zero3, is_known = shape.passes, choice.mode == "zero3", self._known(choice)
         reduces = choice.mode not in SINGLE_REDUCTION_MODES and whole
 
-        def longer(alone: Sequence[float], moved: Moved, least: Sequence[float | None]) -> tuple[float, float]:
+        def longer(alone: Sequence[float], moved: Moved, known: bool = True) -> tuple[float, float]:
             copied, gathered = zero3 * moved.copied, zero3 * moved.gathered
-            back = copied + moved.added
+            back, sent = copied + moved.added, gathered + reduces * moved.reduced
             return (
-                copied + self._grown(alone[0] + copied, gathered, least[0]),
-                back + self._grown(alone[1] + back, gathered + reduces * moved.reduced, least[1]),
+                copied + self._grown(alone[0] + copied, gathered, known or alone[0]),
+                back + self._grown(alone[1] + back, sent, known or alone[1]),
             )
 
+        layers = [longer(alone, moved, is_known) for alone, moved in zip(passes.kinds, data.kinds, strict=True)]
+        (there, back), edge = longer(passes.embedding, data.end), zero3 * data.end.gathered
         found = self._longer_passes[key] = Longer(
-            longer(passes.most, data.least, self._least_of(shape, choice)),
-            longer(passes.embedding, data.end, (None, None)),
-            longer(passes.head, data.end, (None, None)),
-            min(data.least.gathered, data.end.gathered) if zero3 else 0.0,
+            tuple([each for each, _ in layers]),
+            tuple([each for _, each in layers]),
+            (there + edge, back + edge),
+            longer(passes.head, data.end),
+            tuple([zero3 * moved.gathered for moved in data.kinds]),
         )
         return found
 
-    def _least_of(self, shape: Shape, choice: Choice) -> tuple[float | None, float | None]:
-        """Seconds of a layer's passes at least, where nothing is known of how long they take at most."""
-        return (None, None) if self._known(choice) else shape.passes.least
-
-    def _grown(self, alone: float, sent: float, least: float | None = None) -> float:
+    def _grown(self, alone: float, sent: float, known: bool | float = True) -> float:
         """Seconds by which a pass is longer for communication beside it, at least.
 
-        alone: what it takes at most without; least: if that is not known, what it takes at least.
+        alone: what it takes at most without. known: True, or if that is not known, what it takes at least.
         """
-        if least is None:
+        if known is True:
             return self.timer.constants.beside(alone, sent) - alone
-        return self.timer.constants.overlap * min(least, sent)
+        return self.timer.constants.overlap * min(known, sent)
 
     def _known(self, choice: Choice) -> bool:
         """Return whether passes of layers take as long as `Shape.passes` says, rather than longer."""
@@ -322,23 +330,21 @@ class Least:
         reduced = data.all.reduced + data.all.summed + 2 * (data.end.reduced + data.end.summed)
         return shape.passes.there + each * reduced / choice.pp
 
-    def _start(self, shape: Shape, choice: Choice, data: Exchanged, first: int) -> float:
-        """Seconds until the first stage, of `first` layers, has the weights that it waits for."""
+    def _start(self, shape: Shape, choice: Choice, data: Exchanged) -> float:
+        """Seconds until the first stage has the weights that it waits for."""
         if choice.mode == "zero3":
             return 0.0  # every pass waits
-        one, passes = len(self.estimate.split(choice)) == 1, shape.passes
-        start = data.end.gathered + (1 + one) * data.end.copied + first * data.least.copied
+        (first, *others), passes = self.estimate.split(choice), shape.passes
+        one, layers = not others, self._ranks_of(choice).works[0].layers
+        start = data.end.gathered + (1 + one) * data.end.copied + summed(layers, [each.copied for each in data.kinds])
         if not self._known(choice):
             return start
         computes = passes.forward[first] + passes.embedding[0] + one * passes.head[0]
-        return start + max(0.0, (1 + one) * data.end.gathered + first * data.least.gathered - computes)
-
-    def _way(self, waits: Waits, stages: int, more: Longer, hop: float) -> float:
-        """Seconds of a micro-batch on its way through all stages and back; or with others before or after it."""
-        return max(waits.back, waits.way + 2 * (waits.hops * hop + stages * more.stage))
+        gathered = (1 + one) * data.end.gathered + summed(layers, [each.gathered for each in data.kinds])
+        return start + max(0.0, gathered - computes)
 
     def _turns(self, shape: Shape, choice: Choice) -> list[Turns]:
-        """Turns of the ranks of an interleaved pipeline."""
+        """Turns of the ranks of an interleaved pipeline; of others, none."""
         key = shape, choice.schedule, choice.virtual, choice.split
         if key not in self._interleaved:
             found, m, pp = list[Turns](), shape.micro_batches, choice.pp
@@ -348,13 +354,11 @@ class Least:
             self._interleaved[key] = found
         return self._interleaved[key]
 
-    def _turn(self, turn: Turns, m: int, data: Exchanged, hop: float, once: float) -> float:
-        """Seconds of an interleaved rank, where gradients are reduced once a step. once: of a layer, beside that."""
-        stages, layers, seconds = turn.others
-        busy = turn.busy + turn.layers * data.least.added + sum(turn.ends) * data.end.added
-        less = seconds + layers * data.most.added + min(stages, sum(turn.ends)) * data.end.added
-        ways = turn.arrives + turn.returns + 2 * turn.hops * hop + turn.before * (data.least.added + once)
-        return ways + m * busy - turn.round * less
+    def _turn(self, turn: Turns, m: int, more: Longer, hop: float, once: Sequence[float]) -> float:
+        """Seconds of an interleaved rank. once: of a layer of each kind, by which its last backward pass is longer."""
+        busy, before, others = (sum(more.exceeding(work)) for work in (turn.work, turn.before, turn.others))
+        ways = turn.arrives + turn.returns + 2 * turn.hops * hop + before + summed(turn.before.layers, once)
+        return ways + m * (turn.busy + busy) - turn.round * (turn.seconds + others)
 
     def _hop(self, first: Choice) -> float:
         """Seconds to send a micro-batch's activations to the next pipeline rank."""
@@ -362,23 +366,19 @@ class Least:
             return 0.0
         return self.timer.net.transfer(self.estimate.sizes(first).stream, Group(first.pp, self.gpus // first.pp))
 
-    def _update(self, shape: Shape, choice: Choice, data: Exchanged, layers: int) -> float:
-        """Seconds of the optimizer, on a rank that has its share of the model and at least so many layers.
+    def _update(self, choice: Choice, data: Exchanged, waiting: Waits | None = None) -> float:
+        """Seconds of the optimizer, on a rank that has its share of the model at least.
 
-        layers: 0 where the layout is still open.
+        waiting: of the layout's ranks, of which some may have more; None where the layout is still open.
         """
-        whole = min(amount.whole(choice) for amount in self.estimate.amounts)
-        held, states = (
-            max(layers * smallest, self._share_of_model(shape.passes.layers, choice.pp, smallest)) / choice.tp
-            for smallest in (whole, whole if choice.mode == "ddp" else self._smallest)
-        )
+        whole = (self._all.whole(choice) + 2 * self._matrix) / choice.pp
+        total = (self._all.total + 2 * self._matrix) / choice.pp
+        if waiting is not None:
+            whole, total = max(whole, waiting.whole), max(total, waiting.total)
         shards = choice.shards * choice.cp if choice.mode != "ddp" else 1
-        best = min(self._updating.values()) if layers == 0 and self.offload else self._updating[choice.states]
-        return states / shards * best + held * data.last
-
-    def _share_of_model(self, layers: int, pp: int, smallest: float) -> float:
-        """Parameters that some pipeline rank has at least, if each of its layers has at least so many."""
-        return (layers * smallest + 2 * self._matrix) / pp
+        states = (whole if choice.mode == "ddp" else total) / shards
+        best = min(self._updating.values()) if waiting is None and self.offload else self._updating[choice.states]
+        return (states * best + whole * data.last) / choice.tp
 
     def _fewest(self) -> int:
         """Layers that each stage has at least but the last, under any schedule."""
@@ -400,8 +400,15 @@ class Least:
                 back = passes.split_back(choice.schedule, m, ranks.split, longer, shortest)
                 way = passes.split_way(longer)
             found = ranks.chains(passes, choice.schedule in UNSPLIT_SCHEDULES)
-            self._waits[key] = Waits(found, ranks.hops[-1], back, way)
+            amounts = [self._amount(each.work) for each in found]
+            whole, total = max(each.whole(choice) for each in amounts), max(each.total for each in amounts)
+            self._waits[key] = Waits(found, ranks.all, ranks.hops[-1], back, way, whole, total)
         return self._waits[key]
+
+    def _amount(self, work: Work) -> Amount:
+        """Parameters of the layers and ends of a rank; a tied matrix at both ends counts once."""
+        own, experts = (summed(work.layers, each) for each in zip(*self.estimate.amounts, strict=True))
+        return Amount(own + (any(work.ends) if self.model.tie_embeddings else sum(work.ends)) * self._matrix, experts)
 
     def _ranks_of(self, choice: Choice) -> Ranks:
         """The pipeline ranks of a layout."""
@@ -425,16 +432,12 @@ class Least:
                 Moved(*sent, passes(shared.copied * (size / choice.tp)), passes(shared.added * (size / choice.tp)))
                 for sent, size in zip(self._sent_seconds[key[:-1]], sizes, strict=True)
             )
-            counts = list(self.estimate.kinds.values())
-
-            def joined(join: Callable[[Iterable[float]], float]) -> Moved:
-                return Moved(*(join(each) for each in zip(*layers, strict=True)))
-
+            counts, fields = list(self.estimate.kinds.values()), list(zip(*layers, strict=True))
             self._exchanged[key] = Exchanged(
-                joined(min),
-                joined(max),
+                tuple(layers),
+                Moved(*map(min, fields)),
                 end,
-                joined(lambda each: sum(count * seconds for count, seconds in zip(counts, each, strict=True))),
+                Moved(*(summed(counts, each) for each in fields)),
                 passes(shared.last),
             )
         return self._exchanged[key]

@@ -1,6 +1,6 @@
 """The time of kernels on one GPU: matrix products, attention, and passes over memory. Imports no torch."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from math import ceil
 
@@ -36,13 +36,21 @@ class Kernels:
     gpu: Gpu
     constants: Constants = FITTED_CONSTANTS
     fp8: float = 1.0
+    _products: dict[tuple[float, float, float, int, str], float] = field(
+        default_factory=dict, compare=False, repr=False
+    )
+    _rates: dict[str, float] = field(default_factory=dict, compare=False, repr=False)
 
     def matmul(self, m: float, n: float, k: float, batch: int = 1, precision: str = "bf16") -> float:
         """Seconds of a product of [m, k] and [k, n], or `batch` of them at once."""
-        work = _tiled(ceil(m), ceil(n), ceil(k), batch, self.gpu.multiprocessors)
-        if any(round(size) % VECTOR_ELEMENTS for size in (m, n, k)):
-            work *= MISALIGNMENT_FACTOR
-        return max(work / self.rate(precision), self.passes(2 * batch * (m * k + k * n + m * n)))
+        key = m, n, k, batch, precision
+        if (known := self._products.get(key)) is None:
+            work = _tiled(ceil(m), ceil(n), ceil(k), batch, self.gpu.multiprocessors)
+            if any(round(size) % VECTOR_ELEMENTS for size in (m, n, k)):
+                work *= MISALIGNMENT_FACTOR
+            moved = self.passes(2 * batch * (m * k + k * n + m * n))
+            known = self._products[key] = max(work / self.rate(precision), moved)
+        return known
 
     def passes(self, moved: float) -> float:
         """Seconds to read and write so many bytes of memory."""
@@ -54,6 +62,11 @@ class Kernels:
 
     def rate(self, precision: str) -> float:
         """FLOP/s that large matrix products keep up."""
+        if precision not in self._rates:
+            self._rates[precision] = self._rate(precision)
+        return self._rates[precision]
+
+    def _rate(self, precision: str) -> float:
         best = self.gpu.measured.get(precision) or PEAK_SHARE * self.gpu.peak.get(precision, self.gpu.peak["bf16"])
         return best * self._clock(best * POWER.get(precision, 1.0)) * (self.fp8 if precision == "fp8" else 1.0)
 

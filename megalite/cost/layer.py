@@ -79,15 +79,26 @@ class LayerTime:
 
 
 class LayerModel:
-    """Times of a layer, the embedding and the head, for a rank's `share` done by `program` on `cluster`."""
+    """Times of a layer, the embedding and the head, for a rank's `share` done by `program` on `cluster`.
+
+    net: of the cluster; kernels: of its GPUs, by fp8's rate. Both remember what has been asked.
+    """
 
     def __init__(
-        self, share: Share, program: Program, cluster: Cluster, constants: Constants = FITTED_CONSTANTS
+        self,
+        share: Share,
+        program: Program,
+        cluster: Cluster,
+        constants: Constants = FITTED_CONSTANTS,
+        *,
+        net: Net | None = None,
+        kernels: dict[float, Kernels] | None = None,
     ) -> None:
         self.share, self.program, self.cluster = share, program, cluster
-        self.beside = constants.beside
+        self.beside, kernels = constants.beside, {} if kernels is None else kernels
         fp8 = program.rowwise if share.rowwise else program.fp8
-        self.kernels, self.net = Kernels(cluster.gpu, constants, fp8), Net(cluster, constants)
+        self.kernels = kernels.setdefault(fp8, Kernels(cluster.gpu, constants, fp8))
+        self.net = net or Net(cluster, constants)
         self.tp, self.cp = Group(share.tp, 1), Group(share.cp, share.tp)
 
     def layer(self, recompute: Mode | None = None) -> LayerTime:

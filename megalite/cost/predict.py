@@ -390,10 +390,14 @@ def _update(plan: Plan, stages: Sequence[StageTime], timer: Timer) -> float:
 def _kept(plan: Plan, held: Sequence[float], shards: int) -> list[float]:
     """By pipeline rank: parameters whose states a rank has. held: those that it gathers, for all micro-batches."""
     config = plan.config
-    ep, same, found = config.parallel.ep, config.parallel.expert_shards, []
+    ep, same = config.parallel.ep, config.parallel.expert_shards
+    kinds = {id(kind): kind for kind in plan.kinds}  # quicker to look up than kinds
+    by_kind = {number: expert_parameters(config, kind) for number, kind in kinds.items()}
+    of_layer = [by_kind[id(kind)] for kind in plan.kinds]
+    found = []
     for rank, every in enumerate(held):
         layers = [layer for stage in plan.stages_of(rank) for layer in plan.layers[stage]]
-        experts = sum(expert_parameters(config, plan.kinds[layer]) for layer in layers) / ep if ep > 1 else 0.0
+        experts = sum(map(of_layer.__getitem__, layers)) / ep if ep > 1 else 0.0
         found.append((every - experts) / shards + experts / same)
     return found
 

@@ -9,6 +9,7 @@ it takes the sum over its parts of what takes longer. The first gather of a pass
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import NamedTuple
 
 from megalite.config.layers import LayerKind, layer_kinds
@@ -27,8 +28,7 @@ from megalite.plan.activations import Activations
 from megalite.plan.automatic import OrderCosts
 from megalite.plan.automatic import costs_of as sizes_of
 from megalite.plan.memory.fit import GIB, TENSOR_SHARE
-from megalite.plan.model.size import layer_parameters
-from megalite.plan.model.weights import layer_weights
+from megalite.plan.parts.layer import Layer
 from megalite.plan.parts.sizes import PRECISION_BYTES
 from megalite.plan.pipeline import micro_batches, sharding_mode, uses_copies, uses_fsdp
 from megalite.plan.recompute_modes import Mode
@@ -112,6 +112,7 @@ class Timer:
         self.net, self.tables = Net(cluster, constants), Tables(self.costs)
         self.kernels = Kernels(cluster.gpu, constants)
         self._models: dict[Share, LayerModel] = {}
+        self._kernels: dict[float, Kernels] = {}
         self._layers: dict[Share, LayerTime] = {}
         self._ends: dict[Share, tuple[Piece, Piece]] = {}
         self._sent: dict[object, tuple[Links, Links]] = {}
@@ -123,7 +124,9 @@ class Timer:
 
     def _model(self, share: Share) -> LayerModel:
         if (known := self._models.get(share)) is None:
-            known = self._models[share] = LayerModel(share, self.program, self.cluster, self.constants)
+            known = self._models[share] = LayerModel(
+                share, self.program, self.cluster, self.constants, net=self.net, kernels=self._kernels
+            )
         return known
 
     def ends(self, share: Share) -> tuple[Piece, Piece]:
@@ -263,8 +266,8 @@ class Timer:
 
     def _layer(self, config: Config, kind: LayerKind, mode: Mode) -> Piece:
         time = self.layer(share_of(config, kind, mode))
-        size = layer_parameters(config.model, kind).total / config.parallel.tp
-        size += expert_parameters(config, kind) * (1 / config.parallel.ep - 1 / config.parallel.tp)
+        every, experts = _amount(config.model.width, kind)
+        size = (every - experts) / config.parallel.tp + experts / config.parallel.ep
         forward, backward, inputs = time.forward, time.backward, time.inputs
         if config.train.offload_activations:
             moved = Activations(config).layer_bytes(kind, mode) / (self.cluster.gpu.host * HOST_SHARE)
@@ -278,7 +281,14 @@ class Timer:
 
 def expert_parameters(config: Config, kind: LayerKind) -> int:
     """Parameters of the experts of a layer, of all ranks together."""
-    return sum(weight.elements for _, weight in layer_weights(config.model, kind) if weight.role.of_expert)
+    return _amount(config.model.width, kind)[1]
+
+
+@lru_cache(maxsize=1 << 8)
+def _amount(width: int, kind: LayerKind) -> tuple[int, int]:
+    """Parameters of a layer of a residual stream's `width`, and those of its experts."""
+    weights = [weight for _, weight in Layer(width, kind).weights()]
+    return sum(weight.elements for weight in weights), sum(each.elements for each in weights if each.role.of_expert)
 
 
 class Shared:
@@ -303,19 +313,20 @@ class Shared:
         self.gathers = self._shards.size > 1
         self._config = config
         self._known: dict[Part, Moved] = {}
-        w, r, m = self._element, self._gradient, micro_batches(config)
-        reduces = self.gathers or replicas > 1
-        self.copied = 2 * w if self.gathers else 0
-        self.last = 0
-        at_once = parallel.data_mode in ("zero2", "zero3") or (m == 1 and uses_fsdp(config))  # no sums are kept
-        self.recut = 2 * w if at_once else 2 * r / m
+        self._reduces = self.gathers or replicas > 1
+        self.copied = 2 * self._element if self.gathers else 0
+        self.added, self.last, self.recut = self.summed(micro_batches(config))
+
+    def summed(self, m: int) -> tuple[float, float, float]:
+        """`added`, `last` and `recut` in a step of `m` micro-batches."""
+        w, r, config = self._element, self._gradient, self._config
+        at_once = config.parallel.data_mode in ("zero2", "zero3") or (m == 1 and uses_fsdp(config))  # no sums are kept
+        recut = 2 * w if at_once else 2 * r / m
         if uses_copies(config):  # products read and write the sums, not gradients; the optimizer writes the copies
-            self.added, self.last = 2 * r - w - r / m, w
-        elif at_once and reduces:
-            self.added = float(w + r)
-        else:
-            self.added = (w + 2 * r if uses_fsdp(config) else 3 * w) * (1 - 1 / m)
-            self.last = 2 * r if reduces else 0
+            return 2 * r - w - r / m, w, recut
+        if at_once and self._reduces:
+            return w + r, 0, recut
+        return (w + 2 * r if uses_fsdp(config) else 3 * w) * (1 - 1 / m), 2 * r if self._reduces else 0, recut
 
     def seconds(self, part: Part) -> tuple[float, float, float]:
         """Seconds to gather a part, to reduce over the shards, and to sum over replicas what each has reduced."""

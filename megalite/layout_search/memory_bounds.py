@@ -1,7 +1,7 @@
 """The memory of a layout, estimated without its schedule: never more than a walk through it finds. Imports no torch."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate, pairwise
 from operator import mul
 from typing import Any, NamedTuple, TypeVar
@@ -114,10 +114,14 @@ class Estimate:
         active = {offloads: self._activations(choice, first) for offloads, choice in each_way.items()}
         return [self._needed(choice, first, *active[choice.offload_activations]) for choice in layouts]
 
-    def lightest(self, choice: Choice, parameters: Amount, layers: float) -> float:
-        """Lower bound of `memory` if the first rank has so many parameters and activations of so many layers."""
-        held, kept = self.held(choice, parameters), 0 if choice.offload_activations else min(self.kept(choice))
-        return held.states + held.gathered + layers * kept
+    def lightest(self, choice: Choice, parameters: Amount, layers: Iterable[Sequence[int]]) -> float:
+        """Lower bound of `memory` if the first rank has so many parameters and activations of one of `layers`: layers
+        of each kind, each counted for every micro-batch in flight."""
+        held, kept = self.held(choice, parameters), 0
+        if not choice.offload_activations:
+            by_kind = self.kept(choice)
+            kept = min([sum(map(mul, counts, by_kind)) for counts in layers], default=0)
+        return held.states + held.gathered + kept
 
     def _needed(self, choice: Choice, first: First, most: float, beside: float | None) -> float:
         """Bytes with a first rank, and with its activations: at most, and while all of its gradients are there."""
@@ -190,7 +194,7 @@ class Estimate:
     def _stage(self, choice: Choice, order: Sequence[int], first: bool, last: bool) -> StageBytes:
         """Bytes that a stage holds. order: the kinds of its layers. first, last: whether it is the model's."""
         mode = mode_of(choice)
-        sizes, modes = self.sizes(choice), [mode] * len(order)
+        sizes, modes = self.sizes(choice._replace(micro=1)), [mode] * len(order)
         if mixed(self.config, self.pins, choice):  # where it is for a budget, this is what is kept at least
             every = 1 if choice.recompute == "budget" else self.config.train.recompute_every
             modes = every_nth("full" if choice.recompute == "budget" else mode, every, len(order))
@@ -198,8 +202,8 @@ class Estimate:
         layers = Amount(0, 0)
         for (number, recomputes), count in Counter(zip(order, modes, strict=True)).items():
             part = sizes.layer(self._kinds[number], recomputes)
-            kept += count * part.kept_bytes
-            left += count * part.put_off_bytes
+            kept += choice.micro * count * part.kept_bytes
+            left += choice.micro * count * part.put_off_bytes
             layers = Amount(*(have + count * more for have, more in zip(layers, self.amounts[number], strict=True)))
         ends = first + last if not self.config.model.tie_embeddings else first or last
         all_of = self.held(choice, Amount(layers.own + ends * self.matrix, layers.experts))
@@ -219,9 +223,12 @@ class Estimate:
         """Parameters of a layer that are reduced at once: experts by themselves where ranks share them out."""
         return [Amount(layer.own, 0), Amount(0, layer.experts)] if choice.ep > 1 and layer.experts else [layer]
 
-    def of_states(self, choice: Choice) -> float:
-        """Bytes that a rank with an even share of the model has at least, with no activations: quickly found."""
-        return self._even(choice, self._virtual(choice) == 1)
+    def of_states(self, choice: Choice, any_schedule: bool = False) -> float:
+        """Bytes that a rank with an even share of the model has at least, with no activations: quickly found.
+
+        any_schedule: with whatever schedule.
+        """
+        return self._even(choice, not any_schedule and self._virtual(choice) == 1)
 
     def first(self, choice: Choice) -> First:
         """The first rank, and what is in flight there: in a V, or with one stage a rank, on the first stage."""

@@ -94,7 +94,8 @@ class Level(IntEnum):
     """Degree to which a node has been examined."""
 
     SHAPE = auto()  # leads to the one that recomputes more, too
-    PIPELINE = auto()  # a shape with a schedule
+    SHARINGS = auto()  # a shape with the best bound of how its states may be shared out
+    PIPELINE = auto()  # and with a schedule
     MOVED = auto()  # likewise, of layouts with moved layers
     UNSPLIT = auto()  # one of these layouts, for which a split is looked for
     SHARED = auto()  # a layout, with the bounds of its pipeline and of how its states are shared out
@@ -189,22 +190,24 @@ def _closer(space: Space, node: Node, room: float, found: Found) -> Iterator[tup
         case Level.SHAPE:
             if (more := space.recomputing(shape, room)) is not None:
                 yield more.bound, Node(Level.SHAPE, more, more.choice)
-            shared = min((bound for bound, _ in space.sharings(shape)), default=0.0)
+            if sharings := space.sharings(shape, room):
+                yield min(bound for bound, _ in sharings), node._replace(level=Level.SHARINGS)
+        case Level.SHARINGS:
             for pipeline in space.pipelines(choice):
                 needed = space.estimate.memory(pipeline)
                 if found.fits(needed, pipeline, room):
-                    yield max(shared, space.least.of_pipeline(shape, pipeline)), Node(Level.PIPELINE, shape, pipeline)
+                    yield space.least.of_pipeline(shape, pipeline), Node(Level.PIPELINE, shape, pipeline)
                 if (bound := space.moves.of_pipeline(shape, pipeline, needed)) is not None:
-                    yield max(shared, bound), Node(Level.MOVED, shape, pipeline)
+                    yield bound, Node(Level.MOVED, shape, pipeline)
         case Level.PIPELINE:
-            layouts = list(space.layouts(shape, choice))
+            layouts = list(space.layouts(shape, choice, room))
             found.layouts += len(layouts)
             needs = space.estimate.memories([layout for _, layout in layouts])
             for (bound, layout), needed in zip(layouts, needs, strict=True):
                 if found.fits(needed, layout, room):
                     yield bound, Node(Level.SHARED, shape, layout)
         case Level.MOVED:
-            for bound, layout in space.moves.wanted(shape, choice, space.layouts(shape, choice)):
+            for bound, layout in space.moves.wanted(shape, choice, space.layouts(shape, choice, room)):
                 yield bound, Node(Level.UNSPLIT, shape, layout)
         case Level.UNSPLIT:
             for bound, split in space.moves.splits(shape, choice):

@@ -37,14 +37,14 @@ MIN_RANK_POSITIONS = 1024  # positions of a sequence that a context-parallel ran
 class Scheduled(NamedTuple):
     """The schedules of a shape.
 
-    names: each with its virtual stages. split: whether any may split backward passes. parameters, layers: of the first
-    rank at least, the latter counted for each micro-batch in flight.
+    names: each with its virtual stages. split: whether any may split backward passes. parameters: of the first rank at
+    least. layers: of one of its stages, by kind, each counted for every micro-batch in flight; any may be the fewest.
     """
 
     names: list[tuple[str, int | None]]
     split: bool
     parameters: Amount
-    layers: float
+    layers: frozenset[tuple[int, ...]]
 
 
 class Space:
@@ -137,20 +137,25 @@ class Space:
         for name, virtual in self._schedules(first).names:
             yield Choice._make((*head, name, virtual, *tail))
 
-    def sharings(self, shape: Shape) -> list[tuple[float, Choice]]:
-        """Ways to share a shape's states out over data-parallel ranks, each with a lower bound of its seconds."""
+    def sharings(self, shape: Shape, limit: float = inf) -> list[tuple[float, Choice]]:
+        """Ways to share a shape's states out over data-parallel ranks, each with a lower bound of its seconds, but for
+        those that do not fit into `limit` bytes with any schedule and split, which are remembered."""
         if shape not in self._sharings:
             found = self._sharings[shape] = []
             for mode in self._modes(shape):
                 for replicas in self._replicas(shape, mode):
                     choice = shape.choice._replace(mode=mode, replicas=replicas, shards=shape.dp // replicas)
-                    found.append((self.least.of_sharing(shape, choice), choice))
+                    if self.estimate.of_states(choice, any_schedule=True) <= limit:
+                        found.append((self.least.of_sharing(shape, choice), choice))
+                    else:
+                        self._too_large.append(choice)
         return self._sharings[shape]
 
-    def layouts(self, shape: Shape, pipeline: Choice) -> Iterator[tuple[float, Choice]]:
-        """The layouts of a shape with the schedule of `pipeline`, each with a lower bound of its seconds."""
+    def layouts(self, shape: Shape, pipeline: Choice, limit: float = inf) -> Iterator[tuple[float, Choice]]:
+        """The layouts of a shape with the schedule of `pipeline`, each with a lower bound of its seconds. limit: as in
+        `sharings`."""
         head, split, offloading = pipeline[:SHARING_INDEX], pipeline.split, list(self._offloading(pipeline.schedule))
-        for bound, shared in self.sharings(shape):
+        for bound, shared in self.sharings(shape, limit):
             sharing = shared[SHARING_INDEX:OFFLOADING_INDEX]
             for offloads in offloading:
                 yield bound, Choice._make((*head, *sharing, *offloads, split))
@@ -240,18 +245,17 @@ class Space:
                 for name, virtual in self._named(first)
                 if self._can_be_placed(first.pp, m, name, virtual) and _can_be_planned(first.pp, m, name, virtual)
             ]
-            layers = inf if names else 0.0
-            parameters = Amount(layers, layers)
+            most, layers = inf if names else 0.0, set[tuple[int, ...]]()
+            parameters = Amount(most, most)
             for name, virtual in names:
                 if name not in NAMES:  # where its stages are is not known
-                    parameters, layers = Amount(0.0, 0.0), 0.0
+                    parameters, layers = Amount(0.0, 0.0), {(0,) * len(self.kinds)}
                     continue
                 rank = self.estimate.first(first._replace(schedule=name, virtual=virtual))
                 parameters = Amount(*map(min, parameters, rank.parameters))
-                layers = min(layers, rank.most * min(map(sum, rank.stages)))
-            self._scheduled[key] = Scheduled(
-                names, any(name not in UNSPLIT_SCHEDULES for name, _ in names), parameters, layers
-            )
+                layers |= {tuple([rank.most * count for count in counts]) for counts in rank.stages}
+            splits = any(name not in UNSPLIT_SCHEDULES for name, _ in names)
+            self._scheduled[key] = Scheduled(names, splits, parameters, frozenset(layers))
         return self._scheduled[key]
 
     def _can_be_placed(self, pp: int, m: int, schedule: str, virtual: int | None) -> bool:

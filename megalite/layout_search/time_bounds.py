@@ -78,7 +78,7 @@ class Least:
         self._waits: dict[tuple[object, ...], Waits] = {}
         self._longest: dict[tuple[Clock[Cost], int], tuple[list[tuple[Cost, int]], int]] = {}
         self._exchanged: dict[tuple[object, ...], Exchanged] = {}
-        self._sent_seconds: dict[tuple[object, ...], list[tuple[float, float, float]]] = {}
+        self._exchanging: dict[tuple[object, ...], tuple[Shared, list[tuple[float, float, float]]]] = {}
         self._longer_passes: dict[tuple[object, ...], Longer] = {}
         both = [(1.0, 0.0), (0.0, 1.0)] if config.optim.name == "muon" else [(1.0, 0.0)]
         self._updating = {place: min(state_seconds(*each, place, timer) for each in both) for place in PLACES}
@@ -424,13 +424,18 @@ class Least:
         """Seconds to exchange weights and gradients of a micro-batch."""
         key = choice.tp, choice.ep, choice.cp, choice.replicas, choice.shards, choice.mode, choice.micro
         if key not in self._exchanged:
-            shared, passes = Shared(choice.applied(self.config, self.pins), self.timer.net), self.timer.kernels.passes
-            if key[:-1] not in self._sent_seconds:
-                self._sent_seconds[key[:-1]] = [*map(shared.seconds, self.estimate.kinds), shared.seconds("embedding")]
+            if key[:-1] not in self._exchanging:
+                shared = Shared(choice.applied(self.config, self.pins), self.timer.net)
+                self._exchanging[key[:-1]] = (
+                    shared,
+                    [*map(shared.seconds, self.estimate.kinds), shared.seconds("embedding")],
+                )
+            (shared, seconds), passes = self._exchanging[key[:-1]], self.timer.kernels.passes
+            added, last = shared.summed(choice.micro_batches(self.config.batch.global_))
             sizes = *(amount.whole(choice) for amount in self.estimate.amounts), self._matrix
             *layers, end = (
-                Moved(*sent, passes(shared.copied * (size / choice.tp)), passes(shared.added * (size / choice.tp)))
-                for sent, size in zip(self._sent_seconds[key[:-1]], sizes, strict=True)
+                Moved(*sent, passes(shared.copied * (size / choice.tp)), passes(added * (size / choice.tp)))
+                for sent, size in zip(seconds, sizes, strict=True)
             )
             counts, fields = list(self.estimate.kinds.values()), list(zip(*layers, strict=True))
             self._exchanged[key] = Exchanged(
@@ -438,7 +443,7 @@ class Least:
                 Moved(*map(min, fields)),
                 end,
                 Moved(*(summed(counts, each) for each in fields)),
-                passes(shared.last),
+                passes(last),
             )
         return self._exchanged[key]
 

@@ -206,7 +206,7 @@ class Moves:
         if not free or needed > self.missed * self.limit:
             return None
         load = self._load(shape, pipeline)
-        if not self._may_fit(shape, load, self._of_layer(load, pipeline), pipeline.offload_activations):
+        if not self._may_fit(load, pipeline):
             return None
         return self.least.of_any_split(shape, pipeline)
 
@@ -226,19 +226,27 @@ class Moves:
                 end = self._bytes(load, layout, Amount(self.estimate.matrix, 0))
                 needed = max([kept * (not offloads) + of_layer * own + end * ends for kept, own, ends in ranks])
                 near = needed > MIN_LIMIT_FACTOR * self.limit or load.slow
-                known[key] = (
-                    near and needed <= self.missed * self.limit and self._may_fit(shape, load, of_layer, offloads)
-                )
+                known[key] = near and needed <= self.missed * self.limit and self._may_fit(load, layout)
             if known[key]:
                 yield max(bound, self.least.of_unsplit(shape, layout)) if self._alike else bound, layout
 
-    def _may_fit(self, shape: Shape, load: Load, layer: float, offloads: bool) -> bool:
+    def _may_fit(self, load: Load, choice: Choice) -> bool:
         """Return whether there may be a split that fits; no layout whose ranks share more states has one otherwise.
 
-        layer: bytes for the parameters of each of a rank. offloads: activations are offloaded.
+        Layers of each kind are placed as if there were no others.
         """
-        layers, chunks = shape.passes.layers, load.flights.most
-        kept, limit, ranks = 0.0 if offloads else load.kept, self.limit, len(chunks)
+        kept, stages = self.estimate.kept(choice), len(load.ranks.stages[0])
+        return all(
+            self._may_hold(
+                load, self._bytes(load, choice, amount), 0.0 if choice.offload_activations else each / stages, layers
+            )
+            for amount, each, layers in zip(self.estimate.amounts, kept, self.estimate.kinds.values(), strict=True)
+        )
+
+    def _may_hold(self, load: Load, layer: float, kept: float, layers: int) -> bool:
+        """Return whether so many layers may fit. layer: bytes for the parameters of each; kept: for activations."""
+        chunks = load.flights.most
+        limit, ranks = self.limit, len(chunks)
         if (layer + chunks[0] * kept) * -(-layers // ranks) <= limit:  # the first rank holds most
             return True
         if (layer + chunks[-1] * kept) * layers > limit * ranks:

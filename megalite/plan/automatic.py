@@ -15,7 +15,7 @@ Transfers count as free then. In both cases memory is what `plan.activations` sa
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from typing import Protocol
 
 from megalite.base.errors import InputError, Problem
@@ -186,7 +186,8 @@ def costs_of(config: Config) -> list[StageCosts]:
     modes = [every_nth(recompute, train.recompute_every, count) for count in split]
     layers = {stage: list(zip(own, modes[stage], strict=True)) for stage, own in enumerate(by_stage(kinds, split))}
     sizes = Activations(config)
-    times = [_flops(config.model, layers[stage]) for stage in layers]
+    one = cache(partial(_layer_flops, config.model))
+    times = [_flops([one(*layer) for layer in layers[stage]]) for stage in layers]
     times[-1] = _with_head(times[-1], config.model, sizes.chunks_head)
     unit = sum(forward for forward, _, _ in times) / len(times)
     found = []
@@ -199,17 +200,16 @@ def costs_of(config: Config) -> list[StageCosts]:
     return found
 
 
-def _flops(model: Model, layers: Sequence[tuple[LayerKind, Mode]]) -> Flops:
-    """FLOPs per token of F, I and W in the layers of a stage."""
+def _layer_flops(model: Model, kind: LayerKind, mode: Mode) -> Flops:
+    """FLOPs per token of F, I and W in a layer."""
+    whole, matrices = layer_forward_flops(model, kind), layer_matrix_flops(model, kind)
+    again = (FORWARD_PASSES[mode] - FORWARD_PASSES["none"]) * whole
+    return whole, matrices + 2 * (whole - matrices) + again, layer_weight_flops(model, kind)
 
-    @cache
-    def one(kind: LayerKind, mode: Mode) -> Flops:
-        whole, matrices = layer_forward_flops(model, kind), layer_matrix_flops(model, kind)
-        again = (FORWARD_PASSES[mode] - FORWARD_PASSES["none"]) * whole
-        return whole, matrices + 2 * (whole - matrices) + again, layer_weight_flops(model, kind)
 
-    each = [one(*layer) for layer in layers]
-    forward, back, weight = (sum(column) for column in zip(*each, strict=True)) if each else (0.0, 0.0, 0.0)
+def _flops(layers: Sequence[Flops]) -> Flops:
+    """FLOPs of a stage's layers together."""
+    forward, back, weight = (sum(column) for column in zip(*layers, strict=True)) if layers else (0.0, 0.0, 0.0)
     return forward, back, weight
 
 

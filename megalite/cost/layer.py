@@ -18,7 +18,7 @@ from megalite.cost.constants import FITTED_CONSTANTS, Constants
 from megalite.cost.kernels import VECTOR_ELEMENTS, Kernels
 from megalite.cost.network import Group, Net
 from megalite.cost.program import HOST_BACKWARD_RATIO, TABLE_KERNELS, Program, attention_shares, machine_of
-from megalite.cost.share import Computed, Share
+from megalite.cost.share import Share
 from megalite.plan.parts.experts import ExpertsPart
 from megalite.plan.parts.part import Product
 from megalite.plan.parts.window import attended_pairs
@@ -234,28 +234,23 @@ class LayerModel:
         stream = share.element * share.tokens * share.width
         if program.overlaps and share.pieces and share.tp > 1:
             return self._overlapped(stream, share.pieces)
-        half = self.net.collective("all_reduce", stream, self.tp) * (1 - program.hidden)
+        half = self.net.collective("all_reduce", stream, self.tp) / 2 * (1 - program.hidden)
         if program.rearranges and share.tp > 1:
-            half += 2 * self.kernels.passes(2 * stream) * (1 - program.hidden)
-        features = sum(features for part in share.parts for _, features in self._gathered(part))
-        of_inputs = half * features / (2 * share.width)
+            half += self.kernels.passes(2 * stream) * (1 - program.hidden)
+        products = share.products(_aligned(share.tokens))
+        of_inputs = half * sum(product.gathered for product in products) / share.width
+        of_results = half * sum(product.scattered for product in products)
         gathers = of_inputs / (2 if program.gathers_fp8 and share.precision == "fp8" else 1)
-        return gathers + half, of_inputs + half + (gathers if program.gathers_again else 0.0), 0.0
-
-    def _gathered(self, part: Computed) -> list[tuple[Product, float]]:
-        """The products for which ranks of tp gather, with the features of a token. Experts are timed as if one did."""
-        first, *others = part.products(_aligned(self.share.tokens), self.share.tp)
-        found = others[:-1] if first.gathered == 0 else [first]
-        return [(each, each.inputs if each.gathered is None else each.gathered) for each in found]
+        return gathers + of_results, of_inputs + of_results + (gathers if program.gathers_again else 0.0), 0.0
 
     def _overlapped(self, stream: float, n: int) -> tuple[float, float, float]:
         """The same of collectives beside matrix products, as `parallel.linear` and `parallel.scattered` begin them.
 
         The input of a part, or each latent, is gathered in `n` pieces and the output scattered in as many, and so is
-        the output's gradient gathered: a product waits for the first, or is followed by the last. Backward gathers the
-        input again beside the first product, and scatters its gradient beside the second; halves of a split backward
-        wait for these. Further pieces start while those before are on their way, and pieces are taken to be multiplied
-        as fast as the whole.
+        the output's gradient gathered; experts take and return a rank's part of the sequence. A product waits for the
+        first piece, or is followed by the last. Backward gathers the input again beside the first product, and scatters
+        its gradient beside the second; halves of a split backward wait for these. Further pieces start while those
+        before are on their way, and pieces are taken to be multiplied as fast as the whole.
         """
         start = self.net.collective("all_gather", 0.0, self.tp)
         forward, inputs, weights = self._of_product
@@ -268,14 +263,14 @@ class LayerModel:
             return self.net.collective("all_gather", stream * features / self.share.width, self.tp)
 
         there = back = hidden = 0.0
-        for part in self.share.parts:
-            rows = part.products(_aligned(self.share.tokens), self.share.tp)[-1]
-            there += in_pieces(forward(rows), gathered(self.share.width))
-            back += in_pieces(inputs(rows), gathered(self.share.width))
-            for columns, features in self._gathered(part):
-                whole = gathered(features)
-                there += in_pieces(forward(columns), whole)
-                beside = sum(self.beside(each(columns), whole) - each(columns) for each in (inputs, weights))
+        for product in self.share.products(_aligned(self.share.tokens)):
+            if product.scattered:
+                there += in_pieces(forward(product), gathered(self.share.width))
+                back += in_pieces(inputs(product), gathered(self.share.width))
+            if product.gathered:
+                whole = gathered(product.gathered)
+                there += in_pieces(forward(product), whole)
+                beside = sum(self.beside(each(product), whole) - each(product) for each in (inputs, weights))
                 back += beside
                 hidden += 2 * whole - beside
         return there, back, hidden

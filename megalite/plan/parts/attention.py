@@ -61,8 +61,8 @@ class GroupedQueryPart(Gathered):
     def products(self, tokens: float, tp: int) -> list[Product]:
         heads = self.heads
         return [
-            Product(tokens, (heads.queries + heads.keys + heads.values) / tp, self.width),
-            Product(tokens, self.width, heads.outputs / tp),
+            Product(tokens, (heads.queries + heads.keys + heads.values) / tp, self.width, gathered=self.width),
+            Product(tokens, self.width, heads.outputs / tp, scattered=True),
         ]
 
     def passed(self, tp: int) -> Passed:

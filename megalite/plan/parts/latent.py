@@ -70,12 +70,12 @@ class LatentPart:
 
     def products(self, tokens: float, tp: int) -> list[Product]:
         heads, rank = self.heads, self.kind.key_rank
-        down = sum(self.latents.values()) + heads.rotary_width
+        down, queries = sum(self.latents.values()) + heads.rotary_width, self.latents.get("q", self.width)
         return [
-            Product(tokens / tp, down, self.width, gathered=0),
-            Product(tokens, heads.queries / tp, self.latents.get("q", self.width)),
+            Product(tokens / tp, down, self.width),
+            Product(tokens, heads.queries / tp, queries, gathered=queries),
             Product(tokens, (self._own_keys + heads.values) / tp, rank, gathered=rank + heads.rotary_width),
-            Product(tokens, self.width, heads.outputs / tp),
+            Product(tokens, self.width, heads.outputs / tp, scattered=True),
         ]
 
     def passed(self, tp: int) -> Passed:

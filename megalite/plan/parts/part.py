@@ -80,14 +80,15 @@ class Product(NamedTuple):
     """A matrix product with a weight on one rank: `rows` of `inputs` features to as many of `outputs` features.
 
     groups: weights among which the rows are divided, evenly on average. gathered: features of a token that ranks of
-    tensor parallelism gather for it, 0 where its rows are the rank's part of the sequence; None: its inputs.
+    tensor parallelism gather for it. scattered: they sum its outputs, and each takes its part of the sequence.
     """
 
     rows: float
     outputs: float
     inputs: float
     groups: int = 1
-    gathered: int | None = None
+    gathered: int = 0
+    scattered: bool = False
 
     @property
     def flops(self) -> float:

@@ -34,7 +34,10 @@ class SwiGLUPart(Gathered):
 
     def products(self, tokens: float, tp: int) -> list[Product]:
         hidden = self.kind.width / tp
-        return [Product(tokens, 2 * hidden, self.width), Product(tokens, self.width, hidden)]
+        return [
+            Product(tokens, 2 * hidden, self.width, gathered=self.width),
+            Product(tokens, self.width, hidden, scattered=True),
+        ]
 
     def passed(self, tp: int) -> Passed:
         return Passed(hidden=2 * self.kind.width / tp)

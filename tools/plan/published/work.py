@@ -26,7 +26,10 @@ class TwoMatrices:
 
     def products(self, tokens: float, tp: int) -> list[Product]:
         hidden = self.hidden / tp
-        return [Product(tokens, hidden, self.width), Product(tokens, self.width, hidden)]
+        return [
+            Product(tokens, hidden, self.width, gathered=self.width),
+            Product(tokens, self.width, hidden, scattered=True),
+        ]
 
     def passed(self, tp: int) -> Passed:
         return Passed(hidden=self.hidden / tp)

@@ -28,6 +28,9 @@ MERGE_BYTES = (12, 8)  # for each element of attention's result, to add what oth
 ROUTED_BYTES = 4  # for each element of a token and of its rows, forward or backward: it is read once, and written once
 LOOKUP_ELEMENTS = 6  # read and written for each of the embedding's output, forward and backward
 OVERLAP_EXPONENT = 3  # higher: the longer of device and host decides more sharply; from Megatron's layers
+# Share of the network's rate at which tokens are sent once to each node. DeepEP's README (0297fc8) tells 90, 81, 61 and
+# 61 GB/s on two and on four nodes with networks of 50, and counts what stays on a node.
+ONCE_SHARE = 0.88
 ATTENTION_BACKWARD = 2.5  # operations of fused attention's backward, in those of its forward: scores are made again
 REFERENCE_BYTES = 2  # bytes of an element in the precision that programs' bytes are counted in
 
@@ -108,7 +111,8 @@ class LayerModel:
         host = program.host + (program.experts_host if self.share.passed.active else 0.0)
         launched = host, host * HOST_BACKWARD_RATIO
         if recompute == "full":
-            backward, launched = backward + forward, (launched[0], launched[1] + launched[0])
+            again = forward if program.remade_results else forward._replace(experts=forward.experts / 2)
+            backward, launched = backward + again, (launched[0], launched[1] + launched[0])
         elif recompute == "selective" and program.repeats is None:
             backward += Seconds(attention=forward.attention)
         elif recompute == "selective":
@@ -307,7 +311,8 @@ class LayerModel:
         spans = [1, *(min(share.ep, level.gpus) for level in self.cluster.levels)]  # ranks that a copy serves
         active = max(part.passed(1).active for part in share.parts)
         copies = (_distinct(share.ep / each, active) / active for each in spans)
-        return 2 * max(map(mul, copies, self.net.links("all_to_all", tokens, group)))
+        *inside, network = map(mul, copies, self.net.links("all_to_all", tokens, group))
+        return 2 * max(*inside, network * self.net.constants.network / max(ONCE_SHARE, self.net.constants.network))
 
     def _context(self, attention: tuple[float, float]) -> tuple[float, float]:
         """Exposed context-parallel communication: forward, backward.

@@ -42,7 +42,7 @@ class Net:
         if group.size <= 1:
             return 0.0
         moved = (group.size - 1) / group.size * whole
-        return ROUNDS[kind] * (moved / self.bandwidth(group, kind) + self._start(group))
+        return ROUNDS[kind] * (moved / self.bandwidth(group, kind) + self._start(kind, group))
 
     def transfer(self, size: float, group: Group) -> float:
         """Each rank of the group sends `size` bytes to the next one; the slowest, which may be on another node."""
@@ -58,7 +58,7 @@ class Net:
         if kind == "messages":
             moved, rounds, start = whole, 1, self._hop(group)
         else:
-            moved, rounds, start = (group.size - 1) / group.size * whole, ROUNDS[kind], self._start(group)
+            moved, rounds, start = (group.size - 1) / group.size * whole, ROUNDS[kind], self._start(kind, group)
         return tuple(rounds * (moved * share + (share > 0) * start) for share in shares)
 
     def bandwidth(self, group: Group, kind: Kind = "all_gather") -> float:
@@ -93,8 +93,13 @@ class Net:
         between, inside = near < group.size, near > 1
         return self.constants.launch + self.constants.hop * max(between * network, inside * node)
 
-    def _start(self, group: Group) -> float:
-        """Seconds until the first element has been around a ring: a launch, and a hop between each two neighbours."""
+    def _start(self, kind: Kind, group: Group) -> float:
+        """Seconds until the first element has been around a ring: a launch, and a hop between each two neighbours.
+
+        In an all-to-all every rank sends to all others at once.
+        """
+        if kind == "all_to_all":
+            return self._hop(group)
         between = -(-group.size // self._near(group)) - 1  # hops from node to node
         inside = group.size - 1 - between
         node, network = self.cluster.levels[-1].link.latency, self.cluster.network.latency

@@ -40,7 +40,8 @@ class Program:
         rank that has any of them, and through the network once to each node ("once"). dispatch_overlaps: it runs beside
         the compute of another micro-batch. experts_fp8: their products are in 8 bits where others are. grouped: rate of
         their products, relative to as many of the same sizes in one call. experts_host: seconds that the host takes
-        longer for a layer's forward pass with experts. load: rows of the busiest rank of ep, in those of the mean.
+        longer for a layer's forward pass with experts. remade_results: full recompute brings results of experts back
+        once more, though nothing needs them. load: rows of the busiest rank of ep, in those of the mean.
     Weights:
         optimizer: bytes of a parameter that the optimizer reads and writes.
     The host, in seconds:
@@ -82,7 +83,8 @@ class Program:
     dispatch_overlaps: bool = False
     experts_fp8: bool = False
     grouped: float = 1.0
-    experts_host: float = 0.0022
+    experts_host: float = 0.0024
+    remade_results: bool = False
     load: float = 1.0
 
 

@@ -431,7 +431,7 @@ class Least:
                     [*map(shared.seconds, self.estimate.kinds), shared.seconds("embedding")],
                 )
             (shared, seconds), passes = self._exchanging[key[:-1]], self.timer.kernels.passes
-            added, last = shared.summed(choice.micro_batches(self.config.batch.global_))
+            added, last, _ = shared.summed(choice.micro_batches(self.config.batch.global_))
             sizes = *(amount.whole(choice) for amount in self.estimate.amounts), self._matrix
             *layers, end = (
                 Moved(*sent, passes(shared.copied * (size / choice.tp)), passes(added * (size / choice.tp)))

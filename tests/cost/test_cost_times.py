@@ -123,6 +123,14 @@ def test_an_all_to_all_and_messages_leave_a_node_by_each_gpus_own_adapter() -> N
     assert NET.transfer(whole, Group(2, 4)) < NET.transfer(whole, group) / 5
 
 
+def test_an_all_to_all_starts_as_a_message_does_whatever_the_number_of_ranks() -> None:
+    for size in (2, 8, 16, 64):
+        start = NET.collective("all_to_all", 0.0, Group(size, 1))
+        assert start == NET.transfer(0.0, Group(size, 1))
+        assert start <= NET.collective("all_gather", 0.0, Group(size, 1))
+    assert NET.collective("all_to_all", 0.0, Group(64, 1)) == NET.collective("all_to_all", 0.0, Group(16, 1))
+
+
 def test_a_link_is_busy_as_long_as_its_slowest_collective() -> None:
     for kind in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all"):
         for group in (Group(8, 1), Group(16, 8), Group(64, 1)):
@@ -193,6 +201,26 @@ def test_of_latent_attention_latents_are_gathered() -> None:
     layer, whole = at_tp_2(**heads, **{"model.attention.latent": latent})
     assert layer.forward.tensor == pytest.approx((3 + (1024 + 512 + 64) / 4096) / 4 * whole)
     assert layer.backward.tensor == pytest.approx(2 / 4 * whole)
+
+
+def test_for_experts_ranks_gather_nothing_but_what_attention_and_a_shared_expert_take() -> None:
+    """Each of both has half of a dense layer's collectives."""
+    experts = {"model.experts.count": 8, "model.experts.width": 1024, "parallel.ep": 2, "parallel.dp_shard": 1}
+    for shared, halves in (("null", 1), (2048, 2)):
+        layer, whole = at_tp_2(**experts, **{"model.experts.shared_width": shared})
+        assert layer.forward.tensor == pytest.approx(halves * 2 / 4 * whole)
+        assert layer.backward.tensor == pytest.approx(halves / 4 * whole)
+
+
+def test_full_recompute_sends_rows_to_experts_once_more_and_results_back_where_a_program_does() -> None:
+    keys = ["parallel.dp_shard=4", "parallel.ep=4", "batch.micro=1", "train.precision=bf16"]
+    experts = ["model.experts.count=8", "model.experts.width=1024", "train.recompute=full"]
+    config = check(load(["llama3_8b"], ["run.device=cuda", *keys, *experts]), 4)
+    share = share_of(config, layer_kinds(config.model)[0], "full")
+    for program, ways in ((MEGALITE, 3), (replace(MEGALITE, remade_results=True), 4)):
+        layer = LayerModel(share, program, H100).layer()
+        assert layer.forward.experts > 0
+        assert layer.backward.experts == pytest.approx(ways / 2 * layer.forward.experts)
 
 
 def test_kernels_that_pad_values_take_as_long_as_for_values_that_are_as_wide_as_keys() -> None:

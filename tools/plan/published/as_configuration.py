@@ -19,8 +19,11 @@ def expressed(work: Work, program: Profile, cluster: Cluster) -> Config | None:
 
     A configuration has SwiGLU, products in 16 bits and fused attention. And it has one way to send and to add up, for
     which `_as_ours` stands: where a program's own ways change its step by more than MAX_OWN_SHARE, no configuration
-    expresses it. Tokens go to experts in an all-to-all that nothing hides.
+    expresses it. Tokens go to experts in an all-to-all that nothing hides. Models with several kinds of layers, or with
+    latent attention, are left to the formula.
     """
+    if len({*work.shares}) > 1 or work.latent or work.predicting or work.rounds > 1:
+        return None
     if work.experts and work.ep > 1 and (program.dispatch != "all_to_all" or program.dispatch_overlaps):
         return None
     if work.experts and work.experts.count // work.ep % (work.dp * work.cp * work.tp // work.ep):

@@ -15,15 +15,16 @@ def stage_layers(work: Work, program: Profile) -> list[int]:
     Programs that weigh their stages count the output layer by its parameters, and close a stage with the block that
     takes it beyond its share. Programs that balance parameters count those of both ends. Others divide evenly; where
     that leaves a rest, but would not if the embedding and the head were layers, the first and the last stage have one
-    layer less (Llama 3, arXiv 2407.21783, §3.3.2; BLOOM).
+    layer less (Llama 3, arXiv 2407.21783, §3.3.2; BLOOM), the last one more for each that predicts a further token.
     """
     if program.weighs_stages:
         return _weighed(work)
     if program.balances and work.pp > 1:
         return _balanced(work)
-    if work.layers % work.pp and (work.layers + 2) % work.pp == 0 and work.layers > work.pp:
-        each = (work.layers + 2) // work.pp
-        return [each - 1, *[each] * (work.pp - 2), each - 1]
+    more = 2 + work.predicting
+    if work.layers % work.pp and (work.layers + more) % work.pp == 0 and work.layers > work.pp:
+        each = (work.layers + more) // work.pp
+        return [each - 1, *[each] * (work.pp - 2), each + 1 - more]
     least, rest = divmod(work.layers, work.pp)
     return [least + (rank < rest) for rank in range(work.pp)]
 

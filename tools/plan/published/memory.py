@@ -83,7 +83,7 @@ def fits(work: Work, program: Profile, size: float) -> bool:
 def _rank(work: Work, program: Profile, rank: int, layers: int) -> Memory:
     kept = program.kept
     first, last = rank == 0, rank == work.pp - 1
-    layer = work.rank_parameters
+    layer = work.rank_parameters(work.share)
     ends = work.vocab * work.width / work.tp * (2 if first and last and not work.tied else first or last)
     parameters = layers * layer + ends
     shards = (work.shards or work.dp) * work.cp

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import get_args
 
 from megalite.base.errors import InputError, counted
-from megalite.config.layers import Mixture
+from megalite.config.layers import Heads, Latent, Mixture, SwiGLU
 from megalite.config.schema import DataMode
 from megalite.cost.cluster import Cluster, Level, Link, known_clusters, load_cluster
 from megalite.cost.program import Dispatch
@@ -70,8 +70,26 @@ COLUMNS = [
     "provenance",
     "notes",
 ]
-# Columns that a file without experts need not have. head_size: where it is not the width over the heads.
-EXPERT_COLUMNS = ["head_size", "top_k", "expert_ffn", "ep", "dispatcher", "ep_overlap", "routing"]
+# Columns that a file need not have. head_size: where it is not the width over the heads.
+EXPERT_COLUMNS = [
+    "head_size",
+    "query_rank",
+    "key_rank",
+    "rotary_width",
+    "value_width",
+    "window",
+    "full_every",
+    "top_k",
+    "expert_ffn",
+    "shared_ffn",
+    "dense_layers",
+    "predicting",
+    "ep",
+    "dispatcher",
+    "ep_overlap",
+    "routing",
+    "rounds",
+]
 MAX_FILE_BYTES = 1 << 24  # bytes of a file
 GPT_VOCABULARY = 51_200  # as in Megatron's GPT models, where a row of a model without gates has no number
 VECTOR = 128  # Megatron-LM, megatron/training/arguments.py: --make-vocab-size-divisible-by
@@ -263,6 +281,9 @@ def _work(fields: Mapping[str, str]) -> tuple[Work, int]:
     if dp % shards:
         raise ValueError(f"shards = {shards}: is no divisor of the {dp} data-parallel ranks")
     experts, ep = _experts(fields, dp * cp * tp, tp)
+    head_size, full_every = (
+        whole(fields, key, each) for key, each in (("head_size", width // heads), ("full_every", 0))
+    )
     micro = whole(fields, "micro_batch", 1)
     batch = whole(fields, "global_batch", micro * dp)
     if batch % (micro * dp) and fields["micro_batch"].strip():
@@ -272,7 +293,7 @@ def _work(fields: Mapping[str, str]) -> tuple[Work, int]:
         width=width,
         heads=heads,
         kv_heads=kv_heads,
-        head_size=whole(fields, "head_size", width // heads),
+        head_size=head_size,
         ffn=whole(fields, "ffn", None if gated else 4 * width),
         vocab=_padded(whole(fields, "vocab", None if gated else GPT_VOCABULARY), tp),
         sequence=sequence,
@@ -287,8 +308,14 @@ def _work(fields: Mapping[str, str]) -> tuple[Work, int]:
         mode=mode,
         micro=micro,
         micro_batches=max(1, round(batch / (dp * micro))),
+        rounds=whole(fields, "rounds", 1),
         recompute=word(fields, "recompute", get_args(Recompute)),
+        window=whole(fields, "window", 0) or None,
+        full_every=full_every,
+        latent=_latent(fields, heads, head_size),
         experts=experts,
+        dense_layers=whole(fields, "dense_layers", 0),
+        predicting=whole(fields, "predicting", 0),
         ep=ep,
         precision="fp8" if PRECISIONS[word(fields, "precision", PRECISIONS)] == "fp8" else "bf16",
     )
@@ -300,7 +327,20 @@ def _experts(fields: Mapping[str, str], ranks: int, tp: int) -> tuple[Mixture | 
     count, ep = whole(fields, "experts", least=0), whole(fields, "ep", 1)
     if count % ep or ranks % ep or (ep > 1 and ep % tp):
         raise ValueError(f"ep = {ep}: must divide {count} experts and {ranks} ranks, and be a multiple of tp = {tp}")
-    return (Mixture(count, whole(fields, "top_k"), whole(fields, "expert_ffn")) if count else None), ep
+    if not count:
+        return None, ep
+    shared = whole(fields, "shared_ffn", 0)
+    shared_one = SwiGLU(shared) if shared else None
+    return Mixture(count, whole(fields, "top_k"), whole(fields, "expert_ffn"), shared=shared_one), ep
+
+
+def _latent(fields: Mapping[str, str], heads: int, head_size: int) -> Latent | None:
+    """Latent attention, where the ranks of its latents are told."""
+    if not fields["key_rank"].strip():
+        return None
+    rotary, values = whole(fields, "rotary_width"), whole(fields, "value_width")
+    queries = whole(fields, "query_rank", 0) or None
+    return Latent(Heads(heads, heads, head_size, rotary, values), queries, whole(fields, "key_rank"))
 
 
 def _seconds(fields: Mapping[str, str], work: Work, batch: int, cluster: Cluster) -> float | None:
@@ -323,8 +363,7 @@ def counted_flops(convention: str, work: Work) -> float:
     """Operations for a token as a source counts them: with recomputation or without, with all of attention or half."""
     passes = 4 if "hardware" in convention else 3
     seen = 0.5 if "causal" in convention else 1.0
-    scores = 4 * work.sequence * work.q * seen
-    return passes * work.layers * (work.layer_flops + scores) + 3 * 2 * work.width * work.vocab
+    return passes * work.forward_flops(seen) + 3 * 2 * work.width * work.vocab
 
 
 def _padded(vocab: int, tp: int) -> int:

@@ -7,12 +7,14 @@ of layers; of other modes it follows the last micro-batch.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from math import ceil
 
 from megalite.cost.cluster import Cluster
 from megalite.cost.constants import FITTED_CONSTANTS, Constants
 from megalite.cost.layer import LayerModel, LayerTime
 from megalite.cost.network import Group
+from megalite.cost.share import Share
 from megalite_tools.plan.published.layer_counts import stage_layers
 from megalite_tools.plan.published.profiles import Profile
 from megalite_tools.plan.published.work import Work
@@ -45,6 +47,8 @@ class StepModel:
         self.work, self.program, self.cluster, self.constants = work, program, cluster, constants
         self.parts = LayerModel(work.share, program, cluster, constants)
         self.kernels, self.net = self.parts.kernels, self.parts.net
+        kinds = {share: LayerModel(share, program, cluster, constants) for share in dict.fromkeys(work.shares)}
+        self.times = {share: self._with_weights(model.layer(), share) for share, model in kinds.items()}
         self.data = Group(work.dp * work.cp, work.tp)
         self.shards = Group((work.shards or work.dp) * work.cp, work.tp)
         self.replicas = Group(self.data.size // self.shards.size, work.tp * self.shards.size)
@@ -53,26 +57,27 @@ class StepModel:
 
     def step(self) -> StepTime:
         work = self.work
-        layer, head, embedding = self.parts.layer(), self.parts.head(), self.parts.embedding()
-        data = 0.0
-        there, back = self._with_weights(layer)
-        per_layer = there + back
+        head, embedding = self.parts.head(), self.parts.embedding()
+        data, each = 0.0, {share: sum(passes) for share, passes in self.times.items()}
         if work.mode == "zero3":
-            per_layer, data = self._sharded(there, back)
+            sharded = {share: self._sharded(*passes, share) for share, passes in self.times.items()}
+            each, data = {share: layer for share, (layer, _) in sharded.items()}, sharded[work.share][1]
         elif work.dp * work.cp > 1:
-            data = self._reduced(work.layers / work.pp * there, work.layers / work.pp * back)
-        stages = [layers * per_layer for layers in stage_layers(work, self.program)]
-        ends = self.kernels.passes(sum(self._moved()) * work.vocab * work.width / work.tp)
-        stages[0] += embedding + ends
-        stages[-1] += head[0] + head[1] + ends
+            there, back = (sum(self.times[share][way] for share in work.shares) / work.pp for way in (0, 1))
+            data = self._reduced(there, back)
+        ends = list(accumulate(stage_layers(work, self.program), initial=0))
+        stages = [sum(each[share] for share in work.shares[begin:end]) for begin, end in pairwise(ends)]
+        moved = self.kernels.passes(sum(self._moved()) * work.vocab * work.width / work.tp)
+        stages[0] += embedding + moved
+        stages[-1] += (1 + work.predicting) * (head[0] + head[1]) + moved + work.predicting * each[work.share]
         slowest, m = max(stages), work.micro_batches
-        bubble = (sum(stages) - slowest) / work.virtual
+        bubble = work.rounds * (sum(stages) - slowest) / work.virtual
         return StepTime(m * slowest, bubble, self._transfers(), data, self._optimizer())
 
-    def _with_weights(self, layer: LayerTime) -> tuple[float, float]:
+    def _with_weights(self, layer: LayerTime, share: Share) -> tuple[float, float]:
         """Seconds of a layer's forward and backward, with what they move for its weights and gradients."""
         forward, backward = self._moved()
-        weights = self.work.rank_parameters
+        weights = self.work.rank_parameters(share)
         return (
             layer.forward.total + self.kernels.passes(forward * weights),
             layer.backward.total + self.kernels.passes(backward * weights),
@@ -83,12 +88,12 @@ class StepModel:
         there, back = self.program.moved
         return there, back + self.program.sums * (1 - 1 / self.work.micro_batches)
 
-    def _sharded(self, forward: float, backward: float) -> tuple[float, float]:
+    def _sharded(self, forward: float, backward: float, share: Share) -> tuple[float, float]:
         """Seconds of a layer and micro-batch whose weights are gathered beside its compute; and what nothing hides."""
         slower = 1 if self.program.rings else self.cluster.gpus_per_node
         element = 1 if self.program.gathers_fp8 and self.work.precision == "fp8" else self.work.element
         gather = scatter = 0.0
-        for weights, shards, replicas in self._divided(self.work.own_parameters, self.work.expert_parameters):
+        for weights, shards, replicas in self._divided(*self.work.parameters(share)):
             gather += slower * self.net.collective("all_gather", element * weights, shards)
             scatter += slower * self.net.collective("reduce_scatter", self.program.gradient * weights, shards)
             scatter += self.net.collective("all_reduce", self.program.gradient * weights / shards.size, replicas)
@@ -129,8 +134,9 @@ class StepModel:
 
     def _counted(self) -> tuple[float, float]:
         """Parameters of a pipeline rank with its share of the layers and one end, those of experts apart."""
-        work, layers = self.work, self.work.layers / self.work.pp
-        return layers * work.own_parameters + work.vocab * work.width, layers * work.expert_parameters
+        work, shares = self.work, [*self.work.shares, *[self.work.share] * self.work.predicting]
+        own, experts = map(sum, zip(*map(work.parameters, shares), strict=True))
+        return own / work.pp + work.vocab * work.width, experts / work.pp
 
     def _divided(self, own: float, experts: float) -> Iterator[tuple[float, Group, Group]]:
         """Parameters on a rank, the ranks that share them out, and the groups of these with the same: those that tensor

@@ -1,14 +1,15 @@
 """Work of a step of a published run: the model's sizes, the layout, and the batch. Imports no torch."""
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Literal
 
-from megalite.config.layers import GroupedQuery, Heads, Mixture, Scores, SwiGLU
+from megalite.config.layers import GroupedQuery, Heads, Latent, Mixture, Scores, SwiGLU
 from megalite.config.schema import DataMode
 from megalite.cost.share import Computed, Share
 from megalite.plan.parts.attention import GroupedQueryPart
 from megalite.plan.parts.experts import ExpertsPart
+from megalite.plan.parts.latent import LatentPart
 from megalite.plan.parts.part import Passed, Product
 from megalite.plan.parts.swiglu import SwiGLUPart
 
@@ -42,8 +43,11 @@ class Work:
     gated: the MLP has three matrices instead of two. tied: the output layer uses the embedding's matrix. virtual:
     stages of a pipeline rank. dp: data-parallel ranks. shards: of them, those that zero3 shards over, if not
     all; the others have the same. micro: sequences of a micro-batch. micro_batches: of a step and
-    a data-parallel rank. precision: of matrix products. experts: of every layer, which `ep` ranks share out; they may
-    be neighbours among those of data, context and tensor parallelism.
+    a data-parallel rank. rounds: pipelines of a step, one after another, that share these out. precision: of matrix
+    products. window: keys of a query, but in every `full_every`-th layer. latent: attention is latent, with these
+    figures. experts: of every layer but the first `dense_layers`, which `ep` ranks share out; they may be neighbours
+    among those of data, context and tensor parallelism. predicting: layers beyond the last that predict further tokens,
+    each with the output layer once more.
     """
 
     layers: int
@@ -67,23 +71,41 @@ class Work:
     micro_batches: int = 1
     recompute: Recompute = "none"
     precision: Literal["bf16", "fp8", "fp32", "fp64"] = "bf16"
+    rounds: int = 1
     window: int | None = None
+    full_every: int = 0
+    latent: Latent | None = None
     method: Literal["ring", "ulysses", "all_gather"] = "ring"
     experts: Mixture | None = None
+    dense_layers: int = 0
     ep: int = 1
+    predicting: int = 0
 
     @cached_property
     def share(self) -> Share:
-        """Share of a micro-batch that a rank has."""
+        """Share of a micro-batch that a rank has, of the last layer."""
+        return self.shares[-1]
+
+    @cached_property
+    def shares(self) -> list[Share]:
+        """Shares of all layers."""
         window = self.window if self.window is not None and self.window < self.sequence else None
+        made = cache(self._share)
+        windows = [None if self.full_every and (n + 1) % self.full_every == 0 else window for n in range(self.layers)]
+        return [made(each, n >= self.dense_layers) for n, each in enumerate(windows)]
+
+    def _share(self, window: int | None, with_experts: bool) -> Share:
         heads = Heads(self.heads, self.kv_heads, self.head_size, self.head_size, self.head_size, Scores(window))
+        attention: Computed = GroupedQueryPart(self.width, GroupedQuery(heads))
+        if self.latent:
+            attention = LatentPart(self.width, self.latent)
         feed_forward: Computed = TwoMatrices(self.width, self.ffn)
-        if self.experts:
+        if self.experts and with_experts:
             feed_forward = ExpertsPart(self.width, self.experts)
         elif self.gated:
             feed_forward = SwiGLUPart(self.width, SwiGLU(self.ffn))
         return Share(
-            (GroupedQueryPart(self.width, GroupedQuery(heads)), feed_forward),
+            (attention, feed_forward),
             self.width,
             self.vocab,
             self.sequence,
@@ -120,29 +142,31 @@ class Work:
 
     @cached_property
     def layer_parameters(self) -> int:
-        """Parameters of a layer's matrices."""
-        products = (product for part in self.share.parts for product in part.products(1, 1))
-        return round(sum(product.outputs * product.inputs * product.groups for product in products))
+        """Parameters of the last layer's matrices."""
+        return sum(self.parameters(self.share))
 
-    @cached_property
-    def expert_parameters(self) -> int:
-        """Parameters of a layer's experts."""
-        return 3 * self.experts.count * self.experts.width * self.width if self.experts else 0
+    def parameters(self, share: Share) -> tuple[int, int]:
+        """Parameters of the matrices of a layer that tensor parallelism splits, and those of experts."""
+        products = [product for part in share.parts for product in part.products(1, 1)]
+        own, experts = (
+            round(sum(each.outputs * each.inputs * each.groups for each in products if (each.groups > 1) == of_experts))
+            for of_experts in (False, True)
+        )
+        return own, experts
 
-    @property
-    def own_parameters(self) -> int:
-        """Parameters of a layer's matrices that tensor parallelism splits."""
-        return self.layer_parameters - self.expert_parameters
-
-    @property
-    def rank_parameters(self) -> float:
+    def rank_parameters(self, share: Share) -> float:
         """Parameters of a layer's matrices on a rank, before data-parallel sharding."""
-        return self.own_parameters / self.tp + self.expert_parameters / self.ep
+        own, experts = self.parameters(share)
+        return own / self.tp + experts / self.ep
 
-    @property
-    def layer_flops(self) -> float:
-        """Operations of a layer's matrix products for a token, forward."""
-        return sum(product.flops for part in self.share.parts for product in part.products(1, 1))
+    def forward_flops(self, seen: float) -> float:
+        """Operations of all layers for a token, forward. seen: share of earlier and later positions that count."""
+        found = 0.0
+        for share in self.shares:
+            (heads,) = share.heads
+            found += sum(product.flops for part in share.parts for product in part.products(1, 1))
+            found += 2 * self.sequence * (heads.queries + heads.outputs) * seen
+        return found
 
     @property
     def step_tokens(self) -> int:

@@ -85,9 +85,11 @@ def _clamped(g, u):
 
 @jit
 def _weighted_swiglu_forward(
-    Gate, Up, Scores, Y, count, width, gate_stride, up_stride,
+    Gate, Up, Scores, Y, Count, count, width, gate_stride, up_stride,
     CLAMPED: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
+    if Count is not None:
+        count = tl.load(Count)
     tiles = tl.cdiv(width, TILE)
     rows = (tl.program_id(0) // tiles).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     columns = (tl.program_id(0) % tiles) * TILE + tl.arange(0, TILE)[None, :]
@@ -105,10 +107,12 @@ def _weighted_swiglu_forward(
 
 @jit
 def _weighted_swiglu_backward(
-    Gate, Up, Scores, DY, Grads, DScores, count, width, gate_stride, up_stride, dy_stride,
+    Gate, Up, Scores, DY, Grads, DScores, Count, count, width, gate_stride, up_stride, dy_stride,
     CLAMPED: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Rows of Grads are those of gate's and up's gradients, one behind the other."""
+    if Count is not None:
+        count = tl.load(Count)
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     scores = tl.load(Scores + rows, mask=rows < count, other=0.0)[:, None]
     sums = tl.zeros([ROWS, TILE], DScores.dtype.element_ty)
@@ -137,21 +141,24 @@ def _weighted_swiglu_backward(
 
 
 @on_device
-def launch_forward(gate: Tensor, up: Tensor, scores: Tensor, clamped: bool = False) -> Tensor:
+def launch_forward(
+    gate: Tensor, up: Tensor, scores: Tensor, clamped: bool = False, rows: Tensor | None = None
+) -> Tensor:
     y = gate.new_empty(gate.shape)
     gates, ups = map(as_rows, (gate, up))
     count, width = gates.shape
     block = row_block(width, program_for(gate.itemsize))
     if programs := -(-count // block["ROWS"]) * -(-width // block["TILE"]):
         _weighted_swiglu_forward[(programs,)](
-            gates, ups, scores.contiguous(), y, count, width, gates.stride(0), ups.stride(0), CLAMPED=clamped, **block
+            gates, ups, scores.contiguous(), y, rows, count, width, gates.stride(0), ups.stride(0),
+            CLAMPED=clamped, **block,
         )  # fmt: skip
     return y
 
 
 @on_device
 def launch_backward(
-    gate: Tensor, up: Tensor, scores: Tensor, dy: Tensor, clamped: bool = False
+    gate: Tensor, up: Tensor, scores: Tensor, dy: Tensor, clamped: bool = False, rows: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Gradients of gate and up in one tensor `[n, 2f]`, so that one matrix product can take both; those of scores."""
     grads, of_scores = gate.new_empty(len(gate), 2 * gate.shape[1]), scores.new_empty(scores.shape)
@@ -160,52 +167,62 @@ def launch_backward(
     block = row_block(width, program_for(gate.itemsize))
     if programs := -(-count // block["ROWS"]):
         _weighted_swiglu_backward[(programs,)](
-            gates, ups, scores.contiguous(), dys, grads, of_scores, count, width,
+            gates, ups, scores.contiguous(), dys, grads, of_scores, rows, count, width,
             gates.stride(0), ups.stride(0), dys.stride(0), CLAMPED=clamped, **block,
         )  # fmt: skip
     return grads, of_scores
 
 
 @torch.library.custom_op("megalite::weighted_swiglu", mutates_args=())
-def _op(gate: Tensor, up: Tensor, scores: Tensor, clamped: bool) -> Tensor:
-    return launch_forward(gate, up, scores, clamped)
+def _op(gate: Tensor, up: Tensor, scores: Tensor, clamped: bool, rows: Tensor | None = None) -> Tensor:
+    return launch_forward(gate, up, scores, clamped, rows)
 
 
 @_op.register_fake
-def _(gate: Tensor, up: Tensor, scores: Tensor, clamped: bool) -> Tensor:
+def _(gate: Tensor, up: Tensor, scores: Tensor, clamped: bool, rows: Tensor | None = None) -> Tensor:
     return gate.new_empty(gate.shape)
 
 
 @torch.library.custom_op("megalite::weighted_swiglu_backward", mutates_args=())
-def _backward_op(gate: Tensor, up: Tensor, scores: Tensor, dy: Tensor, clamped: bool) -> tuple[Tensor, Tensor]:
-    return launch_backward(gate, up, scores, dy, clamped)
+def _backward_op(
+    gate: Tensor, up: Tensor, scores: Tensor, dy: Tensor, clamped: bool, rows: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    return launch_backward(gate, up, scores, dy, clamped, rows)
 
 
 @_backward_op.register_fake
-def _(gate: Tensor, up: Tensor, scores: Tensor, dy: Tensor, clamped: bool) -> tuple[Tensor, Tensor]:
+def _(
+    gate: Tensor, up: Tensor, scores: Tensor, dy: Tensor, clamped: bool, rows: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     return gate.new_empty(gate.shape[0], 2 * gate.shape[1]), scores.new_empty(scores.shape)
 
 
-def _save(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, bool], output: Tensor) -> None:
-    *given, ctx.clamped = inputs
+def _save(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, bool, Tensor | None], output: Tensor) -> None:
+    *given, ctx.clamped, ctx.rows = inputs
     ctx.save_for_backward(*given)
 
 
 def _gradients(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-    grads, of_scores = _backward_op(*ctx.saved_tensors, dy, ctx.clamped)
-    return *grads.chunk(2, dim=-1), of_scores, None
+    grads, of_scores = _backward_op(*ctx.saved_tensors, dy, ctx.clamped, ctx.rows)
+    return *grads.chunk(2, dim=-1), of_scores, None, None
 
 
 _op.register_autograd(_gradients, setup_context=_save)
 
 
 def weighted_swiglu(
-    gate: Tensor, up: Tensor, scores: Tensor, backend: Backend = "auto", clamped: bool = False
+    gate: Tensor,
+    up: Tensor,
+    scores: Tensor,
+    backend: Backend = "auto",
+    clamped: bool = False,
+    rows: Tensor | None = None,
 ) -> Tensor:
     """scores · silu(gate) · up: gate and up `[n, f]` of one data type, scores `[n]` in float32, or float64 as these.
 
-    clamped: in the form of gpt-oss, see above. With kernels, the gradients of gate and up are halves of one tensor
-    `[n, 2f]`. They read gate and up in place where `swiglu` does.
+    clamped: in the form of gpt-oss, see above. rows: a number on the device, `[1]`; kernels neither read nor write rows
+    from that one on. With kernels, the gradients of gate and up are halves of one tensor `[n, 2f]`. They read gate and
+    up in place where `swiglu` does.
     """
     wide = wide_dtype(gate.dtype)
     if up.shape != gate.shape or scores.shape != gate.shape[:1] or (up.dtype, scores.dtype) != (gate.dtype, wide):
@@ -214,7 +231,7 @@ def weighted_swiglu(
             f"shape and type, and scores {list(scores.shape)} {scores.dtype} as many as rows, in {wide}"
         )
     if use_triton(backend, gate.device):
-        return _op(gate, up, scores, clamped)
+        return _op(gate, up, scores, clamped, rows)
     weighted: Tensor = (_TorchClamped if clamped else _TorchWeightedSwiGLU).apply(gate, up, scores)
     return weighted
 
@@ -234,3 +251,8 @@ def compile_cases() -> Iterator[CompileCase]:
             clamped = partial(launch_forward, x, x, scores, True), partial(launch_backward, x, x, scores, x, True)
             yield CompileCase("weighted_swiglu, clamped", model, dtype, clamped[0])
             yield CompileCase("weighted_swiglu backward, clamped", model, dtype, clamped[1])
+        if model.startswith("Qwen3"):
+            number = meta(1, dtype=torch.int32)
+            some = partial(launch_forward, rows=number), partial(launch_backward, rows=number)
+            yield CompileCase("weighted_swiglu, fewer rows", model, dtype, partial(some[0], x, x, scores))
+            yield CompileCase("weighted_swiglu backward, fewer rows", model, dtype, partial(some[1], x, x, scores, x))

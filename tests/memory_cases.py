@@ -74,6 +74,9 @@ APART: Overrides = {
 THREE_APART: Overrides = {**APART, "model.experts.count": 6}
 SIX: Overrides = {**EXPERTS, "model.experts.count": 6, "parallel.dp_shard": 4}
 NARROW_APART: Overrides = {**NARROW_EXPERTS, "parallel.dp_shard": 4, "parallel.ep": 2}
+WORST_CASE: Overrides = {"parallel.experts.buffers": "worst_case"}
+FIXED: Overrides = {**APART, **WORST_CASE}
+NARROW_FIXED: Overrides = {**NARROW_APART, **WORST_CASE}
 PAIRED: Overrides = {  # passes of two stages take turns
     **PIPELINE,
     "model.layers": 8,
@@ -327,6 +330,10 @@ CASES: dict[str, tuple[Overrides, int]] = {  # name -> overrides and the pipelin
     ),
     "experts apart, narrow, offloaded": ({**NARROW_APART, "train.offload_activations": True}, 0),
     "experts apart, narrow, zb_h1": ({**PIPELINE, **NARROW_APART, "parallel.pipeline.schedule": "zb_h1"}, 0),
+    "experts apart, narrow, selective, a shared one": (
+        {**PIPELINE, **NARROW_APART, **SHARED, "train.recompute": "selective"},
+        0,
+    ),
     "experts apart, muon": ({**APART, "optim.name": "muon"}, 0),
     "experts apart, three of a rank, zero3": ({**THREE_APART, "parallel.data.mode": "zero3"}, 0),
     "experts apart, three of a rank, zero3, fp32": (
@@ -344,6 +351,33 @@ CASES: dict[str, tuple[Overrides, int]] = {  # name -> overrides and the pipelin
     "experts apart, replicas": ({**APART, "parallel.dp_replicate": 2, "batch.global": 16}, 0),
     "experts apart, zbv": ({**APART, **ZERO2, "parallel.pipeline.schedule": "zbv", **PIPELINE}, 0),
     "experts apart, zb_h1, a shared one": ({**APART, **SHARED, "parallel.pipeline.schedule": "zb_h1", **PIPELINE}, 0),
+    "worst-case buffers, zero1": ({**FIXED, "parallel.data.mode": "zero1"}, 0),
+    "worst-case buffers, zero3, selective, muon": (
+        {**FIXED, "parallel.data.mode": "zero3", "train.recompute": "selective", "optim.name": "muon"},
+        0,
+    ),
+    "worst-case buffers, tp, of all ranks, full, a shared one": (
+        {**FIXED, **SHARED, "parallel.tp": 2, "parallel.dp_shard": 2, "parallel.ep": 4, "train.recompute": "full"},
+        0,
+    ),
+    "worst-case buffers, gpt-oss, a shared one": ({**FIXED, **GPT_OSS, **SHARED}, 0),
+    "worst-case buffers, one expert a rank": (
+        {**FIXED, "parallel.dp_shard": 8, "parallel.ep": 8, "model.experts.width": 128},
+        0,
+    ),
+    "worst-case buffers, narrow": (NARROW_FIXED, 0),
+    "worst-case buffers, narrow, of 8 ranks": ({**NARROW_FIXED, "parallel.dp_shard": 8, "parallel.ep": 8}, 0),
+    "worst-case buffers, narrow, fp32, selective": (
+        {**NARROW_FIXED, "train.precision": "fp32", "train.recompute": "selective"},
+        0,
+    ),
+    "worst-case buffers, narrow, full": ({**NARROW_FIXED, "train.recompute": "full"}, 0),
+    "worst-case buffers, narrow, offloaded": ({**NARROW_FIXED, "train.offload_activations": True}, 0),
+    "worst-case buffers, narrow, zb_h1": ({**PIPELINE, **NARROW_FIXED, "parallel.pipeline.schedule": "zb_h1"}, 0),
+    "worst-case buffers, narrow, zb_h1, a shared one": (
+        {**PIPELINE, **NARROW_FIXED, **SHARED, "parallel.pipeline.schedule": "zb_h1"},
+        0,
+    ),
 }
 
 

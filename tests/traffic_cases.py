@@ -49,6 +49,7 @@ APART: Overrides = {"parallel.ep": 2, "model.experts.count": 8}  # which divides
 # FSDP2 shards their width or the stream's: ranks with the same experts do not divide these evenly.
 ONE: Overrides = {"parallel.ep": 2, "model.experts.count": 2}
 THREE: Overrides = {"parallel.ep": 2, "model.experts.width": 25}
+WORST_CASE: Overrides = {"parallel.experts.buffers": "worst_case"}
 GPT_OSS: Overrides = {
     "model.qkv_bias": True,
     "model.out_bias": True,
@@ -147,6 +148,19 @@ CASES: dict[str, tuple[Overrides, dict[str, int]]] = {  # name -> overrides, and
     "experts apart, tp, muon, balance loss, a shared one": (
         {**BALANCED, **SHARED, **APART, **TP, **MUON, **data("zero1", dp_shard=2), "parallel.ep": 4},
         {"tp": 1},
+    ),
+    "worst-case buffers": ({**EXPERTS, **APART, **WORST_CASE, **data("zero3", dp_shard=4)}, {"dp_shard": 1}),
+    "worst-case buffers, tp, full recompute, balance loss, a shared one": (
+        {**BALANCED, **SHARED, **APART, **TP, **WORST_CASE, **FULL, **data("zero1", dp_shard=2), "parallel.ep": 4},
+        {"tp": 1},
+    ),
+    "worst-case buffers, ring, zb_h1, selective recompute": (
+        {**EXPERTS, **APART, **WORST_CASE, **SELECTIVE, **context("ring", 2), **pipeline("zb_h1")},
+        {"pp": 1},
+    ),
+    "worst-case buffers, full recompute, norms after": (
+        {**EXPERTS, **APART, **WORST_CASE, **FULL, **POST, **data("zero2", dp_shard=4)},
+        {},
     ),
     "experts apart, ring, zbv": (
         {**EXPERTS, **APART, **context("ring", 2), **data("zero2", dp_shard=2), **pipeline("zbv")},

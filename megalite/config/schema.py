@@ -206,6 +206,16 @@ class DataParallel:
         return self.mode != "ddp"
 
 
+Buffers = Literal["exact", "worst_case"]
+
+
+@dataclass
+class ExpertParallel:
+    # Rows of tokens at their experts: as many as come, for whose number the host waits in every layer; worst_case: room
+    # for as many as can come, and no wait.
+    buffers: Buffers = "exact"
+
+
 @dataclass
 class Parallel:
     pp: int = 1
@@ -217,6 +227,12 @@ class Parallel:
     pipeline: Pipeline = field(default_factory=Pipeline)
     context: Context = field(default_factory=Context)
     data: DataParallel = field(default_factory=DataParallel)
+    experts: ExpertParallel = field(default_factory=ExpertParallel)
+
+    @property
+    def fixed_buffers(self) -> bool:
+        """Flag: ranks that share out experts have room for all rows that can come."""
+        return self.ep > 1 and self.experts.buffers == "worst_case"
 
     @property
     def sequence_parts(self) -> int:

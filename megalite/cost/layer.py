@@ -213,9 +213,12 @@ class LayerModel:
         share, program, tokens = self.share, self.program, self.share.tokens
         stream = share.width / (share.tp if program.sequence_parallel else 1)
         inner, heads, routed, rows, _ = share.passed
-        if share.ep > 1 and program.dispatch == "all_to_all":  # rows are put in order before and after the way, too
-            routed += 2 * rows
-        inner, routed = (each * (self._load if rows else 1.0) for each in (inner, routed))
+        if share.ep > 1 and program.dispatch == "all_to_all" and not share.fixed:
+            routed += 2 * rows  # they are put in order before and after the way, too
+        own = routed - rows if share.fixed else 0.0
+        inner, routed = (each * (self._load if rows else 1.0) for each in (inner, routed - own))
+        # Tokens of all are read or written when rows are made of them or added up, and sums when these are summed.
+        routed += own * (3 * share.ep + 1) / 2
         of_stream, of_ffn = (program.forward, program.backward), (program.forward_ffn, program.backward_ffn)
         each = zip(of_stream, of_ffn, program.heads, strict=True)
         wider = share.element / REFERENCE_BYTES
@@ -305,6 +308,9 @@ class LayerModel:
         tokens = share.element * share.tokens * share.passed.rows
         if not tokens or share.ep == 1:
             return 0.0
+        if share.fixed:
+            every = share.element * share.tokens * share.ep * (share.passed.routed - share.passed.rows)
+            return sum(self.net.collective(kind, every, group) for kind in ("all_gather", "all_to_all"))
         tokens *= self._load
         if self.program.dispatch == "all_to_all":
             return 2 * self.net.collective("all_to_all", tokens, group)

@@ -31,7 +31,7 @@ class Share:
     parts: of each layer. vocab: with padding. micro: sequences. precision: of matrix products; rowwise: in 8 bits, with
     a scale for every row. documents: attention stays inside of them. deterministic, attention: as in
     `train.deterministic` and `kernels.attention`. pieces: in which ranks of tp gather and scatter beside products; 0:
-    they wait for each collective.
+    they wait for each collective. fixed: ranks of ep get all of their tokens.
     """
 
     parts: tuple[Computed, ...]
@@ -49,6 +49,7 @@ class Share:
     attention: AttentionKernel = "auto"
     rowwise: bool = False
     ep: int = 1
+    fixed: bool = False
     pieces: int = 1
 
     @property
@@ -101,6 +102,7 @@ def share_of(config: Config, kind: LayerKind, recompute: Mode = "none") -> Share
         tp=parallel.tp,
         cp=parallel.cp,
         ep=parallel.ep,
+        fixed=parallel.fixed_buffers,
         micro=config.batch.micro_size,
         recompute=recompute,
         precision=config.train.precision,

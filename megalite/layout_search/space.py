@@ -175,7 +175,8 @@ class Space:
         if experts is None:
             return [1]
         wanted = self._pinned("parallel.ep", lambda: every_divisor(experts.count, ranks))
-        return [ep for ep in wanted if not (ep % tp or ranks % ep or experts.count % ep)]
+        least = 2 if self.config.parallel.experts.buffers == "worst_case" else 1
+        return [ep for ep in wanted if ep >= least and not (ep % tp or ranks % ep or experts.count % ep)]
 
     def _context(self, tp: int) -> list[int]:
         length = self.model.sequence_length

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megalite.config.layers import LayerKind, layer_kinds
 from megalite.config.parametrization import multipliers
-from megalite.config.schema import Kernels, Model
+from megalite.config.schema import Buffers, Kernels, Model
 from megalite.distributed.collectives import all_gather
 from megalite.model.attention import Attention
 from megalite.model.experts import ExpertMLPs, Experts
@@ -49,7 +49,13 @@ class Layer(nn.Module):
     in_one = False
 
     def __init__(
-        self, model: Model, kind: LayerKind, tp: DeviceMesh, kernels: Kernels, ep: DeviceMesh | None = None
+        self,
+        model: Model,
+        kind: LayerKind,
+        tp: DeviceMesh,
+        kernels: Kernels,
+        ep: DeviceMesh | None = None,
+        buffers: Buffers = "exact",
     ) -> None:
         super().__init__()
         self.before, self.both = "before" in kind.norms, len(kind.norms) == 2
@@ -75,7 +81,7 @@ class Layer(nn.Module):
         if isinstance(part, SwiGLUPart):
             self.mlp = MLP(part, tp, kernels, of_rest)
         else:
-            self.mlp = Experts(part, tp, ep or tp, kernels, of_rest)
+            self.mlp = Experts(part, tp, ep or tp, kernels, of_rest, buffers)
         if self.both:
             self.attention_output_norm = norm("attention_output_norm", of_norm)
             self.mlp_output_norm = norm("mlp_output_norm", of_norm)
@@ -139,7 +145,7 @@ class Decoder(nn.Module):
     """The layers `layers` of the model, with the embedding if `first` and the head if `last`.
 
     A last stage with tied embeddings holds a copy of the embedding under the same name. ep: the ranks that share out
-    the experts of a layer; None: those of tp do.
+    the experts of a layer; None: those of tp do. buffers: as `parallel.experts.buffers`.
     """
 
     def __init__(
@@ -151,6 +157,7 @@ class Decoder(nn.Module):
         last: bool = True,
         kernels: Kernels = AUTO_KERNELS,
         ep: DeviceMesh | None = None,
+        buffers: Buffers = "exact",
     ) -> None:
         super().__init__()
         self.model, self.first, self.tied = model, first, last and model.tie_embeddings
@@ -159,7 +166,9 @@ class Decoder(nn.Module):
         self.embed = VocabularyEmbedding(embedding(model), tp) if first or self.tied else None
         kinds = layer_kinds(model)
         self.kinds = [kinds[layer] for layer in layers]
-        self.layers = nn.ModuleDict({str(layer): Layer(model, kinds[layer], tp, kernels, ep) for layer in layers})
+        self.layers = nn.ModuleDict(
+            {str(layer): Layer(model, kinds[layer], tp, kernels, ep, buffers) for layer in layers}
+        )
         self.head = Head(model, tp, kernels) if last else None
 
     def forward(self, x: Tensor, positions: TokenPositions | None = None, targets: Tensor | None = None) -> Tensor:

@@ -9,11 +9,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
 from megalite.config.layers import Mixture
-from megalite.config.schema import Kernels
+from megalite.config.schema import Buffers, Kernels
 from megalite.model.mlp import MLP
 from megalite.model.router import Gate, Losses, Router
-from megalite.parallel.dispatch import Dispatch
+from megalite.parallel.dispatch import AtHome, Dispatch
 from megalite.parallel.experts import GroupedProduct, Rows, add_biases
+from megalite.parallel.gathered import Gathered
 from megalite.parallel.linear import linears
 from megalite.parallel.parameter import parameter, part
 from megalite.parallel.recompute import Cheap, remembered
@@ -21,6 +22,7 @@ from megalite.parallel.tensor import Linear
 from megalite.plan.parts.experts import ExpertsPart
 from megalite.plan.parts.part import Weight
 from megalite_kernels import weighted_swiglu
+from megalite_kernels.backend import Backend
 
 NO_LOSSES = Losses()
 NAMES = ("gate", "up", "down")  # matrices of an expert
@@ -41,7 +43,13 @@ class Experts(nn.Module):
     """SwiGLU feed-forwards, of which a router chooses a few for every token. factor: multiplies the output."""
 
     def __init__(
-        self, planned: ExpertsPart, tp: DeviceMesh, ep: DeviceMesh, kernels: Kernels, factor: float = 1.0
+        self,
+        planned: ExpertsPart,
+        tp: DeviceMesh,
+        ep: DeviceMesh,
+        kernels: Kernels,
+        factor: float = 1.0,
+        buffers: Buffers = "exact",
     ) -> None:
         super().__init__()
         weights, self.kind = dict(planned.weights()), planned.kind
@@ -50,18 +58,15 @@ class Experts(nn.Module):
         self.shared = None if planned.shared is None else MLP(planned.shared, tp, kernels, factor)
         self.shared_gate = Gate(weights["shared_gate.weight"], tp) if self.kind.shared_gate else None
         self.spread, self.group, self.kernels = Cheap(Rows.spread), ep.get_group(), kernels.experts
+        self.fixed = buffers == "worst_case" and self.group.size() > 1
 
     def forward(self, x: Tensor, losses: Losses = NO_LOSSES) -> Tensor:
         """Output `[s/t, b, d]` of tokens `[s/t, b, d]`."""
         scores, experts = self.router(x, losses)
-        rows, dispatch = remembered(lambda: self._routes(experts))
-        taken, scores = self.spread(rows, x), rows.permuted(scores)
-        if dispatch is not None:
-            dispatch.send(taken, scores)
-            del taken
-        shared = self._shared(x)  # while rows travel, forward and backward
-        made = self.experts(taken, scores, rows) if dispatch is None else dispatch.compute(self.experts)
-        y = rows.collect(made)
+        dispatch = remembered(lambda: self._dispatch(experts))
+        dispatch.send(x, scores)
+        shared = self._shared(x)  # while tokens travel, forward and backward
+        y = dispatch.compute(self.experts)
         return y if shared is None else y + shared
 
     def _shared(self, x: Tensor) -> Tensor | None:
@@ -71,12 +76,20 @@ class Experts(nn.Module):
         y: Tensor = self.shared(x)
         return y if self.shared_gate is None else y * self.shared_gate(x)
 
-    def _routes(self, experts: Tensor) -> tuple[Rows, Dispatch | None]:
-        """The order of rows, and their way to ranks with other experts."""
-        rows = Rows(experts, self.kind.count, self._known_counts(experts.numel()), self.kernels)
+    def _dispatch(self, experts: Tensor) -> AtHome | Dispatch | Gathered:
+        """The way of tokens to `experts` that they have chosen."""
+        count, known = self.kind.count, self._known_counts(experts.numel())
+        if self.fixed:
+            gathered = Gathered(experts, count, self.group, self.spread, known, self.kernels)
+            self._count(gathered.chosen)
+            return gathered
+        rows = Rows(experts, count, known, self.kernels)
+        self._count(rows.on_device)
+        return AtHome(rows, self.spread) if self.group.size() == 1 else Dispatch(rows, self.group)
+
+    def _count(self, chosen: Tensor) -> None:
         if torch.is_grad_enabled():
-            self.router.count(rows.on_device)
-        return rows, None if self.group.size() == 1 else Dispatch(rows, self.group)
+            self.router.count(chosen)
 
     def _known_counts(self, choices: int) -> list[int] | None:
         """Rows of each expert, where they do not hang on the router."""
@@ -97,13 +110,17 @@ class ExpertMLPs(nn.Module):
         gate, up, down = pairs
         self.gate, self.up = ExpertLinear(*gate, ep), ExpertLinear(*up, ep)
         self.down = ExpertLinear(*down, ep, factor)
-        self.swiglu = Cheap(partial(weighted_swiglu, backend=kernels.experts, clamped=kind.clamped))
+        self.swiglu = Cheap(partial(_swiglu, kernels.experts, kind.clamped))
 
     def forward(self, x: Tensor, scores: Tensor, rows: Rows) -> Tensor:
         """Outputs `[nK, d]` of rows `[nK, d]`, each times its score, `[nK]`."""
         gate, up = _products([self.gate, self.up], x, rows)  # nK f
-        (y,) = _products([self.down], self.swiglu(gate, up, scores), rows, scores)
+        (y,) = _products([self.down], self.swiglu(gate, up, scores, rows.number), rows, scores)
         return y
+
+
+def _swiglu(backend: Backend, clamped: bool, gate: Tensor, up: Tensor, scores: Tensor, number: Tensor | None) -> Tensor:
+    return weighted_swiglu(gate, up, scores, backend, clamped, number)
 
 
 def _products(layers: Sequence[ExpertLinear], x: Tensor, rows: Rows, scores: Tensor | None = None) -> Sequence[Tensor]:

@@ -1,5 +1,9 @@
 """Expert parallelism: rows go to the ranks of their experts, and results come back.
 
+A dispatch is what `Experts` asks for this: `send` begins to send tokens with their scores, and `compute` returns what
+experts make of them, summed. Here are two, for ranks that share out experts and for one that has all of them; a third,
+with buffers of a fixed size, is in `gathered`.
+
 Every rank of the group has as many experts, the first one those with the lowest numbers. Rows are in the order of
 experts, so what goes to a rank is a run. From all ranks, rows arrive in the order of these and of experts, and are put
 into that of experts alone. Backward sends gradients the other ways. The host waits once for how many rows arrive.
@@ -17,12 +21,31 @@ from torch import Tensor
 from megalite.parallel.experts import Rows
 from megalite.parallel.turns import give_way
 
+Compute = Callable[[Tensor, Tensor, Rows], Tensor]  # results of rows with their scores
+Spread = Callable[[Rows, Tensor], Tensor]  # rows of tokens, as `Rows.spread` makes them
+
+
+class AtHome:
+    """Experts that are all here. rows: of tokens."""
+
+    def __init__(self, rows: Rows, spread: Spread) -> None:
+        self.rows, self._spread = rows, spread
+
+    def send(self, x: Tensor, scores: Tensor) -> None:
+        """Take tokens `[…, d]` with their scores `[…, K]`."""
+        self._taken = [x, scores]
+
+    def compute(self, experts: Compute) -> Tensor:
+        """The sums `[…, d]` of what `experts` make of every token."""
+        taken = self._taken.pop
+        return self.rows.collect(experts(self._spread(self.rows, taken(0)), self.rows.permuted(taken(0)), self.rows))
+
 
 class Dispatch:
     """The exchange of a rank's `rows` over `group`. Collective, as are its methods."""
 
     def __init__(self, rows: Rows, group: dist.ProcessGroup) -> None:
-        self.group, ranks = group, group.size()
+        self.own, self.group, ranks = rows, group, group.size()
         mine = rows.on_device.view(ranks, -1)  # by rank and its expert: rows that this rank sends
         theirs = torch.empty_like(mine)
         counting = dist.all_to_all_single(theirs, mine, group=group, async_op=True)
@@ -41,18 +64,20 @@ class Dispatch:
         self.rows = Rows(experts[:, None], mine.shape[1], counts, rows.backend)  # the rows of this rank's experts
 
     def send(self, x: Tensor, scores: Tensor) -> None:
-        """Begin to send rows `[n, d]` with their scores `[n]`. Work until `compute` runs beside it."""
-        self._on_their_way = [_Exchange.begun((x, scores), self.sent, self.arriving, self.group)]
+        """Begin to send tokens `[…, d]` with their scores `[…, K]`. Work until `compute` runs beside it."""
+        rows = self.own.spread(x), self.own.permuted(scores)
+        self._on_their_way = [Exchange(self.sent, self.arriving, self.group).begun(*rows)]
 
-    def compute(self, experts: Callable[[Tensor, Tensor, Rows], Tensor]) -> Tensor:
-        """The results of `experts` of all ranks for the rows that were sent, `[n, d]`."""
+    def compute(self, experts: Compute) -> Tensor:
+        """The sums `[…, d]` of what `experts` of all ranks make of every token that was sent."""
         # Rows have no names here, by which they would be held for longer than they are needed.
         arrived = list(self._on_their_way.pop()())
-        y = self.rows.collect(experts(self.rows.spread(arrived.pop(0)), self.rows.permuted(arrived.pop(0)), self.rows))
-        return _Exchange.begun((y,), self.arriving, self.sent, self.group)()[0]
+        made = [experts(self.rows.spread(arrived.pop(0)), self.rows.permuted(arrived.pop(0)), self.rows)]
+        back = [Exchange(self.arriving, self.sent, self.group).begun(self.rows.collect(made.pop()))]
+        return self.own.collect(back.pop()()[0])
 
 
-class _Exchange:
+class Exchange:
     """Rows that ranks exchange, and their gradients: `sent` and `arriving` are numbers of rows by rank.
 
     Two steps of autograd, so that what lies between them runs beside the exchange, in backward too. So does what a
@@ -63,13 +88,9 @@ class _Exchange:
         self.sent, self.arriving, self.group = sent, arriving, group
         self._under_way: list[tuple[dist.Work, Tensor]] = []
 
-    @staticmethod
-    def begun(
-        rows: Sequence[Tensor], sent: Sequence[int], arriving: Sequence[int], group: dist.ProcessGroup
-    ) -> Callable[[], Sequence[Tensor]]:
+    def begun(self, *rows: Tensor) -> Callable[[], Sequence[Tensor]]:
         """Begin to send `rows`, of equal numbers. Returns what waits for those that arrive."""
-        exchange = _Exchange(sent, arriving, group)
-        return partial(_End.apply, exchange, *_Begin.apply(exchange, *rows))
+        return partial(_End.apply, self, *_Begin.apply(self, *rows))
 
     def begin(self, rows: Sequence[Tensor], back: bool) -> tuple[Tensor, ...]:
         """The rows that will have arrived after `end`."""
@@ -87,12 +108,12 @@ class _Exchange:
         under_way, self._under_way = self._under_way, []
         for work, _ in under_way:
             work.wait()
-        return [found for _, found in under_way]
+        return [found.view_as(found) for _, found in under_way]  # another tensor than the one that `begin` has returned
 
 
 class _Begin(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, exchange: _Exchange, *rows: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, exchange: Exchange, *rows: Tensor) -> tuple[Tensor, ...]:
         ctx.exchange = exchange
         return exchange.begin(rows, back=False)
 
@@ -103,10 +124,9 @@ class _Begin(torch.autograd.Function):
 
 class _End(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, exchange: _Exchange, *arrived: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, exchange: Exchange, *arrived: Tensor) -> tuple[Tensor, ...]:
         ctx.exchange = exchange
-        exchange.end()
-        return tuple(each.view_as(each) for each in arrived)
+        return tuple(exchange.end())
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:

@@ -25,17 +25,26 @@ class Rows:
     """The order of rows for the `experts` `[…, K]` that tokens `[…]` have chosen, of `count`.
 
     counts: by expert, its rows, where the host knows them; None: the host waits for them if it has to. backend: of
-    `spread_rows` and `collect_rows`.
+    `spread_rows` and `collect_rows`. room: rows that are made where choices of the number `count` have none: as many as
+    there can be, so what lies behind the last expert's is anything; None: as many as choices.
     """
 
     def __init__(
-        self, experts: Tensor, count: int, counts: Sequence[int] | None = None, backend: Backend = "auto"
+        self,
+        experts: Tensor,
+        count: int,
+        counts: Sequence[int] | None = None,
+        backend: Backend = "auto",
+        room: int | None = None,
     ) -> None:
         order = experts.flatten().argsort(stable=True)  # by row: token · K + place among the token's experts
         places = torch.empty_like(order)  # the inverse
         places[order] = torch.arange(len(order), device=order.device)
-        self.places, self.backend = places.view_as(experts), backend
-        self._experts, self._count, self.known = experts, count, counts
+        self.places, self.backend, self.room = places.view_as(experts), backend, room
+        if room is not None:
+            self.places.masked_fill_(experts == count, room)
+        self.on_device = rows_of_experts(experts.flatten(), count + 1)[:count]  # rows of every expert, int64
+        self._count, self.known = count, counts
 
     @cached_property
     def counts(self) -> list[int]:
@@ -48,16 +57,16 @@ class Rows:
         """The end of every expert's rows, int32 as grouped products want them, on the device."""
         return self.on_device.cumsum(0).int()
 
-    @cached_property
-    def on_device(self) -> Tensor:
-        """Rows of every expert, `[count]`, int64."""
-        return rows_of_experts(self._experts.flatten(), self._count)
+    @property
+    def number(self) -> Tensor | None:
+        """The number of rows, `[1]`, on the device, where there is room for more."""
+        return None if self.room is None else self.ends[-1:]
 
     @cached_property
     def numbers(self) -> Tensor:
-        """The expert of every row, `[nK]`, on the device."""
-        every = torch.arange(self._count, device=self.places.device)
-        return every.repeat_interleave(self.on_device, output_size=self.places.numel())
+        """The expert of every row, `[nK]`, on the device; any where there is none."""
+        rows = torch.arange(self.room or self.places.numel(), device=self.places.device, dtype=self.ends.dtype)
+        return torch.searchsorted(self.ends, rows, right=True).clamp_(max=self._count - 1)
 
     def runs(self) -> list[tuple[int, slice]]:
         """The experts that have rows, and these."""
@@ -70,15 +79,15 @@ class Rows:
 
     def spread(self, x: Tensor) -> Tensor:
         """The rows `[nK, d]` of tokens `[…, d]`."""
-        return spread_rows(x, self.places, self.backend)
+        return spread_rows(x, self.places, self.backend, self.room)
 
     def collect(self, rows: Tensor) -> Tensor:
         """The sums `[…, d]` of the rows of every token."""
-        return collect_rows(rows, self.places, self.backend)
+        return collect_rows(rows, self.places, self.backend, self.room is not None)
 
     def permuted(self, choices: Tensor) -> Tensor:
         """Numbers `[nK]` of rows, from those of choices `[…, K]`."""
-        return spread_rows(choices.reshape(-1, 1), self.places.view(-1, 1), self.backend).squeeze(-1)
+        return spread_rows(choices.reshape(-1, 1), self.places.view(-1, 1), self.backend, self.room).squeeze(-1)
 
 
 def rows_of_experts(experts: Tensor, count: int) -> Tensor:

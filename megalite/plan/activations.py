@@ -112,15 +112,17 @@ class Activations(Sizes):
         return sum(kept.bytes for kept in self._everything(kind, mode) if not _is_made_again(kept, mode))
 
     def _everything(self, kind: LayerKind, mode: Mode) -> tuple[Kept, ...]:
-        """Tensors that a layer without recompute keeps; for full recompute, its input whether needed or not."""
-        key = kind, mode == "full"
+        """Tensors that a layer without recompute keeps, its input for full recompute whether needed or not, and what
+        selective recompute keeps besides."""
+        key = kind, mode
         if key not in self._kept:
-            self._kept[key] = Layer(self.config.model.width, kind).kept(self, with_input=mode == "full")
+            found = Layer(self.config.model.width, kind).kept(self, with_input=mode == "full")
+            self._kept[key] = tuple(kept for kept in found if mode == "selective" or not kept.recipe)
         return self._kept[key]
 
     @cached_property
-    def _kept(self) -> dict[tuple[LayerKind, bool], tuple[Kept, ...]]:
-        """By kind of layer: what was asked for."""
+    def _kept(self) -> dict[tuple[LayerKind, Mode], tuple[Kept, ...]]:
+        """By kind of layer and mode: what was asked for."""
         return {}
 
     def outside(self, stages: int) -> dict[int, int]:

@@ -179,7 +179,8 @@ def build_stage(
     """
     config, last = plan.config, plan.stages - 1
     kernels, layers = config.kernels_by_operation, plan.layers[number]
-    stage = Decoder(config.model, mesh.tp, layers, number == 0, number == last, kernels, mesh.ep)
+    buffers = config.parallel.experts.buffers
+    stage = Decoder(config.model, mesh.tp, layers, number == 0, number == last, kernels, mesh.ep, buffers)
     use_product(stage.layers, build_product(config))
     if config.train.precision == "fp8":
         dtype = compute_dtype(config.train.dtype)

@@ -6,7 +6,18 @@ import pytest
 
 from megalite.config.layers import Mixture, SwiGLU, layer_kinds
 from megalite.config.rules.validate import validate
-from megalite.config.schema import Base, Batch, Config, DataMode, DataParallel, Experts, Model, Parallel, Train
+from megalite.config.schema import (
+    Base,
+    Batch,
+    Config,
+    DataMode,
+    DataParallel,
+    ExpertParallel,
+    Experts,
+    Model,
+    Parallel,
+    Train,
+)
 from megalite.plan.model.weights import weights
 
 MODEL = Model(6, 16, 4, 2, None, 24, 32, 8, experts=Experts(8, 2))
@@ -40,6 +51,10 @@ def with_experts(**keys: object) -> Config:
         (
             replace(CONFIG, model=replace(MODEL, parametrization="mup", base=Base(8, None, 4))),
             'model.parametrization = "mup": cannot be used with model.experts',
+        ),
+        (
+            replace(CONFIG, parallel=Parallel(dp_shard=1, experts=ExpertParallel("worst_case"))),
+            'parallel.experts.buffers = "worst_case": has no meaning with parallel.ep = 1',
         ),
         (replace(CONFIG, train=Train(compile=True)), "train.compile = true: cannot be used with model.experts"),
     ],

@@ -107,9 +107,37 @@ def test_gradients_by_differences(backend: Backend) -> None:
 
 
 def test_registered_ops() -> None:
-    places = places_of(EXPERTS["any"](4, 3)).view(2, 2, 3)
-    for op, shape in ((torch.ops.megalite.spread_rows, (2, 2, 5)), (torch.ops.megalite.collect_rows, (12, 5))):
-        torch.library.opcheck(op.default, (random(*shape, dtype=torch.bfloat16, seed=0).requires_grad_(), places))
+    places, ops = places_of(EXPERTS["any"](4, 3)).view(2, 2, 3), torch.ops.megalite
+    x, rows = (random(*shape, 5, dtype=torch.bfloat16, seed=0).requires_grad_() for shape in ((2, 2), (12,)))
+    torch.library.opcheck(ops.spread_rows.default, (x, places, 12))
+    torch.library.opcheck(ops.collect_rows.default, (rows, places))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("count", "choices"), [(7, 3), (15, 3), (4, 1)])
+def test_choices_without_rows(count: int, choices: int, dtype: torch.dtype, backend: Backend) -> None:
+    """Of 5 tokens; rows that no choice has are NaN, and reach nothing."""
+    taken = numbers_below(2, 5 * choices, seed=2).bool()
+    taken &= taken.cumsum(0) <= count
+    places = torch.where(taken, taken.cumsum(0) - 1, count).view(5, choices)
+    x, number = random(5, 48, dtype=dtype, seed=0).requires_grad_(), int(taken.sum())
+    rows = torch.full((count, 48), torch.nan, dtype=dtype, device=DEVICE)
+    rows[:number] = random(number, 48, dtype=dtype, seed=1)
+    spread, collected = (
+        spread_rows(x, places, backend, count),
+        collect_rows(rows.requires_grad_(), places, backend, True),
+    )
+    assert spread.shape == (count, 48)
+    assert torch.equal(spread[:number], x.detach().repeat_interleave(choices, 0)[taken])
+    padded = torch.cat([rows.detach()[:number], rows.new_zeros(1, 48)])
+    assert_collected(collected.detach(), padded, places.clamp(max=number))
+    spread.backward(rows.detach())
+    collected.backward(x.detach())
+    assert x.grad is not None
+    assert torch.equal(x.grad, collected)
+    assert rows.grad is not None
+    assert torch.equal(rows.grad[:number], spread[:number])
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megalite_kernels import weighted_swiglu
 from megalite_kernels.backend import Backend, wide_dtype
-from megalite_kernels.weighted_swiglu import bytes_moved, reference
+from megalite_kernels.weighted_swiglu import bytes_moved, launch_backward, launch_forward, reference
 
 BACKENDS = ["torch", "triton"]
 TERM_ROUNDINGS = {"torch": 3, "triton": 0}  # of a row's terms, to its data type, before they are added up
@@ -91,6 +91,32 @@ def test_inputs_and_incoming_gradient_are_left_alone(dtype: torch.dtype, backend
     weighted_swiglu(*every[:3], backend, clamped).backward(every[3])
     for x, old in zip(every, before, strict=True):
         assert torch.equal(x.detach(), old)
+
+
+@pytest.mark.parametrize("clamped", [False, True])
+@pytest.mark.parametrize("number", [0, 3, 37])
+def test_rows_beyond_a_number_on_the_device_are_left_alone(number: int, clamped: bool) -> None:
+    """They are NaN, and results are what they are without them; kernels do not write there."""
+    *given, grad = inputs(37, 250, torch.float32)
+    rows = torch.tensor([number], dtype=torch.int32, device=DEVICE)
+    wanted = weighted_swiglu(*(x[:number] for x in given), "triton", clamped)
+    wanted.backward(grad[:number])
+    gradients = [x.grad[:number] for x in given]
+    with torch.no_grad():
+        for x in (*given, grad):
+            x[number:] = torch.nan
+    again = [x.detach().requires_grad_() for x in given]
+    ones = [torch.ones_like(x) for x in given]
+    y = weighted_swiglu(*again, "triton", clamped, rows)
+    y.backward(grad)
+    assert torch.equal(y[:number], wanted)
+    assert all(torch.equal(x.grad[:number], wanted) for x, wanted in zip(again, gradients, strict=True))
+    torch.use_deterministic_algorithms(True)  # so memory that nothing is written to is NaN
+    try:
+        beyond = launch_forward(*ones, clamped, rows), *launch_backward(*ones, ones[0], clamped, rows)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(each[number:].isnan().all() and not each[:number].isnan().any() for each in beyond)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

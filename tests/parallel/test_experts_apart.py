@@ -1,6 +1,7 @@
 """Layers whose experts ranks share out train in every layout as in one process."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -14,12 +15,26 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from toy_jobs import Parts, advance, make, parts
 
-from megalite.commands.verify import compare, random_batch
+from megalite.commands.verify import Difference, compare, random_batch
 from megalite.config.layout import Layout
 from megalite.config.rules.validate import validate
-from megalite.config.schema import Batch, Config, DataParallel, Experts, Model, Optim, Parallel, Pipeline, Train
-from megalite.parallel.dispatch import Dispatch, _Exchange
+from megalite.config.schema import (
+    Batch,
+    Buffers,
+    Config,
+    DataParallel,
+    ExpertParallel,
+    Experts,
+    Model,
+    Optim,
+    Parallel,
+    Pipeline,
+    Train,
+)
+from megalite.model import router
+from megalite.parallel.dispatch import Dispatch, Exchange
 from megalite.parallel.experts import Rows
+from megalite.parallel.gathered import Gathered
 from megalite.train.step import gradients
 
 GATED = {"shared_width": 6, "shared_gate": True}
@@ -32,6 +47,8 @@ KINDS = {
     # FSDP2 shards other dimensions than experts: three of a rank, or one, are not shared out evenly.
     "three": Experts(6, 2, 7, gate="clamped", biases=True, balance_loss=0.1),
     "one": Experts(2, 1, 8, scores="sigmoid", correction_rate=0.05, z_loss=0.01),
+    "biases": Experts(8, 3, 6, scores="sigmoid", gate="clamped", biases=True, shared_width=16, shared_gate=True),
+    "single": Experts(8, 1, 7, balance_loss=0.1),
     "many": Experts(64, 2, 5, normalize=False, balance_loss=0.1, z_loss=0.02),  # most have no token of a micro-batch
 }
 CASES = [  # ranks along ep, layout, mode of data parallelism, schedule, experts, recompute, optimizer
@@ -52,19 +69,39 @@ CASES = [  # ranks along ep, layout, mode of data parallelism, schedule, experts
     (2, Layout(pp=2, dp_shard=2, cp=2), "zero1", "zbv", "one", "selective", "muon"),
     (2, Layout(pp=2, dp_shard=2, tp=2), "zero3", "dualpipev", "three", "none", "adamw"),
 ]
+WORST_CASES = [  # the same with buffers of a fixed size
+    (2, Layout(dp_shard=2), "ddp", "1f1b", "softmax", "selective", "muon"),
+    (4, Layout(dp_shard=2, tp=2), "zero1", "1f1b", "groups", "full", "adamw"),
+    (4, Layout(dp_shard=4, cp=2), "zero3", "1f1b", "biases", "none", "adamw"),
+    (8, Layout(dp_shard=2, cp=2, tp=2), "zero2", "1f1b", "many", "none", "muon"),
+    (8, Layout(dp_shard=8), "zero1", "1f1b", "biases", "full", "adamw"),
+    (2, Layout(pp=2, dp_shard=4), "zero2", "zb_h1", "groups", "selective", "adamw"),
+    (4, Layout(pp=2, cp=2, tp=2), "zero1", "dualpipev", "groups", "none", "muon"),
+    (2, Layout(pp=2, dp_shard=2, tp=2), "zero3", "zbv", "sigmoid", "full", "adamw"),
+]
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: ", ".join(map(str, case)))
-def test_training_is_that_of_one_process(case: tuple, ranks: Ranks) -> None:
+def configuration(case: tuple, buffers: Buffers) -> Config:
     ep, layout, mode, schedule, kind, recompute, optimizer = case
-    config = Config(
+    return Config(
         model=Model(4, 12, 2, 2, None, 20, 40, 16, experts=KINDS[kind], init_std=0.2),
-        parallel=Parallel(*layout.shape, ep, Pipeline(schedule), data=DataParallel(mode)),
+        parallel=Parallel(
+            *layout.shape, ep, Pipeline(schedule), data=DataParallel(mode), experts=ExpertParallel(buffers)
+        ),
         batch=Batch(1, layout.dp * (3 if layout.pp == 1 else 4)),
         train=Train(3, "fp64", recompute=recompute),
         optim=Optim(optimizer, lr=0.01, weight_decay=0.3, clip_norm=0.01),
     )
-    assert validate(config, layout.world_size) == []
+
+
+@pytest.mark.parametrize(
+    ("case", "buffers"),
+    [*((case, "exact") for case in CASES), *((case, "worst_case") for case in WORST_CASES)],
+    ids=lambda each: each if isinstance(each, str) else ", ".join(map(str, each)),
+)
+def test_training_is_that_of_one_process(case: tuple, buffers: Buffers, ranks: Ranks) -> None:
+    config = configuration(case, buffers)
+    assert validate(config, config.parallel.layout.world_size) == []
     told = ranks.run(compare, config, 3, 1e-11)  # losses and norms must then agree to 1e-13, gradients to 1e-12
     assert [difference for difference in told[0] if not difference.passed] == []
 
@@ -81,7 +118,7 @@ PAIRED = Config(
 def trained(config: Config) -> tuple[list[float], Parts, list[str]]:
     """Losses and weights of three steps, and the order in which exchanges of the last were begun and awaited."""
     job, order = make(config), []
-    began, ended = _Exchange.begin, _Exchange.end
+    began, ended = Exchange.begin, Exchange.end
 
     def noted(what: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **options: Any) -> Any:
@@ -93,8 +130,8 @@ def trained(config: Config) -> tuple[list[float], Parts, list[str]]:
 
     losses = advance(job, 0, 2)
     with (
-        patch.object(_Exchange, "begin", noted("begin", began)),
-        patch.object(_Exchange, "end", noted("end", ended)),
+        patch.object(Exchange, "begin", noted("begin", began)),
+        patch.object(Exchange, "end", noted("end", ended)),
     ):
         losses += advance(job, 2, 3)
     return losses, parts(job), order
@@ -121,7 +158,36 @@ def test_exchanges_of_a_pass_run_beside_compute_of_another(recompute: str, ranks
         assert crossed > len(ours[2]) / 8
 
 
-def exchanged(choices: list[list[list[int]]]) -> tuple[Tensor, Tensor, Tensor]:
+def compared_where_all_choose(first: int, config: Config) -> list[Difference]:
+    """Comparison of layout and process where all tokens choose experts from number `first` on, and no other."""
+
+    def chosen(values: Tensor, count: int) -> Tensor:
+        return torch.arange(first, first + count).expand(*values.shape[:-1], -1).contiguous()
+
+    with patch.object(router, "best", chosen), noise_in_empty_tensors():
+        return compare(config, 3, 1e-11)
+
+
+@contextmanager
+def noise_in_empty_tensors() -> Iterator[None]:
+    """Let memory that nothing was written to be NaN."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize(("ep", "kind", "first"), [(2, "groups", 0), (4, "softmax", 3), (8, "single", 7)])
+@pytest.mark.parametrize("buffers", ["exact", "worst_case"])
+def test_all_tokens_choose_the_same_experts(ep: int, kind: str, first: int, buffers: Buffers, ranks: Ranks) -> None:
+    """So other ranks have no rows, and buffers are as full as can be."""
+    config = configuration((ep, Layout(dp_shard=ep // 2, tp=2), "zero2", "1f1b", kind, "selective", "adamw"), buffers)
+    told = ranks.run(compared_where_all_choose, first, config)
+    assert [difference for difference in told[0] if not difference.passed] == []
+
+
+def exchanged(choices: list[list[list[int]]], buffers: Buffers) -> tuple[Tensor, Tensor, Tensor]:
     """What two ranks make of tokens that choose so among four experts, of which expert e multiplies by e + 1.
 
     Returns the results, the gradients of tokens, and the numbers of rows that came to the rank's experts.
@@ -130,16 +196,21 @@ def exchanged(choices: list[list[list[int]]]) -> tuple[Tensor, Tensor, Tensor]:
     rank = group.rank()
     experts = torch.tensor(choices[rank])
     x = (torch.arange(3 * len(experts), dtype=torch.float64).view(-1, 3) + 100 * rank).requires_grad_()
-    rows = Rows(experts, 4)
-    dispatch = Dispatch(rows, group)
+    dispatch: Dispatch | Gathered
+    if buffers == "exact":
+        dispatch = Dispatch(Rows(experts, 4), group)
+    else:
+        dispatch = Gathered(experts, 4, group, Rows.spread)
 
     def compute(taken: Tensor, scores: Tensor, mine: Rows) -> Tensor:
-        factors = torch.arange(2 * rank + 1, 2 * rank + 3).repeat_interleave(torch.tensor(mine.counts))
-        return taken * factors[:, None] * scores[:, None]
+        factors = torch.full((len(taken), 1), torch.nan, dtype=torch.float64)  # NaN where there is no row
+        factors[: sum(mine.counts), 0] = torch.arange(2 * rank + 1.0, 2 * rank + 3).repeat_interleave(
+            torch.tensor(mine.counts)
+        )
+        return taken * factors * scores[:, None]
 
-    scores = torch.ones(rows.places.numel(), dtype=torch.float64)
-    dispatch.send(rows.spread(x), scores)
-    y = rows.collect(dispatch.compute(compute))
+    dispatch.send(x, torch.ones(experts.shape, dtype=torch.float64))
+    y = dispatch.compute(compute)
     y.sum().backward()
     assert x.grad is not None
     return y.detach(), x.grad, torch.tensor(dispatch.rows.counts)
@@ -154,8 +225,9 @@ def exchanged(choices: list[list[list[int]]]) -> tuple[Tensor, Tensor, Tensor]:
     ],
     ids=["mixed", "one rank", "one expert"],
 )
-def test_rows_reach_their_experts_and_come_back(choices: list[list[list[int]]], ranks: Ranks) -> None:
-    told = ranks.run(exchanged, choices)[:2]
+@pytest.mark.parametrize("buffers", ["exact", "worst_case"])
+def test_rows_reach_their_experts_and_come_back(choices: list[list[list[int]]], buffers: Buffers, ranks: Ranks) -> None:
+    told = ranks.run(exchanged, choices, buffers)[:2]
     for rank, (y, grad, _) in enumerate(told):
         sums = torch.tensor([sum(expert + 1 for expert in token) for token in choices[rank]], dtype=torch.float64)
         x = torch.arange(9, dtype=torch.float64).view(-1, 3) + 100 * rank

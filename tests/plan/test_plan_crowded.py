@@ -16,3 +16,10 @@ def test_rows_of_all_ranks_come_to_one(ep: int, times: float) -> None:
     memory = rank_memory(config, 0)
     rows = memory.of("activations")["mlp"] + memory.of("temporaries").get("mlp", 0)
     assert crowded(config, memory) == pytest.approx(memory.total + (times - 1) * rows, abs=1)
+
+
+def test_buffers_of_a_fixed_size_have_room_for_all() -> None:
+    keys = ["parallel.dp_shard=8", "parallel.ep=4", "parallel.experts.buffers=worst_case", "batch.global=8"]
+    config = check(load(["configs/model/mixtral_8x7b.yaml"], [*keys, "run.device=cuda", "model.layers=2"]), 8)
+    memory = rank_memory(config, 0)
+    assert crowded(config, memory) == memory.total

@@ -56,7 +56,7 @@ def explained(asked: Asked, config: Config, prediction: Prediction, memory: Memo
     if choice.split is not None:
         parts.append(("Layers of the stages", _split(asked, config, prediction, memory)))
     parts.append((f"Where memory goes, on pipeline rank {memory.pp} at its peak", _memory(memory, asked.limit)))
-    if config.parallel.ep > 1:
+    if config.parallel.ep > 1 and not config.parallel.fixed_buffers:
         parts.append(("If all tokens choose the experts of one rank", _crowded(config, memory, asked.limit)))
     found = changes(asked, config)
     if memory.total > asked.limit:

@@ -61,6 +61,7 @@ def _tensor_parallel(model: Model, tp: int) -> Iterator[Problem]:
 def _experts(model: Model, parallel: Parallel, world_size: int | None) -> Iterator[Problem]:
     ep, tp, key = parallel.ep, parallel.tp, "parallel.ep"
     yield from _expert_count(model, ep)
+    yield from _buffers(parallel)
     if model.experts is None or min(ep, tp) < 1:
         return
     if (shared := model.experts.shared_width) is not None:
@@ -87,6 +88,12 @@ def share_experts(model: Model, ep: int, ranks: int) -> bool:
     if experts is None or min(ep, ranks, experts.count // max(ep, 1)) < 1:
         return True
     return shard_dim((experts.count // ep, experts.width or model.ffn, model.width), ranks) is not None
+
+
+def _buffers(parallel: Parallel) -> Iterator[Problem]:
+    if parallel.ep == 1 and parallel.experts.buffers == "worst_case":
+        rule = "has no meaning with parallel.ep = 1: no rows come from other ranks, and nothing waits"
+        yield Problem("parallel.experts.buffers", rule, "use exact, or a larger parallel.ep", "worst_case")
 
 
 def _expert_count(model: Model, ep: int) -> Iterator[Problem]:
@@ -121,6 +128,8 @@ def pinned_rules(config: Config, pinned: Collection[str]) -> Iterator[Problem]:
     of_any = replace(config, batch=replace(config.batch, micro=1))
     if "parallel.ep" in pinned:
         yield from _expert_count(config.model, config.parallel.ep)
+    if "parallel.ep" in pinned or config.model.experts is None:
+        yield from _buffers(config.parallel)
     yield from _memory_of_auto(of_any)
     if "parallel.pipeline.schedule" in pinned:
         yield from _schedule_name(config.parallel.pipeline.schedule)

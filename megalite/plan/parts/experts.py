@@ -11,7 +11,10 @@ A shared expert is a SwiGLU of all tokens, split over tp as in other layers. It 
 
 Where ranks share out experts, each sends its rows to those of their experts, and gets as many if experts are chosen
 equally often, as is taken here; what experts return goes back, and gradients go both ways again. Rows that arrive are
-kept, with two more numbers for each.
+kept, with a number for each.
+
+With buffers of a fixed size all ep ranks get all tokens, ep·n of them, and have room for ep·n·min(K, E/ep) rows,
+whatever is chosen. Sums of a token's rows go back.
 """
 
 from collections import Counter
@@ -95,16 +98,17 @@ class ExpertsPart:
 
     def kept(self, sizes: Sizes) -> tuple[Kept, ...]:
         rows, hidden = self._rows(sizes)
-        choices, apart = self._choices(sizes), sizes.config.parallel.ep > 1
+        choices, ep, fixed = self._choices(sizes), sizes.config.parallel.ep, sizes.config.parallel.fixed_buffers
+        indices = 1 + (ep if fixed else min(ep, 2))  # experts, and places of rows here and at these
         return (
             Kept("mlp", self._logits(sizes), "router"),
-            # Experts, and places of rows.
-            Kept("mlp", (4 if apart else 2) * INDEX_BYTES * choices, "router", remembered=True),
-            Kept("mlp", rows, "gate and up", for_weights="gate and up", cheap=not apart, of_arrivals=apart),
-            Kept("mlp", hidden, "swiglu", of_arrivals=apart),
-            Kept("mlp", hidden, "swiglu", of_arrivals=apart),
-            Kept("mlp", choices * sizes.z, "swiglu", of_arrivals=apart),
-            Kept("mlp", hidden, "down", for_weights="down", cheap=True, of_arrivals=apart),
+            Kept("mlp", indices * INDEX_BYTES * choices, "router", remembered=True),
+            Kept("mlp", self._gathered(sizes), "gate and up", recipe=True),
+            Kept("mlp", rows, "gate and up", for_weights="gate and up", cheap=ep == 1 or fixed, of_arrivals=ep > 1),
+            Kept("mlp", hidden, "swiglu", of_arrivals=ep > 1),
+            Kept("mlp", hidden, "swiglu", of_arrivals=ep > 1),
+            Kept("mlp", self._room(sizes) * sizes.z, "swiglu", of_arrivals=ep > 1),
+            Kept("mlp", hidden, "down", for_weights="down", cheap=True, of_arrivals=ep > 1),
             *self._shared_kept(sizes),
         )
 
@@ -118,18 +122,19 @@ class ExpertsPart:
             yield Kept("mlp", sizes.stream + 2 * sizes.statistic, f"{SHARED} gate")
 
     def forward(self, sizes: Sizes, passing: int) -> int:
-        rows, hidden = self._rows(sizes)
-        total = sizes.stream * sizes.z // sizes.w
-        if sizes.config.parallel.ep > 1:
-            # Rows that come back, beside those that were sent back. Layers that recompute still hold their input.
-            return max(rows + passing, 2 * rows - (1 if passing else 2) * sizes.stream, rows + total)
-        return rows + passing + (max(total - hidden, 0) if passing else total)  # the last matrix's input has passed
+        rows, _ = self._rows(sizes)
+        parallel, gathered = sizes.config.parallel, self._gathered(sizes)
+        summed = _summing(sizes, gathered) if gathered else 2 * sizes.stream + sizes.stream * sizes.z // sizes.w
+        # Results that come back, beside those that were sent back.
+        exchanged = 2 * (gathered or rows) if parallel.ep > 1 else 0
+        # Layers that recompute still hold their input.
+        return max(rows + passing, rows + summed, exchanged) - (1 if passing else 2) * sizes.stream
 
     def pauses(self, sizes: Sizes) -> tuple[Pause, ...]:
         if sizes.config.parallel.ep == 1:
             return ()
-        rows, _ = self._rows(sizes)
-        return Pause(0, False), Pause(2 * rows, False), Pause(2 * rows, True)
+        sent = 2 * (self._gathered(sizes) or self._rows(sizes)[0])
+        return Pause(0, False), Pause(sent, False), Pause(sent, True)
 
     def backward(self, sizes: Sizes, own: int) -> tuple[Moment, ...]:
         rows, hidden = self._rows(sizes)
@@ -140,21 +145,23 @@ class ExpertsPart:
         router, gate, up, down = (gradients[name] for name in MATRICES)
         # The gradient of what all return is held until the shared expert has used it.
         held, given = (own, sizes.stream) if self.shared is not None else (0, 0)
-        apart = sizes.config.parallel.ep > 1
+        apart, gathered = sizes.config.parallel.ep > 1, self._gathered(sizes)
+        sent = gathered or rows
+        back = max(2 * sent, rows + _summing(sizes, gathered))
         # Full recompute begins when a gradient of rows is there, and makes what experts return once more.
         return (
             Moment("made again", own + 2 * rows, where="remade", pauses=2 * apart),
-            *([Moment("gradients to experts", own + 2 * rows, where="kept", pauses=1)] if apart else []),
+            *([Moment("gradients to experts", own + rows + sent, where="kept", pauses=1)] if apart else []),
             Moment("down", own + rows + hidden, down, put_off=rows),
             Moment("swiglu", held + 3 * hidden),
             Moment("gate and up", held + 2 * hidden + rows, gate + up, put_off=2 * hidden),
-            *([Moment("gradients back", held + 2 * rows, pauses=1)] if apart else []),
-            *self._shared_backward(sizes, own, rows, gradients["shared_gate"]),
-            Moment("router", rows + 2 * sizes.stream + given, router, put_off=self._logits(sizes)),
+            *([Moment("gradients back", held + back, pauses=1)] if apart else []),
+            *self._shared_backward(sizes, own, 2 * sent if apart else rows, gradients["shared_gate"]),
+            Moment("router", sent + 2 * sizes.stream + given, router, put_off=self._logits(sizes)),
         )
 
     def _shared_backward(self, sizes: Sizes, own: int, rows: int, gate: int) -> Iterator[Moment]:
-        """Moments of the shared expert, with the gradient of rows on their way back. gate: bytes of its gradient."""
+        """Moments of the shared expert, with gradients of rows on their way back. gate: bytes of its gradient."""
         if self.shared is None:
             return
         if self.kind.shared_gate:
@@ -164,38 +171,58 @@ class ExpertsPart:
             yield replace(each, name=f"{SHARED} {each.name}", temporaries=each.temporaries + rows)
 
     def forward_transfers(self, sizes: Sizes, cp: int, phase: str) -> Transfers:
-        found = self._counted(sizes, phase) + self._sent(sizes, f"{phase}: tokens to their experts")
-        found += self._sent_scores(sizes, f"{phase}: scores")
+        there = "all_gather" if sizes.config.parallel.fixed_buffers else "all_to_all"
+        found = self._counted(sizes, phase) + self._sent(sizes, there, f"{phase}: tokens to their experts")
+        found += self._sent_scores(sizes, there, f"{phase}: scores")
         if self.shared is not None:
             found += self.shared.forward_transfers(sizes, cp, phase) + self.shared.output_transfers(sizes, phase)
         if sizes.config.parallel.ep > 1 and phase != "recompute":
-            counts = Transfer("all_to_all", "ep", INDEX_BYTES * self.kind.count, "int64")
-            found[counts, f"{phase}: numbers of tokens for each expert"] += 1
+            if sizes.config.parallel.fixed_buffers:
+                choices = INDEX_BYTES * self._choices(sizes) * sizes.config.parallel.ep
+                found[Transfer(there, "ep", choices, "int64"), f"{phase}: experts of tokens"] += 1
+            else:
+                counts = Transfer(there, "ep", INDEX_BYTES * self.kind.count, "int64")
+                found[counts, f"{phase}: numbers of tokens for each expert"] += 1
         return found
 
     def output_transfers(self, sizes: Sizes, phase: str) -> Transfers:
-        return self._sent(sizes, f"{phase}: tokens back from their experts")
+        return self._sent(sizes, "all_to_all", f"{phase}: tokens back from their experts")
 
     def backward_transfers(self, sizes: Sizes, cp: int) -> Transfers:
-        there = self._sent(sizes, "backward: gradients to experts") + self._sent(sizes, "backward: gradients back")
+        kind = "all_gather" if sizes.config.parallel.fixed_buffers else "all_to_all"
+        there = self._sent(sizes, kind, "backward: gradients to experts")
+        there += self._sent(sizes, "all_to_all", "backward: gradients back")
         shared = Counter() if self.shared is None else self.shared.backward_transfers(sizes, cp)
-        return there + self._sent_scores(sizes, "backward: gradients of scores") + shared
+        return there + self._sent_scores(sizes, "all_to_all", "backward: gradients of scores") + shared
 
     def weight_transfers(self, sizes: Sizes) -> Transfers:
         return Counter() if self.shared is None else self.shared.weight_transfers(sizes)
 
-    def _sent(self, sizes: Sizes, purpose: str) -> Transfers:
-        """Rows that ranks with other experts exchange."""
-        apart = sizes.config.parallel.ep > 1
-        return over("ep", "all_to_all", self._rows(sizes)[0], sizes.w, purpose, times=int(apart))
+    def _sent(self, sizes: Sizes, kind: str, purpose: str) -> Transfers:
+        """Rows that ranks with other experts exchange, or all of their tokens."""
+        parallel = sizes.config.parallel
+        size = self._gathered(sizes) if parallel.fixed_buffers else self._rows(sizes)[0]
+        return over("ep", kind, size, sizes.w, purpose, times=int(parallel.ep > 1))
 
-    def _sent_scores(self, sizes: Sizes, purpose: str) -> Transfers:
-        apart = sizes.config.parallel.ep > 1
-        return over("ep", "all_to_all", self._choices(sizes) * sizes.z, sizes.z, purpose, times=int(apart))
+    def _sent_scores(self, sizes: Sizes, kind: str, purpose: str) -> Transfers:
+        parallel = sizes.config.parallel
+        size = self._choices(sizes) * sizes.z * (parallel.ep if parallel.fixed_buffers else 1)
+        return over("ep", kind, size, sizes.z, purpose, times=int(parallel.ep > 1))
 
     def _choices(self, sizes: Sizes) -> int:
         """Experts that tokens of this rank have chosen, nK."""
         return sizes.tokens // sizes.t * self.kind.active
+
+    def _gathered(self, sizes: Sizes) -> int:
+        """Bytes of the tokens of all ranks with other experts, with buffers of a fixed size; else 0."""
+        return sizes.config.parallel.ep * sizes.stream if sizes.config.parallel.fixed_buffers else 0
+
+    def _room(self, sizes: Sizes) -> int:
+        """Rows of this rank's experts: as many as can come with buffers of a fixed size, else as many as come."""
+        if not sizes.config.parallel.fixed_buffers:
+            return self._choices(sizes)
+        ep = sizes.config.parallel.ep
+        return ep * sizes.tokens // sizes.t * min(self.kind.active, self.kind.count // ep)
 
     def _counted(self, sizes: Sizes, phase: str) -> Transfers:
         """Counts of the balance loss, summed over the parts of sequences. Full recompute remembers them."""
@@ -214,5 +241,10 @@ class ExpertsPart:
 
     def _rows(self, sizes: Sizes) -> tuple[int, int]:
         """Bytes of the tokens of all experts, and of as many hidden features."""
-        rows = self._choices(sizes) * sizes.w
+        rows = self._room(sizes) * sizes.w
         return rows * self.width, rows * self.kind.width
+
+
+def _summing(sizes: Sizes, tokens: int) -> int:
+    """Bytes in which rows are summed to so many bytes of tokens: sums in float32 or wider, and what is added."""
+    return tokens * sizes.z // sizes.w + tokens

@@ -121,6 +121,7 @@ class Kept:
     given: bool = False  # the input of a layer, which full recompute keeps
     remembered: bool = False  # a choice: it stays on the device, and full recompute does not make it again
     of_arrivals: bool = False  # made of rows that other ranks have sent
+    recipe: bool = False  # cheap tensors alone are made of it: selective recompute alone keeps it
 
 
 @dataclass(frozen=True)

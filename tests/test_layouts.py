@@ -27,6 +27,7 @@ from megalite.config.schema import (
     Context,
     Data,
     DataParallel,
+    ExpertParallel,
     Experts,
     Latent,
     Model,
@@ -58,6 +59,7 @@ FEATURES = {
     "kind": ("standard", "mup", "completep", "latent", "latent, experts", "experts", "groups", "biases"),
     "sinks": (False, True),
     "ep": ("least", "more", "all"),
+    "buffers": ("exact", "worst_case"),
 }
 ATTENTION = {
     "full": Attention(),
@@ -85,12 +87,14 @@ MATTERS = {
     "mode": ("dp_replicate", "dp_shard", "cp"),
     "method": ("cp",),
     "ep": ("dp_shard", "cp", "tp"),
+    "buffers": ("dp_shard", "cp", "tp"),
 }
 # Only with some settings of another feature:
 NEEDS = {
     **{name: ("kind", [each for each in FEATURES["kind"] if "latent" not in each]) for name in ("qk_norm", "qkv_bias")},
     "sinks": ("kind", [each for each in FEATURES["kind"] if "latent" not in each]),
     "ep": ("kind", list(EXPERTS)),
+    "buffers": ("kind", list(EXPERTS)),
 }
 LAYOUTS = [Layout(*sizes) for sizes in product((1, 2, 4), *[(1, 2, 4, 8)] * 4)]
 LAYOUTS = [layout for layout in LAYOUTS if layout.world_size <= SIZE]
@@ -208,7 +212,8 @@ def configuration(layout: Layout, row: Row) -> Config:
     )
     micro_batches = {"few": max(1, layout.pp - 1), "multiple": 2 * layout.pp, "ragged": 2 * layout.pp + 1}
     ep = experts_shared_by(layout, row["ep"]) if kind in EXPERTS else 1
-    parallel = Parallel(*layout.shape, ep, pipeline, Context(row["method"]), DataParallel(row["mode"]))
+    experts = ExpertParallel(row["buffers"] if ep > 1 else "exact")
+    parallel = Parallel(*layout.shape, ep, pipeline, Context(row["method"]), DataParallel(row["mode"]), experts)
     recompute, *every = str(row["recompute"]).split(" ", 1)
     train = Train(3, "fp64", recompute=recompute, recompute_every=1 + len(every), offload_activations=row["offload"])
     masked = row["documents"] != "packed"

@@ -9,7 +9,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 import pytest
-from memory_cases import SIZES, configured
+from memory_cases import APART, SIZES, WORST_CASE, configured
 
 from megalite.commands.main import main
 from megalite.commands.show import memory as show_memory
@@ -67,6 +67,20 @@ def test_a_split_that_lowers_the_peak_is_told(capsys: pytest.CaptureFixture[str]
     output = capsys.readouterr().out
     assert "does not fit" in output
     assert f"{told} 130 GiB; its slowest stage takes 2% longer." in output
+
+
+def test_bytes_of_both_kinds_of_buffers_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+    """A rank has two of eight experts: of three that a token chooses, at most two are there."""
+    overrides = {**APART, "parallel.ep": 4, **WORST_CASE}
+    rows = shown(capsys, "--memory", *(f"{key}={value}" for key, value in overrides.items()))
+    config = configured(overrides)
+    tokens, width = config.model.sequence_length * config.batch.micro_size, config.model.width
+    assert [int(rows[name][0].replace(",", "")) for name in ("exact", "worst_case")] == [3 * tokens, 4 * 2 * tokens]
+    kept, sent = (float(each.split()[0]) * MIB for each in rows["worst_case"][1:])
+    assert kept == pytest.approx(4 * 2 * tokens * (2 * (width + 3 * 1024) + 4), rel=0.01)
+    # Tokens there and sums back, likewise gradients; scores, their gradients, and choices.
+    assert sent == pytest.approx(3 * tokens * (4 * 2 * width + 3 * (4 + 4 + 8)), rel=0.01)
+    assert "exact" not in shown(capsys, "--memory")
 
 
 def test_equal_ranks_of_many_are_one_row(capsys: pytest.CaptureFixture[str]) -> None:

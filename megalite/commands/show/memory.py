@@ -17,6 +17,7 @@ from rich.text import Text
 from megalite.base.errors import InputError, counted, listing, number_ranges
 from megalite.base.exit_codes import ExitCode
 from megalite.base.terminal import memory_unit, table
+from megalite.commands.show.buffers import expert_buffers
 from megalite.config.schema import Config
 from megalite.cost.cluster import Cluster
 from megalite.cost.order_costs import costing_of
@@ -192,6 +193,8 @@ def memory_sections(
         ("Does it fit?", verdict(config, memories, limit, cluster).append(_split_advice(config, memories))),
         ("Conventions", Text(note + CUDA_NOTE * on_cuda + TRANSFER_NOTE * (on_cuda and config.parallel.pp > 1) + told)),
     ]
+    if config.parallel.ep > 1:
+        sections.insert(2, ("Tokens at their experts, of one layer and micro-batch", expert_buffers(config)))
     if len(memories) > 1:
         name, unit = memory_unit(most.total)
         sections.insert(2, (f"Pipeline ranks, {name}", _ranks(memories, unit)))

@@ -107,7 +107,7 @@ class ExpertsPart:
             Kept("mlp", rows, "gate and up", for_weights="gate and up", cheap=ep == 1 or fixed, of_arrivals=ep > 1),
             Kept("mlp", hidden, "swiglu", of_arrivals=ep > 1),
             Kept("mlp", hidden, "swiglu", of_arrivals=ep > 1),
-            Kept("mlp", self._room(sizes) * sizes.z, "swiglu", of_arrivals=ep > 1),
+            Kept("mlp", self.room(sizes) * sizes.z, "swiglu", of_arrivals=ep > 1),
             Kept("mlp", hidden, "down", for_weights="down", cheap=True, of_arrivals=ep > 1),
             *self._shared_kept(sizes),
         )
@@ -217,7 +217,7 @@ class ExpertsPart:
         """Bytes of the tokens of all ranks with other experts, with buffers of a fixed size; else 0."""
         return sizes.config.parallel.ep * sizes.stream if sizes.config.parallel.fixed_buffers else 0
 
-    def _room(self, sizes: Sizes) -> int:
+    def room(self, sizes: Sizes) -> int:
         """Rows of this rank's experts: as many as can come with buffers of a fixed size, else as many as come."""
         if not sizes.config.parallel.fixed_buffers:
             return self._choices(sizes)
@@ -241,7 +241,7 @@ class ExpertsPart:
 
     def _rows(self, sizes: Sizes) -> tuple[int, int]:
         """Bytes of the tokens of all experts, and of as many hidden features."""
-        rows = self._room(sizes) * sizes.w
+        rows = self.room(sizes) * sizes.w
         return rows * self.width, rows * self.kind.width
 
 

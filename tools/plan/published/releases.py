@@ -62,7 +62,8 @@ def _with_16_bit_gradients(program: Profile) -> Profile:
 
 
 # Share of the host's time with CUDA graphs of attention, router and preparation of the exchange: Qwen3 30B with tp 2
-# and ep 4 on H100 is then 1.29 times as fast (github.com/NVIDIA-NeMo/Megatron-Bridge at 067f987, card.yaml of CUDA graphs).
+# and ep 4 on H100 is then 1.29 times as fast (github.com/NVIDIA-NeMo/Megatron-Bridge at 067f987, card.yaml of CUDA
+# graphs).
 GRAPH_SHARE = 0.74
 
 

@@ -202,7 +202,8 @@ def test_an_unknown_key_brings_the_nearest_name(override: str, meant: str) -> No
         ),
         (
             "parallel.pipeline=null",
-            "parallel.pipeline = null: must be a section with keys from schedule, virtual_stages, memory, split or overlap",
+            "parallel.pipeline = null: must be a section with keys from schedule, virtual_stages, memory, split or "
+            "overlap",
         ),
         ("model.rope_scaling=8", None),
         ("data.tokenizer=???", "data.tokenizer: has no value yet; set it in a file or with data.tokenizer=VALUE"),

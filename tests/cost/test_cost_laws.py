@@ -82,6 +82,7 @@ def drawn(draw: st.DrawFn) -> tuple[Config, str]:
             "model.experts.width": 64 * draw(st.integers(1, 30)),
             "model.experts.first_dense": draw(st.sampled_from([0, 1])),
             "model.experts.balance_loss": draw(st.sampled_from([0, 0.01])),
+            "parallel.experts.buffers": draw(st.sampled_from(["exact", "worst_case"] if ep > 1 else ["exact"])),
         }
     gpus = tp * cp * pp * replicas * shards
     config = made([f"{key}={value}" for key, value in values.items()], gpus)

@@ -37,6 +37,7 @@ from megalite_kernels.weighted_swiglu import bytes_moved as weighted_bytes
 H100 = load_cluster("h100_sxm")
 TIMER = Timer(H100)
 NETWORK = H100.network
+BUFFERS = "parallel.experts.buffers"
 
 
 def configured(gpus: int, *keys: str, model: str = "tiny") -> Config:
@@ -217,6 +218,21 @@ def test_a_backward_pass_gathers_and_reduces_one_after_the_other() -> None:
         for kind, each in (("all_gather", 2), ("reduce_scatter", 4))
     )
     assert stage.backward.total + stage.longer[0] > gathered + reduced
+
+
+def test_buffers_of_a_fixed_size_gather_all_tokens() -> None:
+    """Instead of sending two rows a token, ranks gather those of eight, and send as many sums, in each pass."""
+    keys = ["parallel.dp_shard=8", "parallel.ep=8", "batch.global=8", "batch.micro=1", "model.layers=2"]
+    configs = [configured(8, *keys, f"{BUFFERS}={each}", model="mixtral_8x7b") for each in ("exact", "worst_case")]
+    exact, fixed = (TIMER.layer(share_of(config, layer_kinds(config.model)[0])) for config in configs)
+    tokens, group = 2 * 32768 * 4096, Group(8, 1)
+    sent = 2 * TIMER.net.collective("all_to_all", 2 * tokens, group)
+    gathered = sum(TIMER.net.collective(kind, 8 * tokens, group) for kind in ("all_gather", "all_to_all"))
+    assert (exact.forward.experts, exact.backward.experts) == pytest.approx((sent, sent))
+    assert (fixed.forward.experts, fixed.backward.experts) == pytest.approx((gathered, gathered))
+    # A row is put in order once less each way; tokens of all are read or written thrice, and sums written.
+    bytes_moved = (8 * 3 + 1) / 2 * 4 - 4 - 2 * 2 * 4
+    assert fixed.forward.passes - exact.forward.passes == pytest.approx(TIMER.kernels.passes(bytes_moved * tokens / 2))
 
 
 def test_links_that_both_kinds_of_parallelism_use_carry_all_of_it() -> None:

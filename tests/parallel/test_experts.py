@@ -42,6 +42,20 @@ def test_rows_are_in_the_order_of_experts_and_of_tokens(count: int, tokens: int,
     assert rows.permuted(numbers).tolist() == order
 
 
+def test_choices_of_other_ranks_have_no_rows() -> None:
+    """Their number is 2, one more than experts have here. Rows behind the last are of any expert that there is."""
+    rows = Rows(torch.tensor([[0, 2], [2, 1], [2, 2], [1, 0]]), 2, room=6)
+    assert rows.places.tolist() == [[0, 6], [6, 2], [6, 6], [3, 1]]
+    assert (rows.counts, rows.ends.tolist()) == ([2, 2], [2, 4])
+    assert rows.number is not None
+    assert rows.number.tolist() == [4]
+    assert rows.numbers.tolist() == [0, 0, 1, 1, 1, 1]
+    x = torch.arange(4, dtype=torch.float64)[:, None]
+    assert rows.spread(x)[:4, 0].tolist() == [0, 3, 1, 3]
+    assert rows.collect(rows.spread(x))[:, 0].tolist() == [0, 1, 0, 6]
+    assert rows.permuted(torch.arange(8.0).view(4, 2))[:4].tolist() == [0, 7, 3, 6]
+
+
 def test_rows_of_every_sequence_are_counted_apart() -> None:
     experts = torch.tensor([[0, 4, 4, 1], [2, 2, 2, 2]])
     assert rows_of_experts(experts, 5).tolist() == [[1, 1, 0, 0, 2], [0, 0, 4, 0, 0]]

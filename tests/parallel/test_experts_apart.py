@@ -201,6 +201,7 @@ def exchanged(choices: list[list[list[int]]], buffers: Buffers) -> tuple[Tensor,
         dispatch = Dispatch(Rows(experts, 4), group)
     else:
         dispatch = Gathered(experts, 4, group, Rows.spread)
+        assert dispatch.chosen.tolist() == [int((experts == expert).sum()) for expert in range(4)]  # of this rank alone
 
     def compute(taken: Tensor, scores: Tensor, mine: Rows) -> Tensor:
         factors = torch.full((len(taken), 1), torch.nan, dtype=torch.float64)  # NaN where there is no row

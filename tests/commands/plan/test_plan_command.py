@@ -272,6 +272,10 @@ BAD = [
     ([*SMALL, "--gpus", "8", "model.heads=0"], "model.heads = 0: must be at least 1"),
     ([*SMALL, "--gpus", "8", "model.kv_heads=5"], "model.kv_heads"),
     ([*SMALL, "--gpus", "8", "--routing", "natural"], "--routing: has no meaning without model.experts"),
+    (
+        [*SMALL, "--gpus", "8", "parallel.experts.buffers=worst_case"],
+        'parallel.experts.buffers = "worst_case": has no meaning with parallel.ep = 1',
+    ),
     ([*SMALL, "--gpus", "8", "parallel.ep=2"], "parallel.ep = 2: has no meaning without model.experts; use 1"),
     (["mixtral_8x7b", "--gpus", "8", "parallel.ep=3"], "model.experts.count = 8: must be divisible by parallel.ep = 3"),
     (["mixtral_8x7b", "--gpus", "8", "parallel.ep=2", "parallel.tp=4"], "layers = 32"),

@@ -32,6 +32,7 @@ from megalite.config.schema import (
     Train,
 )
 from megalite.model import router
+from megalite.parallel import experts as products
 from megalite.parallel.dispatch import Dispatch, Exchange
 from megalite.parallel.experts import Rows
 from megalite.parallel.gathered import Gathered
@@ -257,3 +258,24 @@ def test_the_norm_counts_every_element_of_experts_once(ranks: Ranks) -> None:
     )
     for counted, whole in ranks.run(norms, config):
         assert counted.item() == pytest.approx(whole.item(), rel=1e-12)
+
+
+def loss_and_norm(config: Config, grouped: bool) -> tuple[float, float]:
+    """Loss and gradients' norm of the first step. grouped: products of all experts are one call, as on a GPU."""
+    with patch.object(products, "_has_grouped_products", lambda *_: grouped), noise_in_empty_tensors():
+        job = make(config)
+        loss = gradients(job, random_batch(job, 0))
+        whole = [param.grad.full_tensor().double() for _, param in job.named_parameters() if param.grad is not None]
+    return float(loss), torch.stack([grad.square().sum() for grad in whole]).sum().sqrt().item()
+
+
+@pytest.mark.parametrize("kind", ["groups", "biases"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_products_that_read_ends_of_rows_on_the_device(precision: str, kind: str, ranks: Ranks) -> None:
+    """With buffers of a fixed size, beside exact ones and a product for each expert; rows are aligned."""
+    exact = configuration((4, Layout(dp_shard=4, tp=2), "zero2", "1f1b", kind, "none", "adamw"), "exact")
+    model = replace(exact.model, width=16, experts=replace(exact.model.experts, width=8))
+    exact = replace(exact, model=model, train=replace(exact.train, precision=precision))
+    fixed = replace(exact, parallel=replace(exact.parallel, experts=ExpertParallel("worst_case")))
+    wanted, found = ranks.run(loss_and_norm, exact, False)[0], ranks.run(loss_and_norm, fixed, True)[0]
+    assert found == pytest.approx(wanted, rel={"fp32": 1e-6, "bf16": 2**-7}[precision])

@@ -18,7 +18,7 @@ ROUNDING = 1e-9  # share of a layer that is added before layers are rounded down
 
 
 def summed(counts: Sequence[int], each: Sequence[float]) -> float:
-    """What so many layers have in all. each: what one of each kind has."""
+    """The sum over layers. counts: layers of each kind. each: what one of these has."""
     return sum(map(mul, counts, each))
 
 

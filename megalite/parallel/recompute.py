@@ -65,7 +65,7 @@ class _Memory:
 
 
 class _Running(threading.local):
-    memory: _Memory | None = None  # that of the layer which a thread runs; a forward and a backward may take turns
+    memory: _Memory | None = None  # the layer that a thread runs has it; forward and backward may take turns
 
 
 _running = _Running()

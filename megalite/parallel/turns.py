@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_
 from megalite.distributed.health.clock import COMPUTING
 
 T = TypeVar("T")
-_turns: "Turns[Any] | None" = None  # those of the two passes that run
+_turns: "Turns[Any] | None" = None  # the two passes that run
 
 
 class OtherFailed(Exception):
@@ -89,7 +89,7 @@ def give_way() -> None:
 
 
 def _surroundings() -> AbstractContextManager[None]:
-    """What another thread enters to run as this one does: its stream, and the modes by which a dry run counts."""
+    """Return what another thread enters to run as this one: its stream, and the modes by which a dry run counts."""
     modes = _get_current_dispatch_mode_stack()
     stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
 

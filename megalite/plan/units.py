@@ -59,7 +59,7 @@ class Unit:
     remade: tuple[Kept, ...] = ()  # made again when backward begins, by full recompute
     cheap: tuple[Kept, ...] = ()  # made again when backward needs it, by selective recompute
     offloaded: tuple[Kept, ...] = ()  # in host memory until backward reaches the unit that follows in the model
-    pauses: tuple[tuple[int, int], ...] = ()  # of the forward pass: temporaries, and what of `kept` is not made yet
+    pauses: tuple[tuple[int, int], ...] = ()  # in forward: temporaries, and bytes of `kept` not made yet
     puts_off: bool = False  # a split backward leaves the weight gradients to W
     with_stage: bool = False  # a tied embedding, used at both ends, is gathered as long as its stage is in use
     copy: bool = False  # a copy of the first stage's tied embedding

@@ -140,7 +140,7 @@ def execute(
 
     orders: compute and sharding actions of every rank. Sharding starts when the compute before it has ended, and runs
     beside the compute after it, one collective at a time. Only compute on a stage that is being gathered waits. pairs:
-    `Table.pairs`. Of a pair, F begins when the inputs of both are there, and its result is there when B ends. Raises
+    `Table.pairs`. The F of a pair begins when the inputs of both are there; its result is there when B ends. Raises
     InputError where ranks wait for each other.
     """
     spans: list[list[Span]] = [[] for _ in orders]

@@ -32,7 +32,7 @@ from megalite_tools.terminal import Terminal
 
 COMMAND = "megalite-bench-exchanges"
 RANKS, MICRO_BATCHES = 2, 8
-WAYS = (False, True)  # of parallel.pipeline.overlap
+WAYS = (False, True)  # values of parallel.pipeline.overlap
 
 
 def main(argv: list[str] | None = None) -> int:

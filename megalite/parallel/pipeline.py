@@ -237,7 +237,7 @@ class Pipeline:
         assert isinstance(first.item, Action)
         assert isinstance(second.item, Action)
         forward = partial(self._forward, first.item, step, flight)
-        turns = Turns(forward, lambda forward: self.activity(first if forward else second))
+        turns = Turns(forward, lambda forward: self.activity(first if forward else second), self.activity.rest)
         return turns.run(partial(self._backward, second.item, flight))
 
     def _input_gradients(self, action: Action, flight: TensorsInFlight) -> None:

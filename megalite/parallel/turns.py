@@ -24,10 +24,13 @@ class OtherFailed(Exception):
 
 
 class Turns(Generic[T]):
-    """The turns of two passes. resumed: called whenever a pass goes on; told whether it is forward."""
+    """The turns of two passes.
 
-    def __init__(self, forward: Callable[[], T], resumed: Callable[[bool], None]) -> None:
-        self._forward, self._resumed = forward, resumed
+    resumed: called when a pass goes on, with whether it is forward. rests: called when it stops.
+    """
+
+    def __init__(self, forward: Callable[[], T], resumed: Callable[[bool], None], rests: Callable[[], None]) -> None:
+        self._forward, self._resumed, self._rests = forward, resumed, rests
         self._turn = {True: threading.Semaphore(0), False: threading.Semaphore(0)}  # by whether it is forward's
         self._thread = 0  # forward's
         self._alone = self._failed = False
@@ -56,6 +59,7 @@ class Turns(Generic[T]):
         if not self._alone:
             # Backward of a GPU runs on threads of autograd's, so all that is not forward is backward.
             forward = threading.get_ident() == self._thread
+            self._rests()
             self._turn[not forward].release()
             self._take(forward)
 
@@ -79,6 +83,7 @@ class Turns(Generic[T]):
 
     def _leave(self, forward: bool) -> None:
         self._alone = True
+        self._rests()
         self._turn[not forward].release()
 
 

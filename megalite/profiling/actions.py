@@ -2,6 +2,7 @@
 
 import re
 from bisect import bisect_left
+from collections.abc import Iterable
 from itertools import groupby
 
 from megalite.profiling.kinds import COMMUNICATION
@@ -16,7 +17,7 @@ WAITING = ", waiting for "  # in notes of waiting for an action's input
 def actions(trace: Trace) -> list[Span]:
     """The spans of the last profiled step's compute actions, in nanoseconds; on a GPU, those of their kernels.
 
-    Waits for its input are left out.
+    Waits for its input are left out. Of two that took turns, one comes after the other, each as long as its turns.
     """
     begun = [note.start for note in trace.notes if note.name == READING]
     if not begun:
@@ -36,7 +37,32 @@ def actions(trace: Trace) -> list[Span]:
             if inside := [event for _, event in kernels[first:stop]]:
                 start, end = inside[0].start, max(event.end for event in inside)
         spans.append(Span(Action(Kind(kind), int(stage), int(micro)), start, end))
-    return spans
+    return _one_after_the_other(spans)
+
+
+def _one_after_the_other(spans: Iterable[Span]) -> list[Span]:
+    """The spans, where pieces of an F and of a B of another stage alternate as one of each."""
+    found = list[Span]()
+    for span in spans:
+        turns = found[-2:]
+        if span.action in [each.action for each in turns] and _take_turns(*turns):
+            first, second = turns
+            more = span.end - span.start
+            if span.action == first.action:
+                first, second = first._replace(end=first.end + more), second._replace(start=second.start + more)
+            found[-2:] = first, second._replace(end=second.end + more)
+        else:
+            found.append(span)
+    return found
+
+
+def _take_turns(first: Span, second: Span | None = None) -> bool:
+    """Return whether both can take turns."""
+    return (
+        second is not None
+        and (first.action.kind, second.action.kind) == (Kind.F, Kind.B)
+        and first.action.stage != second.action.stage
+    )
 
 
 def _kernels(trace: Trace) -> list[tuple[int, Event]]:

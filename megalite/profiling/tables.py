@@ -22,6 +22,7 @@ LABELS = {
     "optimizer": "optimizer",
     "tp": "tensor-parallel communication",
     "cp": "context-parallel communication",
+    "ep": "exchanges of experts' rows",
     "pp": "pipeline messages, and waiting for stages",
     "dp": "data-parallel communication",
     "all": "communication of all ranks",

@@ -10,6 +10,7 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from megalite.distributed.health.activity import Activity
@@ -57,7 +58,9 @@ class Recording:
                 stack.callback(torch.cuda.memory._record_memory_history, enabled=None)
                 stack.callback(self._keep_snapshot)
                 torch.cuda.synchronize(device)  # the first profiled step begins on an idle device
-            self._profile = profile(activities=kinds, profile_memory=True)
+            # A forward that takes turns with a backward has a thread of its own.
+            threads = _ExperimentalConfig(profile_all_threads=True)
+            self._profile = profile(activities=kinds, profile_memory=True, experimental_config=threads)
             self._profile.start()
             stack.callback(self._profile.stop)
             for key, text in additions.items():
@@ -95,7 +98,9 @@ def noting(activity: Activity) -> Iterator[None]:
             under_way.pop().__exit__(None, None, None)
 
     def note(what: object) -> None:
-        end()
+        end()  # by the thread that began it
+        if what is None:
+            return
         under_way.append(record_function(f"{NOTE}{what}"))
         under_way[0].__enter__()
 

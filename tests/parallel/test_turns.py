@@ -26,17 +26,20 @@ def noting(notes: list[str], name: str, times: int) -> Callable[[], str]:
 )
 def test_passes_take_turns(forwards: int, backwards: int, expected: str) -> None:
     notes: list[str] = []
-    turns = Turns(noting(notes, "F", forwards), lambda _: None)
+    turns = Turns(noting(notes, "F", forwards), lambda _: None, lambda: None)
     assert turns.run(noting(notes, "B", backwards)) == "F"
     assert " ".join(notes) == expected
 
 
 def test_whose_turn_it_is_is_told() -> None:
     notes: list[str] = []
-    Turns(noting(notes, "F", 2), lambda forward: notes.append("forward" if forward else "backward")).run(
-        noting(notes, "B", 1)
-    )
-    assert notes == ["forward", "F0", "backward", "B0", "forward", "F1", "backward", "forward"]
+    Turns(
+        noting(notes, "F", 2),
+        lambda forward: notes.append("forward" if forward else "backward"),
+        lambda: notes.append("rest"),
+    ).run(noting(notes, "B", 1))
+    told = "forward F0 rest backward B0 rest forward F1 rest backward rest forward rest"
+    assert " ".join(notes) == told
 
 
 def test_a_pass_alone_does_not_wait() -> None:
@@ -61,7 +64,7 @@ def test_turns_pass_in_what_autograd_calls() -> None:
 
     x = torch.ones(3, requires_grad=True)
     y = Product.apply(Product.apply(x)).sum()
-    made = Turns(lambda: (noting(notes, "F", 3)(), 3 * x)[1], lambda _: None).run(y.backward)
+    made = Turns(lambda: (noting(notes, "F", 3)(), 3 * x)[1], lambda _: None, lambda: None).run(y.backward)
     assert notes == ["F0", "backward", "F1", "backward", "F2"]
     assert x.grad is not None
     assert x.grad.tolist() == [4, 4, 4]
@@ -85,7 +88,7 @@ def test_neither_goes_on_after_the_other_has_failed(failing: str, at: int) -> No
         return run
 
     with pytest.raises(ZeroDivisionError, match=failing):
-        Turns(work("F"), lambda _: None).run(work("B"))
+        Turns(work("F"), lambda _: None, lambda: None).run(work("B"))
     assert [note for note in notes if note[0] == failing] == [f"{failing}{number}" for number in range(at)]
     assert len([note for note in notes if note[0] != failing]) == at + (failing == "B")
     assert not any(thread.name.startswith(COMPUTING) for thread in threading.enumerate())

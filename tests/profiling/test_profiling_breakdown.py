@@ -13,6 +13,8 @@ from trace_cases import EVENTS, F, content, event, kernel, nccl, note
 
 from megalite.base.errors import InputError
 from megalite.profiling.breakdown import Breakdown, breakdown
+from megalite.profiling.kinds import AXES, OTHER
+from megalite.profiling.tables import LABELS
 from megalite.profiling.trace_file import read_trace, trace_of
 
 
@@ -167,3 +169,7 @@ def written(trace: dict[str, Any], folder: Path) -> Path:
     path = folder / "rank-0.json.gz"
     path.write_bytes(gzip.compress(json.dumps(trace).encode()))
     return path
+
+
+def test_every_axis_has_a_row() -> None:
+    assert {*AXES, OTHER} <= LABELS.keys()

@@ -127,6 +127,9 @@ def test_traces_that_do_not_belong_together_are_refused(more: dict[str, Any], to
     assert told in error
 
 
+TURNS = [(100, 110), (110, 115), (115, 120), (120, 122), (122, 125)]
+
+
 def ran(*names: str) -> dict[str, Any]:
     """A trace of one rank with these actions."""
     notes = [note(f"{name} (entry 1 of 1)", 100 + at, 101 + at) for at, name in enumerate(names)]
@@ -225,6 +228,16 @@ def test_an_event_is_kept_without_what_nobody_reads() -> None:
         if each.category == "cpu_op"
     )
     assert len(repr(kept)) < trace_file.MAX_NAME + 200
+
+
+def test_actions_that_took_turns_come_one_after_the_other() -> None:
+    names = [F, "B(stage 1, micro-batch 0)"] * 2 + [F]
+    notes = [note(f"{name} (entry 1 of 1)", *times) for name, times in zip(names, TURNS, strict=True)]
+    on_cpu = [event for event in EVENTS[4:] if event.get("cat") != "kernel"]
+    found = actions(trace_of(content([*EVENTS[:2], *notes, *on_cpu])))
+    assert [(str(span.action)[:10], span.start, span.end) for span in found] == [
+        ("F(stage 0,", 100_000, 118_000), ("B(stage 1,", 118_000, 125_000),
+    ]  # fmt: skip
 
 
 def test_a_kernel_belongs_to_one_action() -> None:

@@ -27,7 +27,7 @@ class Activity:
     def __init__(self) -> None:
         self.step = 0  # the optimizer step that is under way
         self.asked: Collection[int] = ()  # signals by which this rank was asked to stop
-        self.follower: Callable[[object], None] | None = None  # told of every note, while steps are profiled
+        self.follower: Callable[[object], None] | None = None  # told of every note, and of rests by None
         self("starting")
         self.tick()
 
@@ -36,6 +36,11 @@ class Activity:
         self.now = what, time.monotonic()
         if self.follower is not None:
             self.follower(what)
+
+    def rest(self) -> None:
+        """Tell who follows that the latest note is over; this thread makes the next one when it goes on."""
+        if self.follower is not None:
+            self.follower(None)
 
     def tick(self) -> None:
         """Note progress of work that is long or in the background, such as one more piece of a checkpoint."""

@@ -374,6 +374,11 @@ CASES: dict[str, tuple[Overrides, int]] = {  # name -> overrides and the pipelin
     "worst-case buffers, narrow, full": ({**NARROW_FIXED, "train.recompute": "full"}, 0),
     "worst-case buffers, narrow, offloaded": ({**NARROW_FIXED, "train.offload_activations": True}, 0),
     "worst-case buffers, narrow, zb_h1": ({**PIPELINE, **NARROW_FIXED, "parallel.pipeline.schedule": "zb_h1"}, 0),
+    "worst-case buffers, narrow, dualpipev": ({**NARROW_FIXED, **PAIRED, "batch.global": 64}, 0),
+    "worst-case buffers, narrow, dualpipev, selective": (
+        {**NARROW_FIXED, **PAIRED, "batch.global": 64, "train.recompute": "selective"},
+        0,
+    ),
     "worst-case buffers, narrow, zb_h1, a shared one": (
         {**PIPELINE, **NARROW_FIXED, **SHARED, "parallel.pipeline.schedule": "zb_h1"},
         0,

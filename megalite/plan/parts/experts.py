@@ -147,15 +147,17 @@ class ExpertsPart:
         held, given = (own, sizes.stream) if self.shared is not None else (0, 0)
         apart, gathered = sizes.config.parallel.ep > 1, self._gathered(sizes)
         sent = gathered or rows
-        back = max(2 * sent, rows + _summing(sizes, gathered))
+        there = gathered or 2 * rows  # gradients to experts, on their way
         # Full recompute begins when a gradient of rows is there, and makes what experts return once more.
         return (
             Moment("made again", own + 2 * rows, where="remade", pauses=2 * apart),
-            *([Moment("gradients to experts", own + rows + sent, where="kept", pauses=1)] if apart else []),
+            *([Moment("gradients to experts", own + there, where="kept", pauses=1)] if apart else []),
+            *([Moment("gradients of rows", own + rows + gathered, where="kept")] if gathered else []),
             Moment("down", own + rows + hidden, down, put_off=rows),
             Moment("swiglu", held + 3 * hidden),
             Moment("gate and up", held + 2 * hidden + rows, gate + up, put_off=2 * hidden),
-            *([Moment("gradients back", held + back, pauses=1)] if apart else []),
+            *([Moment("gradients of tokens", held + rows + _summing(sizes, gathered))] if gathered else []),
+            *([Moment("gradients back", held + 2 * sent, pauses=1)] if apart else []),
             *self._shared_backward(sizes, own, 2 * sent if apart else rows, gradients["shared_gate"]),
             Moment("router", sent + 2 * sizes.stream + given, router, put_off=self._logits(sizes)),
         )

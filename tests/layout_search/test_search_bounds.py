@@ -68,6 +68,7 @@ def test_no_bound_is_above_the_time_and_no_estimate_above_the_walk(case: tuple) 
             assert space.least.of_schedule(shape, choice) <= seconds, choice
         walked = _all_ranks(plan, timer)
         assert space.estimate.memory(pipeline) <= space.estimate.memory(choice) <= walked, choice
+        assert space.estimate.of_states(choice, any_schedule=True) <= walked, choice
         told = space.estimate.of_actions(choice, timer.tables, float("inf"))
         assert told <= walked, choice
         close.append(told / walked)

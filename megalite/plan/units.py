@@ -117,6 +117,11 @@ class Unit:
         return [*(("activations", kept) for kept in self.kept), *made]
 
     @cached_property
+    def missing(self) -> tuple[int, int]:
+        """Bytes of `remade` that are not made yet where backward gives way: all, then those of arrivals."""
+        return sum(kept.bytes for kept in self.remade), sum(kept.bytes for kept in self.remade if kept.of_arrivals)
+
+    @cached_property
     def kept_bytes(self) -> int:
         """Bytes on the device that a forward pass keeps."""
         return sum(kept.bytes for kept in self.kept)

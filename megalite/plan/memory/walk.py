@@ -192,8 +192,9 @@ class Walk:
                 # The two gradients of a tied copy make one, which is its float32 sum.
                 new = made + (summed or sums if states.copies else sums + summed)
                 self._see(taken + new + again + beside, gathered, moment.name)
-                for _ in range(moment.pauses):
-                    yield taken + new + again + beside + gathered
+                # Full recompute begins after the first pause, and what has arrived is used after the second.
+                for missing in part.missing[: moment.pauses] if moment.where == "remade" else [0] * moment.pauses:
+                    yield taken + new + again + beside + gathered - missing
                 if moment.name == "gate and up":
                     given = 0
                 self._release(part, moment, puts_off)

@@ -11,9 +11,10 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from enum import IntEnum, auto
-from heapq import heapify, heappop, heappush
+from heapq import heappop, heappush
 from itertools import accumulate, count
 from math import inf
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 from megalite.base.errors import InputError
@@ -161,11 +162,12 @@ def _look(
 ) -> None:
     """Search the space, and fill `found` with results."""
     number, room = count(), float("inf") if exhaustive else limit
-    heap: list[tuple[float, int, Node]]
-    shapes = space.quickest_shapes(room)
-    heap = [(shape.bound, next(number), Node(Level.SHAPE, shape, shape.choice)) for shape in shapes]
-    heapify(heap)
-    while heap and (exhaustive or len(found.results) < wanted):
+    heap: list[tuple[float, int, Node]] = []
+    firsts = sorted(space.firsts(room), key=itemgetter(0), reverse=True)
+    while (heap or firsts) and (exhaustive or len(found.results) < wanted):
+        while firsts and (not heap or firsts[-1][0] <= heap[0][0]):
+            shape = space.shape(firsts.pop()[1])
+            heappush(heap, (shape.bound, next(number), Node(Level.SHAPE, shape, shape.choice)))
         seconds, _, node = heappop(heap)
         if found.has(node):
             continue

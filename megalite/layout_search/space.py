@@ -30,6 +30,8 @@ SCHEDULE_INDEX, SHARING_INDEX, OFFLOADING_INDEX = map(
     Choice._fields.index, ("schedule", "replicas", "offload_activations")
 )
 MAX_MICRO_SIZE = 32  # sequences in a micro-batch
+LARGE_MICRO_SIZE = 1 << 16  # sequences, of which products have more than a hundred waves of tiles
+ROUNDED_SHARE = 0.99  # share of their time that is left if the last wave is full
 MAX_CP = 64
 MIN_RANK_POSITIONS = 1024  # positions of a sequence that a context-parallel rank has at least
 
@@ -88,6 +90,10 @@ class Space:
 
     def quickest_shapes(self, limit: float) -> Iterator[Shape]:
         """The shapes that recompute least; others follow from them by `recomputing`."""
+        return (self.shape(first) for _, first in self.firsts(limit))
+
+    def firsts(self, limit: float) -> Iterator[tuple[float, Choice]]:
+        """The first layouts of these shapes, each with a lower bound of its seconds that is found without its times."""
         modes = self._recompute()
         for tp in self._tensor():
             for cp in self._pinned("parallel.cp", lambda tp=tp: self._context(tp)):
@@ -98,20 +104,32 @@ class Space:
                             continue
                         for first in self._with_batches(tp, cp, method, pp, dp, modes[0]):
                             for ep in self._experts(tp, dp * cp * tp):
-                                if (shape := self._fitting(first._replace(ep=ep), modes, limit)) is not None:
-                                    yield shape
+                                if (fitting := self._fitting(first._replace(ep=ep), modes, limit)) is not None:
+                                    yield self._in_large(fitting), fitting
+
+    def _in_large(self, first: Choice) -> float:
+        """Seconds of all layers' compute, shared by all ranks, if micro-batches were so large that nothing is rounded
+        up and nothing waits for a launch."""
+        passes = self._passes(first._replace(micro=LARGE_MICRO_SIZE))
+        sequences = self.config.batch.global_ / (first.replicas * first.shards)
+        return ROUNDED_SHARE * sequences / LARGE_MICRO_SIZE * (passes.there + passes.back) / first.pp
+
+    def shape(self, first: Choice) -> Shape:
+        """The shape with this first layout."""
+        return self.least.shape(first, self._passes(first), self._schedules(first).split)
 
     def recomputing(self, shape: Shape, limit: float) -> Shape | None:
         """The shape that recomputes more, by one step, and so is not faster; None if there is none."""
         modes = self._recompute()
-        return self._fitting(shape.choice, modes[modes.index(shape.choice.recompute) + 1 :], limit)
+        first = self._fitting(shape.choice, modes[modes.index(shape.choice.recompute) + 1 :], limit)
+        return None if first is None else self.shape(first)
 
-    def _fitting(self, first: Choice, modes: Sequence[Recomputed], limit: float) -> Shape | None:
-        """The shape with the first of `modes` with which it may fit into `limit` bytes; others are remembered."""
+    def _fitting(self, first: Choice, modes: Sequence[Recomputed], limit: float) -> Choice | None:
+        """The layout with the first of `modes` with which it may fit into `limit` bytes; others are remembered."""
         for recompute in modes:
             first = first._replace(recompute=recompute)
             if self.estimate.of_states(first) <= limit and self._may_fit(first, limit):
-                return self.least.shape(first, self._passes(first), self._schedules(first).split)
+                return first
             self._too_large.append(first)
         return None
 

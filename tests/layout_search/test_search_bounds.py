@@ -78,6 +78,19 @@ def test_no_bound_is_above_the_time_and_no_estimate_above_the_walk(case: tuple) 
         assert median(close) > 0.9
 
 
+@pytest.mark.parametrize("case", SPACES, ids=lambda case: case[0])
+def test_no_first_bound_is_above_that_of_its_shape(case: tuple) -> None:
+    model, keys, gpus, cluster, pins, offload = case
+    given = [*keys, *(f"{key}={value}" for key, value in pins.items())]
+    config = load([f"configs/model/{model}.yaml"], ["run.device=cuda", *given])
+    space = Space(config, gpus, Timer(load_cluster(cluster)), pins, offload)
+    firsts = list(space.firsts(float("inf")))
+    ratios = [bound / space.shape(first).bound for bound, first in firsts]
+    assert max(ratios) <= 1
+    if model == "llama3_70b":  # small models wait for launches
+        assert median(ratios) > 0.5
+
+
 def test_replicas_are_bounded_as_summed_once_a_step() -> None:
     """Summed after each micro-batch, they would make this bound twice the time, and a search would miss the layout."""
     timer = Timer(load_cluster("l40s"))

@@ -6,8 +6,8 @@ from typing import NamedTuple
 from megalite.config.schema import Config
 from megalite.cost.held_bytes import steps_of
 from megalite.plan.automatic import Costing
-from megalite.plan.pipeline import as_full, placing_times, sharded, sharding_mode, table_of, uses_fsdp
-from megalite.schedule.actions import Action, Kind, Orders, Table
+from megalite.plan.pipeline import as_full, pairs_up, placing_times, sharded, sharding_mode, table_of, uses_fsdp
+from megalite.schedule.actions import Action, Kind, Orders, Table, pairs_of
 from megalite.schedule.clock import Clock, Timed, clock_of
 from megalite.schedule.communication import communicate
 from megalite.schedule.generate import NAMES, orders_of
@@ -76,12 +76,12 @@ class Tables:
         """
         if config.parallel.pipeline.schedule not in NAMES:
             return table_of(config, m, self._costing)
-        times = placing_times(config) if transfers else None
-        key = *self._named(config, m), _when(config), transfers, times
+        times, paired = (placing_times(config), pairs_up(config)) if transfers else (None, False)
+        key = *self._named(config, m), _when(config), transfers, times, paired
         if key not in self._tables:
             placement, orders = self.orders(config, m)
-            programs = communicate(orders, placement, times) if transfers else orders
-            table = Table(config.parallel.pipeline.schedule, m, placement, programs)
+            programs = communicate(orders, placement, times, paired) if transfers else orders
+            table = Table(config.parallel.pipeline.schedule, m, placement, programs, paired=paired)
             self._tables[key] = sharded(table, sharding_mode(config))
         return self._tables[key]
 
@@ -92,11 +92,18 @@ class Tables:
             self._orders[key] = orders_of(*key)
         return self._orders[key]
 
-    def steps(self, config: Config, m: int, rank: int) -> list[int]:
-        """Steps of a rank of a named schedule, as `held` counts them."""
-        key = self._named(config, m)
+    def steps(self, config: Config, m: int, rank: int, paired: bool) -> list[int]:
+        """Steps of a rank of a named schedule, as `held` counts them.
+
+        paired: as in `Table`. The F of a pair then counts behind its B, as it adds bytes while B frees some.
+        """
+        key = *self._named(config, m), paired
         if (key, rank) not in self._steps:
-            self._steps[key, rank] = steps_of(self.orders(config, m)[1][rank])
+            order = list(self.orders(config, m)[1][rank])
+            for first, second in pairs_of([order]).items() if paired else ():
+                at = order.index(first)
+                order[at : at + 2] = second, first
+            self._steps[key, rank] = steps_of(order)
         return self._steps[key, rank]
 
     def clock(self, config: Config, m: int) -> Clock[Cost]:

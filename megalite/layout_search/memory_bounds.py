@@ -16,7 +16,7 @@ from megalite.layout_search.micro_batches_in_flight import flight
 from megalite.plan.activations import Activations
 from megalite.plan.model.size import layer_parameters
 from megalite.plan.parts.sizes import PRECISION_BYTES
-from megalite.plan.pipeline import is_managed, placement
+from megalite.plan.pipeline import can_pair, is_managed, placement
 from megalite.plan.recompute_modes import Mode, every_nth
 from megalite.plan.split import balance
 from megalite.schedule.generate import NAMES, V_SCHEDULES
@@ -167,12 +167,13 @@ class Estimate:
         managed = is_managed(choice.replicas * choice.shards * choice.cp, self.config.train.dtype, choice.mode)
         inputs, most = m * self.sizes(choice).inputs, 0.0
         known, few = dict[Alike, StageBytes](), filled(config, m)
+        paired = config.parallel.pipeline.overlap and can_pair(choice.schedule, choice.ep)
         for rank in sorted({0, 1, choice.pp - 2, choice.pp - 1} & set(range(choice.pp))):
             mine = {stage: alike[stage] for stage, owner in enumerate(owners) if owner == rank}
             for what in {*mine.values()} - known.keys():
                 known[what] = self._stage(choice, *what)
             held = {stage: known[what] for stage, what in mine.items()}
-            steps = tables.steps(config, few, rank)
+            steps = tables.steps(config, few, rank, paired)
             states = self.held(choice, self._parameters(choice, rank)).states + inputs
             most = max(most, states + most_held(steps, held, choice.mode not in SINGLE_REDUCTION_MODES, managed))
             if most > room:

@@ -91,7 +91,12 @@ def placing_times(config: Config) -> Times | None:
 def pairs_up(config: Config) -> bool:
     """Return whether a forward and a backward take turns: where one waits for rows of experts, the other computes."""
     pipeline = config.parallel.pipeline
-    return pipeline.schedule == "dualpipev" and pipeline.overlap and config.parallel.ep > 1
+    return pipeline.overlap and can_pair(pipeline.schedule, config.parallel.ep)
+
+
+def can_pair(schedule: str, ep: int) -> bool:
+    """`pairs_up` of a schedule, where `ep` ranks share out experts, if it is wanted."""
+    return schedule == "dualpipev" and ep > 1
 
 
 def _refuse_compiled(config: Config) -> None:

@@ -19,6 +19,7 @@ ranks put together and take apart the parameters of a stage; `micro` is then tha
     REDUCE(s, i)   starts to reduce and scatter the gradients that stage s has accumulated
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
@@ -219,7 +220,7 @@ def inputs_of(action: Action, beside: Action | None, stages: int) -> tuple[Name,
     return own if beside is None else own + beside.inputs(stages)
 
 
-def pairs_of(orders: Orders) -> dict[Action, Action]:
+def pairs_of(orders: Sequence[Sequence[Action]]) -> dict[Action, Action]:
     """By F, the B of another stage that follows it in an order of compute: neither needs the other."""
     return {
         first: second

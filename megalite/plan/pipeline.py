@@ -128,7 +128,7 @@ def bubble(config: Config, costing: Costing | None = None) -> float:
     if pipeline.schedule not in SCHEDULES:
         return float(simulate(table_of(config)).bubble)
     p, v = config.parallel.pp, pipeline.stages_per_rank
-    return float(bubble_of(pipeline.schedule, p, micro_batches(config), v))
+    return float(bubble_of(pipeline.schedule, p, micro_batches(config), v, pairs_up(config)))
 
 
 def check_schedule(config: Config) -> None:

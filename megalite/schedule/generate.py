@@ -83,8 +83,10 @@ def _is_v(name: str, v: int) -> bool:
     return name in V_SCHEDULES or (name == AUTO_SCHEDULE and v == 2)
 
 
-def bubble_of(name: str, p: int, m: int, v: int) -> Fraction:
+def bubble_of(name: str, p: int, m: int, v: int, paired: bool = False) -> Fraction:
     """The bubble of the schedule `name`, one of NAMES, at UNIT costs: `simulate(build(name, p, m, v)).bubble`.
+
+    paired: as in `Table`. Results of a pair come later, which prolongs a ramp.
 
     A rank computes 3·m·v units of time. It idles during the ramps at both ends of a step, and longer where there are
     too few micro-batches to fill the pipeline.
@@ -96,7 +98,7 @@ def bubble_of(name: str, p: int, m: int, v: int) -> Fraction:
         "zb_h2": ramp + missing,
         "zbv": max(ramp, 4 * p - 2 * m - 2),
         "dualpipev": max(ramp, 5 * p - 2 * (m - (m > p)) - 3),
-    }.get(name, 3 * ramp)
+    }.get(name, 3 * ramp) + paired * (m > p) * ramp
     return Fraction(idle, idle + 3 * m * v)
 
 

@@ -166,3 +166,9 @@ def test_a_table_that_cannot_run_is_refused() -> None:
 def test_the_bubble_is_known_before_a_schedule_is_made(name: str, p: int, v: int, m: int) -> None:
     v = v if name == "interleaved_1f1b" else build(name, p, m).stages // p
     assert bubble_of(name, p, m, v) == Fraction(simulate(build(name, p, m, v), EXACT).bubble)
+
+
+@given(st.integers(1, 7), st.integers(1, 24))
+def test_the_bubble_of_passes_that_take_turns_is_known_too(p: int, m: int) -> None:
+    paired = build("dualpipev", p, m, paired=True)
+    assert bubble_of("dualpipev", p, m, 2, paired=True) == Fraction(simulate(paired, EXACT).bubble)

@@ -13,7 +13,7 @@ from megalite.config.schema import SCHEDULES, Config
 from megalite.cost.order_costs import costing_of
 from megalite.cost.texts import searched_text, seconds_text
 from megalite.plan import automatic
-from megalite.plan.pipeline import actions, bubble, micro_batches, table_of
+from megalite.plan.pipeline import actions, bubble, micro_batches, pairs_up, table_of
 from megalite.schedule.actions import Table
 from megalite.schedule.draw import draw_svg, draw_text, title
 from megalite.schedule.file import write
@@ -74,7 +74,8 @@ def bubble_text(config: Config) -> str:
         times = "all stages take equally long"
         if schedule not in SCHEDULES and table_of(config).times is not None:
             times = "stages take the times of the file"
-        return f"The bubble of {schedule} is {bubble(config):.1%} of a step where {times}."
+        turns = ", in which forwards and backwards take turns," if pairs_up(config) else ""
+        return f"The bubble of {schedule}{turns} is {bubble(config):.1%} of a step where {times}."
     if actions(config, m) > MAX_UNASKED_ACTIONS:
         return f"The order of {schedule} is not searched here: one of {actions(config, m):,} actions takes a while."
     costing = costing_of(config)

@@ -34,6 +34,14 @@ SPACES = [  # model, keys, GPUs, cluster, pins, offload
     ("mixtral_8x7b", ["batch.global=32", "model.layers=6"], 8, "b200", {"parallel.data.mode": "zero2"}, True),
     ("tiny_moe", ["batch.global=24", "model.experts.first_dense=1"], 8, "rtx4090", {"parallel.ep": 4}, False),
     ("tiny_moe", ["batch.global=24", "parallel.experts.buffers=worst_case"], 8, "rtx4090", {}, False),
+    (
+        "tiny_moe",
+        ["batch.global=64", "model.layers=8", "model.experts.width=64", "model.vocab_size=64"],
+        8,
+        "rtx4090",
+        {"parallel.pipeline.schedule": "dualpipev", "parallel.ep": 2, "parallel.pp": 2},
+        False,
+    ),
     ("olmoe_1b_7b", ["batch.global=32", "optim.name=muon"], 8, "l40s", {"parallel.data.mode": "ddp"}, False),
 ]
 DRAWN = 14  # layouts of each space

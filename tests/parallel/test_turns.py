@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from megalite.distributed.health.clock import COMPUTING
+from megalite.parallel.recompute import _Memory, remembered
 from megalite.parallel.turns import Turns, give_way
 
 
@@ -93,3 +94,15 @@ def test_neither_goes_on_after_the_other_has_failed(failing: str, at: int) -> No
     assert len([note for note in notes if note[0] != failing]) == at + (failing == "B")
     assert not any(thread.name.startswith(COMPUTING) for thread in threading.enumerate())
     assert noting([], "F", 2)() == "F"  # nobody is waited for any longer
+
+
+def test_full_recompute_remembers_for_each_pass() -> None:
+    memories = {"F": _Memory(), "B": _Memory()}
+
+    def layer(name: str) -> None:
+        with memories[name].running(again=False):
+            give_way()
+            remembered(lambda: name)
+
+    Turns(lambda: layer("F"), lambda _: None, lambda: None).run(lambda: layer("B"))
+    assert {name: memory.made for name, memory in memories.items()} == {"F": ["F"], "B": ["B"]}

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from schedule_cases import runs, tables
 
-from megalite.schedule.actions import COMPUTE, SHARDING, Action, Exchange, Kind, Table
+from megalite.schedule.actions import COMPUTE, SHARDING, Action, Exchange, Kind, Table, inputs_of
 from megalite.schedule.check import check
 from megalite.schedule.communication import add_sharding
 from megalite.schedule.generate import build
@@ -126,6 +126,12 @@ def test_both_of_a_pair_begin_when_all_inputs_are_there(p: int, m: int, random: 
         for first, second in table.pairs.items():
             if first in order:
                 assert order[order.index(first) + 1] == second, "nothing is sent or received between"
+    timeline = simulate(table, lambda action: times[action.stage][COMPUTE.index(action.kind)])
+    spans = {span.action: span for rank in timeline.own for span in rank}
+    ended = {action.result: spans[table.pairs.get(action, action)].end for action in spans}
+    for first, second in table.pairs.items():
+        assert spans[first].start >= max(ended[each] for each in inputs_of(first, second, table.stages))
+        assert spans[second].start == spans[first].end
 
 
 def test_a_pair_that_waits_for_the_half_beside_it_is_found() -> None:

@@ -23,8 +23,8 @@ from megalite.config.schema import Config
 from megalite.cost.order_costs import costing_of
 from megalite.dry_run.configuration import as_counted, busiest_rank
 from megalite.plan.memory.fit import fitted
+from megalite.plan.memory.held import HOST_MEMORY
 from megalite.plan.memory.peak import KINDS, Memory, memory_of_ranks
-from megalite.plan.memory.walk import HOST_MEMORY
 from megalite.plan.parts.transfers import Traffic, Transfer
 from megalite.plan.resolved import resolve
 from megalite.plan.traffic.step import step_traffic

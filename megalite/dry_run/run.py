@@ -40,8 +40,8 @@ from megalite.dry_run.transfers import CountedTransfers, axes_of, with_world_apa
 from megalite.optim.build import build_optimizer
 from megalite.plan.activations import Activations
 from megalite.plan.memory.fit import fitted
+from megalite.plan.memory.held import HOST_MEMORY, STATES_IN
 from megalite.plan.memory.peak import enough_micro_batches, rank_memory
-from megalite.plan.memory.walk import HOST_MEMORY, STATES_IN
 from megalite.plan.parts.transfers import Transfer
 from megalite.plan.resolved import Plan, resolve
 from megalite.train.build import Job, build, build_mesh

@@ -32,8 +32,8 @@ from megalite.checkpoint.weights.sources import open_weights
 from megalite.checkpoint.weights.targets import Wanted, plan_of
 from megalite.config.layout import Layout
 from megalite.config.schema import Config, Experts, Kernels, Train
+from megalite.plan.memory.held import HOST_MEMORY
 from megalite.plan.memory.peak import rank_memory
-from megalite.plan.memory.walk import HOST_MEMORY
 
 PIPELINE = Layout(pp=2, dp_shard=2, tp=2)
 FLAT = Layout(dp_shard=4, tp=2)

@@ -12,8 +12,8 @@ from megalite.base.exit_codes import ExitCode
 from megalite.commands import selfcheck
 from megalite.config.schema import Config
 from megalite.dry_run.configuration import as_counted, busiest_rank
+from megalite.plan.memory.held import HOST_MEMORY
 from megalite.plan.memory.peak import Memory, rank_memory
-from megalite.plan.memory.walk import HOST_MEMORY
 from megalite.plan.resolved import resolve
 from megalite.plan.traffic.step import step_traffic
 

@@ -11,8 +11,8 @@ from toy_jobs import make, one_rank
 
 from megalite.commands.verify import random_batch
 from megalite.dry_run.run import count_step, dry_run, main
+from megalite.plan.memory.held import HOST_MEMORY
 from megalite.plan.memory.peak import KINDS, enough_micro_batches, rank_memory
-from megalite.plan.memory.walk import HOST_MEMORY
 from megalite.plan.resolved import resolve
 
 TOLERANCE = 0.01

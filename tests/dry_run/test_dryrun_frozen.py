@@ -12,8 +12,8 @@ from traffic_cases import FULL, MUON, NORMED, POST, SELECTIVE, TIED, TP, data, p
 from megalite.config.schema import Config
 from megalite.dry_run.configuration import as_counted, busiest_rank
 from megalite.dry_run.run import dry_run
+from megalite.plan.memory.held import HOST_MEMORY
 from megalite.plan.memory.peak import rank_memory
-from megalite.plan.memory.walk import HOST_MEMORY
 from megalite.plan.parts.roles import KEY_OF_LATENT, LATENT, QUERY_OF_LATENT, SHARED_KEY, Role
 from megalite.plan.resolved import resolve
 from megalite.plan.traffic.step import step_traffic

@@ -17,8 +17,8 @@ from megalite.plan import repeated_layers
 from megalite.plan.activations import ROWS, Activations, chunk_tokens
 from megalite.plan.batches import batch_sizes
 from megalite.plan.memory import walk
+from megalite.plan.memory.held import HOST_MEMORY
 from megalite.plan.memory.peak import KINDS, enough_micro_batches, rank_memory
-from megalite.plan.memory.walk import HOST_MEMORY
 from megalite.plan.model.size import model_parameters, stage_parameters
 from megalite.plan.pipeline import table_of
 from megalite.plan.resolved import resolve

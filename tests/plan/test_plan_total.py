@@ -6,9 +6,10 @@ from hypothesis import strategies as st
 
 from megalite.config.load import load
 from megalite.config.rules.validate import check
+from megalite.plan.memory.held import on_device
 from megalite.plan.memory.peak import memory_of_ranks
 from megalite.plan.memory.total import Total, fullest
-from megalite.plan.memory.walk import Walk, on_device
+from megalite.plan.memory.walk import Walk
 from megalite.plan.pipeline import micro_batches
 from megalite.plan.resolved import resolve
 from megalite.schedule.generate import NAMES

@@ -28,8 +28,8 @@ from megalite.config.load import files_and_overrides, load
 from megalite.config.rules.validate import check
 from megalite.config.schema import Config
 from megalite.dry_run.run import count_step
+from megalite.plan.memory.held import HOST_MEMORY
 from megalite.plan.memory.peak import KINDS, rank_memory
-from megalite.plan.memory.walk import HOST_MEMORY
 from megalite.plan.model.size import model_parameters
 from megalite.train.build import build, build_mesh
 from megalite.train.recompute_costs import plan_for

@@ -26,8 +26,8 @@ from megalite.checkpoint.store.save_events import Failed, LocalOff, Outcome, Sav
 from megalite.config.schema import Config
 from megalite.cost.order_costs import costing_of
 from megalite.distributed.start.host import host_memory
+from megalite.plan.memory.held import HOST_MEMORY
 from megalite.plan.memory.peak import memory_of_ranks
-from megalite.plan.memory.walk import HOST_MEMORY
 from megalite_launch.base.run_folder import node_name
 from megalite_launch.base.texts import memory_text
 

@@ -14,7 +14,7 @@ from megalite.cost.program import NATURAL_LOAD
 from megalite.cost.texts import money, number, step_text, time_unit
 from megalite.cost.whole_run import DAY, WholeRun, goodput, run_of
 from megalite.layout_search.search import Found, Result, fullest_rank
-from megalite.plan.memory.walk import HOST_MEMORY
+from megalite.plan.memory.held import HOST_MEMORY
 from megalite_launch.base.texts import memory_text, scaled
 
 LISTED_ROWS = 5  # rows, where --top does not tell

@@ -24,9 +24,9 @@ from megalite.cost.order_costs import costing_of
 from megalite.distributed.start.local import LAUNCHER
 from megalite.plan.activations import Activations
 from megalite.plan.memory.fit import GIB, TENSOR_SHARE
+from megalite.plan.memory.held import HOST_MEMORY
 from megalite.plan.memory.peak import KINDS, Memory
 from megalite.plan.memory.rebalance import flatter_split
-from megalite.plan.memory.walk import HOST_MEMORY
 from megalite.plan.pipeline import as_full, placement
 from megalite.plan.split import split_of, stage_costs
 from megalite_launch.base.texts import memory_text

@@ -12,8 +12,8 @@ from megalite.config.rules.numbers import every_divisor
 from megalite.config.schema import Config, DataMode
 from megalite.plan.automatic import Costing
 from megalite.plan.batches import batch_sizes
+from megalite.plan.memory.held import HOST_MEMORY
 from megalite.plan.memory.peak import KINDS, each_rank, memory_of_ranks
-from megalite.plan.memory.walk import HOST_MEMORY
 from megalite.plan.pipeline import can_be_planned, table_of
 from megalite.plan.resolved import resolve
 from megalite_launch.base.texts import memory_text

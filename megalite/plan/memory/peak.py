@@ -37,8 +37,9 @@ from megalite.base.errors import InputError
 from megalite.config.schema import Config
 from megalite.plan.activations import Activations
 from megalite.plan.automatic import Costing
+from megalite.plan.memory.held import HOST_MEMORY, on_device
 from megalite.plan.memory.moment_text import Instant
-from megalite.plan.memory.walk import HOST_MEMORY, Walk, on_device
+from megalite.plan.memory.walk import Walk
 from megalite.plan.pipeline import actions, as_full, fullest_steps
 from megalite.plan.resolved import Plan, resolve
 from megalite.plan.units import Item

@@ -3,7 +3,8 @@
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-from megalite.plan.memory.walk import HOST_MEMORY, PutOff, Walk
+from megalite.plan.memory.held import HOST_MEMORY
+from megalite.plan.memory.walk import PutOff, Walk
 from megalite.plan.parts.part import Moment
 from megalite.plan.pipeline import as_full, fullest_steps
 from megalite.plan.resolved import Plan

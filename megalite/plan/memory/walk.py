@@ -1,32 +1,20 @@
 """A walk through one pipeline rank's program that adds up the bytes held; `plan.memory` explains the letters."""
 
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
 
-from megalite.config.schema import Place
-from megalite.plan.memory.moment_text import Instant
-from megalite.plan.memory.states import States
+from megalite.plan.memory.held import HOST_MEMORY, Group, Held, PartKey
 from megalite.plan.muon import step_temporaries
 from megalite.plan.parts.part import Moment
-from megalite.plan.repeated_layers import parts_of
 from megalite.plan.resolved import Plan
-from megalite.plan.units import Item, Unit, Weights
+from megalite.plan.units import Item, Unit
 from megalite.schedule.actions import SEND_KINDS, Action, Exchange, Kind
 from megalite.schedule.reductions import reductions
 
-HOST_MEMORY = "host memory"
-STATES_IN: dict[Place, str] = {"device": "optimizer states", "host": HOST_MEMORY}  # kinds of memory
 GATHERING = "gathering weights"  # a moment of a part, as are the next two
 GRADIENT_SUMMATION, GRADIENT_REDUCTION = "adding up gradients", "reducing gradients"  # moments of a part
 EXPERTS_DONE = "gate and up"  # the moment with which backward of experts ends
-PartKey = tuple[int, int]  # a stage, and the index of a part in it
-
-
-def on_device(held: Mapping[Item, int]) -> int:
-    """Bytes of all kinds but host memory."""
-    return sum(size for (kind, _), size in held.items() if kind != HOST_MEMORY)
 
 
 @dataclass(frozen=True)
@@ -38,31 +26,12 @@ class PutOff:
     held: Counter[Item]
 
 
-class Group(NamedTuple):
-    """Weights of a part that FSDP2 exchanges at once."""
-
-    key: PartKey  # experts that ranks share out have an index below 0
-    weights: Weights
-    shards: int
-
-
-class Walk:
-    """A step of `m` micro-batches on one pipeline rank, action by action: the bytes held, and their peak."""
+class Walk(Held):
+    """A step of `m` micro-batches on one pipeline rank, action by action."""
 
     def __init__(self, plan: Plan, m: int, pp: int) -> None:
-        self.config, self.table, self.pp = plan.config, plan.table(m), pp
-        self.states, self.sizes = States(plan), plan.sizes
-        layers = {stage: plan.recomputed(stage) for stage in plan.stages_of(pp)}
-        self.parts = parts_of(self.sizes, layers, plan.stages, condense=not self.table.pairs)
+        super().__init__(plan, m, pp)
         self.reductions = reductions(self.table, pp)
-        self.held: Counter[Item] = Counter()
-        self.peak: Counter[Item] = Counter()
-        self.doing: Action | Exchange | str = "before the step"
-        self.at: PartKey | None = None  # the part that is being computed
-        self.peak_at: tuple[Action | Exchange | str, PartKey | None, str] = self.doing, None, ""
-        self.total = self.most = 0  # bytes on the device
-        self.on_host = self.most_on_host = 0
-        self.host_peak: Counter[Item] = Counter()
         self.fetched: Counter[tuple[int, PartKey]] = Counter()  # by micro-batch and part: layers fetched from the host
         self.whole: set[PartKey] = set()  # parts with gradients that are not reduced yet
         self.sharded: dict[PartKey, int] = {}  # parts with reduced gradients, and the bytes of an element
@@ -70,8 +39,6 @@ class Walk:
         self.put_off: dict[tuple[int, int], list[PutOff]] = {}  # by stage and micro-batch, from I to W
         self.reducing: Counter[int] = Counter()  # by stage: bytes being reduced, kept until FSDP2 reduces again
         self.sending = 0  # tensors on their way to other ranks
-        self.passing = False  # in layers that are taken as one, where memory never peaks
-        self.aside = 0  # temporaries of a pass that has given way to the one beside it
 
     def run(self) -> dict[Item, int]:
         """Bytes held at the peak of device memory, and bytes of host memory at its own peak."""
@@ -108,19 +75,6 @@ class Walk:
         self.doing = "update of the weights"
         self._see(step_temporaries(self.states.plan, self.pp))
         return {item: size for item, size in (self.peak | self.host_peak).items() if size}
-
-    @property
-    def instant(self) -> Instant:
-        """The moment at which `run` has found the peak."""
-        doing, key, what = self.peak_at
-        return Instant(doing, self._named(*key) if key is not None else "", what)
-
-    def _named(self, stage: int, index: int) -> str:
-        parts = self.parts[stage]
-        if parts[index].name != "layer":
-            return f"the {parts[index].name}"
-        before = sum(part.times for part in parts[:index] if part.name == "layer")
-        return f"layer {self.states.plan.layers[stage][before]}"
 
     def _compute(self, *actions: Action) -> None:
         """Walk through an F, B or I, or through an F and a B of which each goes on where the other gives way."""
@@ -248,14 +202,6 @@ class Walk:
         if self.reductions[action].now:
             self._reduce_all(action)
         self._end_reductions(action)
-
-    def _through(self, stage: int, backwards: bool = False) -> Iterator[tuple[int, Unit]]:
-        """The parts of a stage and their indexes, one by one."""
-        numbered = list(enumerate(self.parts[stage]))
-        for index, part in reversed(numbered) if backwards else numbered:
-            self.at, self.passing = (stage, index), part.times > 1
-            yield index, part
-        self.at, self.passing = None, False
 
     def _gather(self, part: Unit, backward: bool = False) -> None:
         """Put together the shards of a part: of its own weights, then of experts, with the gradients that are there."""
@@ -409,69 +355,3 @@ class Walk:
         self._hold("activations", "between stages", (len(exchange.actions) - sends) * self.sizes.stream)
         self.sending = sends
         self._see()
-
-    def _hold_states(self, stage: int, index: int) -> None:
-        """Hold parameters and optimizer states of a part, which exist from the first step on."""
-        states, kind, part = self.states, STATES_IN[self.config.optim.place], self.parts[stage][index]
-        self._hold_weights("parameters", stage, index, states.p, sharded=True)
-        self._hold_weights("parameters", stage, index, states.copies)
-        for group in self._groups(stage, index):
-            for component, _, _, moments, copies in group.weights.by_component:
-                self._hold(kind, component, part.times * (states.p * (moments + copies) // group.shards))
-        if states.frees and part.with_stage:
-            self._hold_weights("gathered weights", stage, index, states.w)
-
-    def _saved(self, stage: int, index: int) -> int:
-        """Bytes of a part in a checkpoint. A background save copies them to host memory, which it keeps."""
-        return self.parts[stage][index].times * sum(
-            self.states.p * saved // group.shards
-            for group in self._groups(stage, index)
-            for _, count, _, moments, _ in group.weights.by_component
-            for saved in (count, moments)
-        )
-
-    def _is_second_copy(self, stage: int, part: Unit) -> bool:
-        """Return whether a part is a tied embedding that the rank's first stage has too; a checkpoint saves one."""
-        return stage > 0 and part.copy and 0 in self.parts
-
-    def _groups(self, stage: int, index: int) -> list[Group]:
-        """Groups of a part, in the order of backward: experts that ranks share out, then all else."""
-        part, states = self.parts[stage][index], self.states
-        own = Group((stage, index), part.weights, states.shards)
-        if part.apart is None:
-            return [own]
-        return [Group((stage, -1 - index), part.apart, states.expert_shards), own]
-
-    def _hold_weights(self, kind: str, stage: int, index: int, each: int, sharded: bool = False) -> None:
-        """Hold `each` bytes for every parameter of a part, of gradients for every trained one; release if negative."""
-        for group in self._groups(stage, index):
-            self._hold_group(kind, self.parts[stage][index], group, each, sharded)
-
-    def _hold_group(self, kind: str, part: Unit, group: Group, each: int, sharded: bool = False) -> None:
-        for component, count, trained, *_ in group.weights.by_component:
-            held = trained if kind == "gradients" else count
-            self._hold(kind, component, part.times * (each * held // (group.shards if sharded else 1)))
-
-    def _hold(self, kind: str, component: str, size: int) -> None:
-        self.held[kind, component] += size
-        if kind != HOST_MEMORY:
-            self.total += size
-            return
-        self.on_host += size
-        if self.on_host > self.most_on_host:
-            self.most_on_host = self.on_host
-            self.host_peak = Counter({item: size for item, size in self.held.items() if item[0] == HOST_MEMORY})
-
-    def _see(self, temporaries: int = 0, gathered: int = 0, what: str = "") -> None:
-        """Record the bytes held, with `temporaries` and `gathered` weights in use, if that is the most so far.
-
-        what: the moment in the part that is being computed.
-        """
-        temporaries += self.aside
-        if not self.passing and self.total + temporaries + gathered > self.most:
-            self.most = self.total + temporaries + gathered
-            now = {("temporaries", "backward"): temporaries, ("gathered weights", "in use"): gathered}
-            self.peak = self.held + Counter(now)
-            self.peak_at = self.doing, self.at, what
-            for item in [item for item in self.peak if item[0] == HOST_MEMORY]:
-                del self.peak[item]

@@ -1,0 +1,137 @@
+"""The bytes that a pipeline rank holds while its step is walked through, by kind and component, and their peak."""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+from megalite.config.schema import Place
+from megalite.plan.memory.moment_text import Instant
+from megalite.plan.memory.states import States
+from megalite.plan.repeated_layers import parts_of
+from megalite.plan.resolved import Plan
+from megalite.plan.units import Item, Unit, Weights
+from megalite.schedule.actions import Action, Exchange
+
+HOST_MEMORY = "host memory"
+STATES_IN: dict[Place, str] = {"device": "optimizer states", "host": HOST_MEMORY}  # kinds of memory
+PartKey = tuple[int, int]  # a stage, and the index of a part in it
+
+
+def on_device(held: Mapping[Item, int]) -> int:
+    """Bytes of all kinds but host memory."""
+    return sum(size for (kind, _), size in held.items() if kind != HOST_MEMORY)
+
+
+class Group(NamedTuple):
+    """Weights of a part that FSDP2 exchanges at once."""
+
+    key: PartKey  # experts that ranks share out have an index below 0
+    weights: Weights
+    shards: int
+
+
+class Held:
+    """Bytes held by pipeline rank `pp` in a step of `m` micro-batches, and the most so far."""
+
+    def __init__(self, plan: Plan, m: int, pp: int) -> None:
+        self.config, self.table, self.pp = plan.config, plan.table(m), pp
+        self.states, self.sizes = States(plan), plan.sizes
+        layers = {stage: plan.recomputed(stage) for stage in plan.stages_of(pp)}
+        self.parts = parts_of(self.sizes, layers, plan.stages, condense=not self.table.pairs)
+        self.held: Counter[Item] = Counter()
+        self.peak: Counter[Item] = Counter()
+        self.doing: Action | Exchange | str = "before the step"
+        self.at: PartKey | None = None  # the part that is being computed
+        self.peak_at: tuple[Action | Exchange | str, PartKey | None, str] = self.doing, None, ""
+        self.total = self.most = 0  # bytes on the device
+        self.on_host = self.most_on_host = 0
+        self.host_peak: Counter[Item] = Counter()
+        self.passing = False  # in layers that are taken as one, where memory never peaks
+        self.aside = 0  # temporaries of a pass that has given way to the one beside it
+
+    @property
+    def instant(self) -> Instant:
+        """The moment at which `run` has found the peak."""
+        doing, key, what = self.peak_at
+        return Instant(doing, self._named(*key) if key is not None else "", what)
+
+    def _named(self, stage: int, index: int) -> str:
+        parts = self.parts[stage]
+        if parts[index].name != "layer":
+            return f"the {parts[index].name}"
+        before = sum(part.times for part in parts[:index] if part.name == "layer")
+        return f"layer {self.states.plan.layers[stage][before]}"
+
+    def _through(self, stage: int, backwards: bool = False) -> Iterator[tuple[int, Unit]]:
+        """The parts of a stage and their indexes, one by one."""
+        numbered = list(enumerate(self.parts[stage]))
+        for index, part in reversed(numbered) if backwards else numbered:
+            self.at, self.passing = (stage, index), part.times > 1
+            yield index, part
+        self.at, self.passing = None, False
+
+    def _hold_states(self, stage: int, index: int) -> None:
+        """Hold parameters and optimizer states of a part, which exist from the first step on."""
+        states, kind, part = self.states, STATES_IN[self.config.optim.place], self.parts[stage][index]
+        self._hold_weights("parameters", stage, index, states.p, sharded=True)
+        self._hold_weights("parameters", stage, index, states.copies)
+        for group in self._groups(stage, index):
+            for component, _, _, moments, copies in group.weights.by_component:
+                self._hold(kind, component, part.times * (states.p * (moments + copies) // group.shards))
+        if states.frees and part.with_stage:
+            self._hold_weights("gathered weights", stage, index, states.w)
+
+    def _saved(self, stage: int, index: int) -> int:
+        """Bytes of a part in a checkpoint. A background save copies them to host memory, which it keeps."""
+        return self.parts[stage][index].times * sum(
+            self.states.p * saved // group.shards
+            for group in self._groups(stage, index)
+            for _, count, _, moments, _ in group.weights.by_component
+            for saved in (count, moments)
+        )
+
+    def _is_second_copy(self, stage: int, part: Unit) -> bool:
+        """Return whether a part is a tied embedding that the rank's first stage has too; a checkpoint saves one."""
+        return stage > 0 and part.copy and 0 in self.parts
+
+    def _groups(self, stage: int, index: int) -> list[Group]:
+        """Groups of a part, in the order of backward: experts that ranks share out, then all else."""
+        part, states = self.parts[stage][index], self.states
+        own = Group((stage, index), part.weights, states.shards)
+        if part.apart is None:
+            return [own]
+        return [Group((stage, -1 - index), part.apart, states.expert_shards), own]
+
+    def _hold_weights(self, kind: str, stage: int, index: int, each: int, sharded: bool = False) -> None:
+        """Hold `each` bytes for every parameter of a part, of gradients for every trained one; release if negative."""
+        for group in self._groups(stage, index):
+            self._hold_group(kind, self.parts[stage][index], group, each, sharded)
+
+    def _hold_group(self, kind: str, part: Unit, group: Group, each: int, sharded: bool = False) -> None:
+        for component, count, trained, *_ in group.weights.by_component:
+            held = trained if kind == "gradients" else count
+            self._hold(kind, component, part.times * (each * held // (group.shards if sharded else 1)))
+
+    def _hold(self, kind: str, component: str, size: int) -> None:
+        self.held[kind, component] += size
+        if kind != HOST_MEMORY:
+            self.total += size
+            return
+        self.on_host += size
+        if self.on_host > self.most_on_host:
+            self.most_on_host = self.on_host
+            self.host_peak = Counter({item: size for item, size in self.held.items() if item[0] == HOST_MEMORY})
+
+    def _see(self, temporaries: int = 0, gathered: int = 0, what: str = "") -> None:
+        """Record the bytes held, with `temporaries` and `gathered` weights in use, if that is the most so far.
+
+        what: the moment in the part that is being computed.
+        """
+        temporaries += self.aside
+        if not self.passing and self.total + temporaries + gathered > self.most:
+            self.most = self.total + temporaries + gathered
+            now = {("temporaries", "backward"): temporaries, ("gathered weights", "in use"): gathered}
+            self.peak = self.held + Counter(now)
+            self.peak_at = self.doing, self.at, what
+            for item in [item for item in self.peak if item[0] == HOST_MEMORY]:
+                del self.peak[item]

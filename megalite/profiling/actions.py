@@ -17,7 +17,7 @@ WAITING = ", waiting for "  # in notes of waiting for an action's input
 def actions(trace: Trace) -> list[Span]:
     """The spans of the last profiled step's compute actions, in nanoseconds; on a GPU, those of their kernels.
 
-    Waits for its input are left out. Of two that took turns, one comes after the other, each as long as its turns.
+    Waits for its input are left out. Two that took turns come one after the other, each as long as its turns.
     """
     begun = [note.start for note in trace.notes if note.name == READING]
     if not begun:

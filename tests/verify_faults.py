@@ -248,8 +248,8 @@ def recompute_that_chooses_again() -> AbstractContextManager[Any]:
     correct = recompute.remembered
 
     def remembered(make: Callable[[], Any]) -> Any:
-        made = correct(make)
-        if recompute._memory is None or not recompute._memory.again:
+        made, memory = correct(make), recompute._running.memory
+        if memory is None or not memory.again:
             return made
         experts, *rest = made
         return experts.flip(0), *rest

@@ -18,6 +18,7 @@ from megalite.base.errors import InputError
 from megalite.base.files import write_new
 from megalite.base.output import warn
 from megalite.plan.batches import GlobalBatch
+from megalite.plan.pipeline import pairs_up
 from megalite.profiling.about import About
 from megalite.profiling.breakdown import breakdown
 from megalite.profiling.expected import Expected
@@ -85,7 +86,8 @@ class Profiler:
     def _begin(self) -> None:
         mesh = self.job.mesh
         about = About(mesh.rank, self.first, self.last, mesh.layout.pp, mesh.coordinates, mesh.axes, self._expected())
-        self._recording = Recording(self.job.activity, mesh.device, **{KEY: json.dumps(about.plain())})
+        turns = pairs_up(self.job.config)  # a forward that takes turns with a backward has a thread of its own
+        self._recording = Recording(self.job.activity, mesh.device, turns, **{KEY: json.dumps(about.plain())})
 
     def _end(self) -> Recording | None:
         """Stop recording. Returns what was recorded; None if nothing was."""

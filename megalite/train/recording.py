@@ -43,11 +43,12 @@ CALLS = (  # methods of a process group that communicate
 class Recording:
     """The work of a rank from now until `end`. A failure to begin leaves nothing switched on.
 
-    additions: JSON by key, which becomes a part of the trace. snapshot: once it has ended, the history of the memory
-    on CUDA, as torch.cuda.memory dumps it; None on a CPU.
+    every_thread: record threads that begin later too, for which PyTorch leaves memory out. additions: JSON by key,
+    which becomes a part of the trace. snapshot: once it has ended, the history of the memory on CUDA, as
+    torch.cuda.memory dumps it; None on a CPU.
     """
 
-    def __init__(self, activity: Activity, device: torch.device, **additions: str) -> None:
+    def __init__(self, activity: Activity, device: torch.device, every_thread: bool = False, **additions: str) -> None:
         os.environ.setdefault(*QUIET)
         self.snapshot: bytes | None = None
         cuda = device.type == "cuda"
@@ -58,8 +59,7 @@ class Recording:
                 stack.callback(torch.cuda.memory._record_memory_history, enabled=None)
                 stack.callback(self._keep_snapshot)
                 torch.cuda.synchronize(device)  # the first profiled step begins on an idle device
-            # A forward that takes turns with a backward has a thread of its own.
-            threads = _ExperimentalConfig(profile_all_threads=True)
+            threads = _ExperimentalConfig(profile_all_threads=every_thread)
             self._profile = profile(activities=kinds, profile_memory=True, experimental_config=threads)
             self._profile.start()
             stack.callback(self._profile.stop)

@@ -7,6 +7,7 @@ from warm_start import run
 
 from megalite.profiling.measured_step import measured_step
 from megalite.profiling.ranks import read_ranks
+from megalite.schedule.actions import Kind
 from megalite.schedule.generate import build
 from megalite_launch.base.line_files import parsed
 
@@ -48,3 +49,16 @@ def test_a_pipelines_steps_are_recorded_told_and_drawn(tmp_path: Path) -> None:
     page = (run / "profile/step-000002/index.html").read_text()
     assert page.count("<h3>rank ") == 2
     assert page.count("<svg") == 2  # actions and memory
+
+
+def test_passes_that_take_turns_are_recorded_in_both_threads(tmp_path: Path) -> None:
+    experts = {"count": 4, "width": 8}
+    parallel = {"dp_shard": 2, "ep": 2, "pipeline": {"schedule": "dualpipev"}}
+    make_toy(tmp_path, train={"steps": 3}, parallel=parallel, profile=PROFILE, model={"experts": experts})
+    assert "exchanges of experts' rows" in megalite(tmp_path, "train", "toy.yaml")
+    ranks = read_ranks(tmp_path / "runs/run/profile/step-000002")
+    table = build("dualpipev", 1, len(ranks[0].actions) // 4)
+    for rank in ranks:
+        assert tuple(span.action for span in rank.actions) == table.orders[0]
+        forwards = [span.end - span.start for span in rank.actions if span.action.kind is Kind.F]
+        assert min(forwards) > 0

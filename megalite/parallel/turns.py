@@ -6,7 +6,7 @@ code and not by the clock. So ranks whose layers are alike begin all collectives
 
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Generic, TypeVar
 
@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_
 from megalite.distributed.health.clock import COMPUTING
 
 T = TypeVar("T")
+_thread = ThreadPoolExecutor(1, COMPUTING)  # for forwards; it starts with the first
 _turns: "Turns[Any] | None" = None  # the two passes that run
 
 
@@ -32,39 +33,40 @@ class Turns(Generic[T]):
     def __init__(self, forward: Callable[[], T], resumed: Callable[[bool], None], rests: Callable[[], None]) -> None:
         self._forward, self._resumed, self._rests = forward, resumed, rests
         self._turn = {True: threading.Semaphore(0), False: threading.Semaphore(0)}  # by whether it is forward's
-        self._thread = 0  # forward's
+        self._ident = 0  # number of forward's thread
         self._alone = self._failed = False
 
     def run(self, backward: Callable[[], None]) -> T:
         """Begin with forward, and go on until both are done. Returns what forward does. Raises what either raises."""
         global _turns
         _turns = self
-        with ThreadPoolExecutor(1, COMPUTING) as pool:
-            made = pool.submit(self._run, _surroundings())
-            try:
-                self._take(False)
-                backward()
-            except OtherFailed:
-                pass  # forward's own error is raised below
-            except BaseException:
-                self._failed = True
-                raise
-            finally:
-                self._leave(False)
-                _turns = None
-            return made.result()
+        self._rests()
+        made = _thread.submit(self._run, _surroundings())
+        try:
+            self._take(False)
+            backward()
+        except OtherFailed:
+            pass  # forward's own error is raised below
+        except BaseException:
+            self._failed = True
+            raise
+        finally:
+            self._leave(False)
+            wait([made])
+            _turns = None
+        return made.result()
 
     def give_way(self) -> None:
         """Let the other pass compute until it gives way or ends."""
         if not self._alone:
             # Backward of a GPU runs on threads of autograd's, so all that is not forward is backward.
-            forward = threading.get_ident() == self._thread
+            forward = threading.get_ident() == self._ident
             self._rests()
             self._turn[not forward].release()
             self._take(forward)
 
     def _run(self, surroundings: AbstractContextManager[None]) -> T:
-        self._thread = threading.get_ident()
+        self._ident = threading.get_ident()
         self._resumed(True)
         try:
             with surroundings:

@@ -1,5 +1,6 @@
 """A whole run on two ranks is profiled, told and drawn."""
 
+from collections import Counter
 from pathlib import Path
 
 from toy_folder import make_toy
@@ -7,7 +8,7 @@ from warm_start import run
 
 from megalite.profiling.measured_step import measured_step
 from megalite.profiling.ranks import read_ranks
-from megalite.schedule.actions import Kind
+from megalite.profiling.trace_file import read_trace
 from megalite.schedule.generate import build
 from megalite_launch.base.line_files import parsed
 
@@ -54,11 +55,14 @@ def test_a_pipelines_steps_are_recorded_told_and_drawn(tmp_path: Path) -> None:
 def test_passes_that_take_turns_are_recorded_in_both_threads(tmp_path: Path) -> None:
     experts = {"count": 4, "width": 8}
     parallel = {"dp_shard": 2, "ep": 2, "pipeline": {"schedule": "dualpipev"}}
-    make_toy(tmp_path, train={"steps": 3}, parallel=parallel, profile=PROFILE, model={"experts": experts})
+    model, batch = {"experts": experts}, {"micro": 1, "global": 8}
+    make_toy(tmp_path, train={"steps": 3}, parallel=parallel, profile=PROFILE, model=model, batch=batch)
     assert "exchanges of experts' rows" in megalite(tmp_path, "train", "toy.yaml")
     ranks = read_ranks(tmp_path / "runs/run/profile/step-000002")
-    table = build("dualpipev", 1, len(ranks[0].actions) // 4)
+    table = build("dualpipev", 1, 4, paired=True)
+    assert len(table.pairs) == 6
     for rank in ranks:
         assert tuple(span.action for span in rank.actions) == table.orders[0]
-        forwards = [span.end - span.start for span in rank.actions if span.action.kind is Kind.F]
-        assert min(forwards) > 0
+    trace = read_trace(tmp_path / "runs/run/profile/step-000002/rank-0.json.gz")
+    threads = Counter(event.lane for event in trace.events if event.category == "cpu_op" and event.name == "aten::mm")
+    assert len(threads) == 2

@@ -45,8 +45,8 @@ class Turns(Generic[T]):
         try:
             self._take(False)
             backward()
-        except OtherFailed:
-            pass  # forward's own error is raised below
+        except OtherFailed as stopped:
+            raise made.exception() or stopped from None
         except BaseException:
             self._failed = True
             raise

@@ -82,12 +82,16 @@ def parts(job: Job) -> Parts:
     return found | {each.name: RankPart.of(cut(each.value, each.shape)) for each in extra}
 
 
-def saver(job: Job, folder: Path) -> Saver:
-    return Saver(State(job.stages, job.optimizer), job.config, (), folder, HostGroup())
+def saver(job: Job, folder: Path, base: int | None = None) -> Saver:
+    return Saver(state_of(job), job.config, (), folder, HostGroup(), base=base)
 
 
 def restorer(job: Job, config: Config | None = None) -> Restorer:
-    return Restorer(State(job.stages, job.optimizer), config or job.config, (), HostGroup())
+    return Restorer(state_of(job), config or job.config, (), HostGroup())
+
+
+def state_of(job: Job) -> State:
+    return State(job.stages, job.optimizer, job.config.adapter is not None)
 
 
 def progress_at(job: Job, step: int) -> Progress:
@@ -95,9 +99,9 @@ def progress_at(job: Job, step: int) -> Progress:
     return Progress(step, step, samples, samples * job.config.model.sequence_length)
 
 
-def save(job: Job, folder: Path, step: int) -> Path:
-    """Save, and wait until it is durable."""
-    with saver(job, folder) as writer:
+def save(job: Job, folder: Path, step: int, base: int | None = None) -> Path:
+    """Save, and wait until it is durable. base: the number of an adapter's."""
+    with saver(job, folder, base) as writer:
         writer.save(progress_at(job, step))
         writer.finish()
     return folder / f"step-{step:08d}"
@@ -113,9 +117,13 @@ def staged_bytes(config: Config, folder: Path) -> tuple[int, int]:
 
 def train_and_save(config: Config, folder: Path, at: int, steps: int = 0) -> tuple[list[float], Parts]:
     """Train from the beginning, save after step `at`, and go on up to `steps`."""
-    job = make(config)
+    job, base = make(config), None
+    if config.checkpoint.weights is not None:
+        loading = restorer(job)
+        loading.weights(config.checkpoint.weights)
+        base = loading.base
     losses = advance(job, 0, at)
-    save(job, folder, at)
+    save(job, folder, at, base)
     return losses + advance(job, at, steps), parts(job)
 
 

@@ -3,10 +3,11 @@
 import math
 from dataclasses import dataclass, field, fields, replace
 from functools import cache, lru_cache
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
+from megalite.config import schema
 from megalite.config.parametrization import multipliers
-from megalite.config.schema import Model, RopeScaling
+from megalite.config.schema import Model, RopeScaling, Target
 
 
 @dataclass(frozen=True)
@@ -152,17 +153,27 @@ class Rotation:
 
 
 @dataclass(frozen=True)
+class Adapter:
+    """Pairs of factors beside the matrices that `targets` names: a layer adds scale · x Aᵀ Bᵀ to its x Wᵀ."""
+
+    rank: int
+    scale: float
+    targets: frozenset[Target]
+
+
+@dataclass(frozen=True)
 class LayerKind:
     """Parts of a layer. Layers of equal kind differ in nothing but their weights.
 
     norms: whether attention and feed-forward have a norm before them, after them, or both. rope: None: queries and keys
-    are not turned by their positions (NoPE, arXiv 2305.19466).
+    are not turned by their positions (NoPE, arXiv 2305.19466). adapter: of a layer whose own weights are not trained.
     """
 
     attention: GroupedQuery | Latent
     feed_forward: SwiGLU | Mixture
     norms: frozenset[Literal["before", "after"]]
     rope: Rope | None
+    adapter: Adapter | None = None
 
     @property
     def mixture(self) -> Mixture | None:
@@ -186,6 +197,7 @@ def layer_kinds(model: Model) -> tuple[LayerKind, ...]:
         SwiGLU(model.ffn),
         NORMS[model.norm],
         Rope(model.rope_theta, model.rope_scaling),
+        None if model.adapter is None else adapter_of(model.adapter),
     )
     return _kinds(model.layers, usual, attention.full_every, attention.nope_every, _experts(model))
 
@@ -201,6 +213,13 @@ def _attention(model: Model) -> GroupedQuery | Latent:
         sharper = yarn_factor(scaling, scaling.mscale_all_dim) ** 2
         scores = replace(scores, scale=sharper / math.sqrt(model.head_size))
     return Latent(replace(heads, value_width=latent.value_width, scores=scores), latent.query_rank, latent.key_rank)
+
+
+def adapter_of(adapter: schema.Adapter) -> Adapter:
+    """The pairs of factors that a configuration describes."""
+    targets = get_args(Target) if adapter.targets == "all" else adapter.targets
+    scale = adapter.alpha / (math.sqrt(adapter.rank) if adapter.rslora else adapter.rank)
+    return Adapter(adapter.rank, scale, frozenset(targets))
 
 
 def yarn_factor(scaling: RopeScaling, scale: float) -> float:

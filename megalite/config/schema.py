@@ -4,12 +4,13 @@ A key that is a Python keyword (`batch.global`) carries a trailing underscore he
 none in YAML. Rules that involve several keys are in `rules`.
 """
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
 from megalite.config.layout import Layout
 
 Place = Literal["device", "host"]  # where a tensor lives from step to step
+Target = Literal["query", "key", "value", "attention_output", "latent", "gate", "up", "down", "experts"]
 
 
 def place_of(offload: bool) -> Place:
@@ -112,6 +113,16 @@ class Base:
 
 
 @dataclass
+class Adapter:
+    """Low-rank factors that are trained beside matrices of a model that stays as it is (LoRA, arXiv 2106.09685)."""
+
+    rank: int = 16  # features between the two factors of a matrix
+    alpha: float = 32.0  # factor of a pair's product, once divided by the rank
+    rslora: bool = False  # it is divided by √rank instead (arXiv 2312.03732)
+    targets: list[Target] | Literal["all"] = "all"  # matrices that have factors; all: every one of a layer
+
+
+@dataclass
 class Model:
     layers: int = 4
     width: int = 128
@@ -138,6 +149,9 @@ class Model:
     base: Base | None = None  # sizes at which mup and completep have factors of 1
     embedding_multiplier: float = 1.0  # factor of the embedding's output
     logits_multiplier: float = 1.0
+
+    def __post_init__(self) -> None:
+        self.adapter: Adapter | None = None  # no key: `Config` hands its own on, as layers are described by their model
 
     @property
     def head_size(self) -> int:
@@ -448,6 +462,7 @@ class Profile:
 class Config:
     run: Run = field(default_factory=Run)
     model: Model = field(default_factory=Model)
+    adapter: Adapter | None = None  # null: the whole model is trained
     parallel: Parallel = field(default_factory=Parallel)
     batch: Batch = field(default_factory=Batch)
     train: Train = field(default_factory=Train)
@@ -459,6 +474,11 @@ class Config:
     log: Log = field(default_factory=Log)
     eval: Eval = field(default_factory=Eval)
     profile: Profile = field(default_factory=Profile)
+
+    def __post_init__(self) -> None:
+        if isinstance(self.model, Model) and self.model.adapter is not self.adapter:  # others may have the model, too
+            self.model = replace(self.model)
+            self.model.adapter = self.adapter
 
     @property
     def kernels_by_operation(self) -> Kernels:

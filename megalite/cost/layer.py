@@ -19,6 +19,7 @@ from megalite.cost.kernels import VECTOR_ELEMENTS, Kernels
 from megalite.cost.network import Group, Net
 from megalite.cost.program import HOST_BACKWARD_RATIO, TABLE_KERNELS, Program, attention_shares, machine_of
 from megalite.cost.share import Share
+from megalite.plan.parts.adapted import bare
 from megalite.plan.parts.experts import ExpertsPart
 from megalite.plan.parts.part import Product
 from megalite.plan.parts.window import attended_pairs
@@ -130,7 +131,10 @@ class LayerModel:
         """Forward and backward without launches, with nothing made again; what makes the gradients of weights; and how
         much longer a split backward waits for tensor-parallel ranks."""
         share, matrices = self.share, self.share.products(_aligned(self.share.tokens))
-        products, inputs, weights = (sum(map(passed, matrices)) for passed in self._of_product)
+        each = zip(
+            self._of_product, (matrices, matrices, [matrix for matrix in matrices if matrix.trained]), strict=True
+        )
+        products, inputs, weights = (sum(map(passed, those)) for passed, those in each)
         attention, passes = self._attention(), self._passes()
         if share.precision == "fp8":
             passes = passes[0] + self._casts(matrices)[0], passes[1] + self._casts(matrices)[1]
@@ -291,7 +295,7 @@ class LayerModel:
     def _shared(self) -> list[Product]:
         """Products of the expert that computes all tokens, while others' rows travel."""
         share, found = self.share, list[Product]()
-        for part in share.parts:
+        for part in map(bare, share.parts):
             if isinstance(part, ExpertsPart) and part.shared is not None:
                 found += part.shared.products(_aligned(share.tokens), share.tp)
         return found

@@ -38,6 +38,7 @@ from megalite.dry_run.configuration import as_counted, busiest_rank
 from megalite.dry_run.live_bytes import LiveBytes
 from megalite.dry_run.transfers import CountedTransfers, axes_of, with_world_apart
 from megalite.optim.build import build_optimizer
+from megalite.parallel.gradients import Gradients
 from megalite.plan.activations import Activations
 from megalite.plan.memory.fit import fitted
 from megalite.plan.memory.held import HOST_MEMORY, STATES_IN
@@ -138,7 +139,7 @@ def count_step(job: Job, batch: Micros, fake: FakeTensorMode | None = None) -> t
         hook.remove()
     found = live.peak(apart=HOST_MEMORY)
     if job.config.checkpoint.async_:
-        copied = local_parts(State(job.stages, job.optimizer).tensors()).values()
+        copied = local_parts(State(job.stages, job.optimizer, job.config.adapter is not None).tensors()).values()
         found[HOST_MEMORY] = found.get(HOST_MEMORY, 0) + sum(part.nbytes for part in copied)
     return found, str(live.busy(apart=HOST_MEMORY))
 
@@ -149,7 +150,8 @@ def _materialized(job: Job, mesh: Mesh) -> Job:
         stage.to_empty(device=mesh.device)
     config = job.config
     optimizer = build_optimizer(job.stages.values(), config.model, config.optim, group=mesh.stage, copies=job.copies)
-    return replace(job, mesh=mesh, optimizer=optimizer)
+    gradients = Gradients(job.stages, job.plan.placement, mesh, config.model.tie_embeddings)
+    return replace(job, mesh=mesh, gradients=gradients, optimizer=optimizer)
 
 
 @contextmanager

@@ -18,6 +18,7 @@ from megalite.config.layers import LayerKind, layer_kinds
 from megalite.config.parametrization import multipliers
 from megalite.config.schema import Buffers, Kernels, Model
 from megalite.distributed.collectives import all_gather
+from megalite.model.adapters import add_adapters
 from megalite.model.attention import Attention
 from megalite.model.experts import ExpertMLPs, Experts
 from megalite.model.latent import LatentAttention
@@ -69,14 +70,15 @@ class Layer(nn.Module):
             return Norm(weights[f"{name}.weight"], model.norm_eps, tp, kernels, factor)
 
         self.attention_norm = norm("attention_norm", of_first)
-        attends = attention(model.width, kind.attention)
+        frozen = kind.adapter is not None
+        attends = attention(model.width, kind.attention, frozen)
         self.attention: Attention | LatentAttention
         if isinstance(attends, GroupedQueryPart):
             self.attention = Attention(attends, model.norm_eps, kind.rope is not None, tp, kernels, of_rest)
         else:
             self.attention = LatentAttention(attends, tp, kernels, of_rest)
         self.mlp_norm = norm("mlp_norm", of_first)
-        part = feed_forward(model.width, kind.feed_forward)
+        part = feed_forward(model.width, kind.feed_forward, frozen)
         self.mlp: MLP | Experts
         if isinstance(part, SwiGLUPart):
             self.mlp = MLP(part, tp, kernels, of_rest)
@@ -85,6 +87,8 @@ class Layer(nn.Module):
         if self.both:
             self.attention_output_norm = norm("attention_output_norm", of_norm)
             self.mlp_output_norm = norm("mlp_output_norm", of_norm)
+        if kind.adapter is not None:
+            add_adapters(self, weights, kind.adapter.scale, tp, ep or tp)
 
     def forward(
         self,

@@ -18,7 +18,7 @@ from megalite.parallel.gathered import Gathered
 from megalite.parallel.linear import linears
 from megalite.parallel.parameter import parameter, part
 from megalite.parallel.recompute import Cheap, remembered
-from megalite.parallel.tensor import Linear
+from megalite.parallel.tensor import Linear, second_factor
 from megalite.plan.parts.experts import ExpertsPart
 from megalite.plan.parts.part import Weight
 from megalite_kernels import weighted_swiglu
@@ -126,7 +126,12 @@ def _swiglu(backend: Backend, clamped: bool, gate: Tensor, up: Tensor, scores: T
 def _products(layers: Sequence[ExpertLinear], x: Tensor, rows: Rows, scores: Tensor | None = None) -> Sequence[Tensor]:
     """Outputs of layers that share an input. scores: of the rows, where the input has them as factors already."""
     first, weights = layers[0], [layer.weight for layer in layers]
-    made = linears(x, weights, None, first.gradients, GroupedProduct(rows), first.factor)
+    product = GroupedProduct(rows)
+    made = linears(x, weights, None, first.gradients, product, first.factor)
+    adapters = [layer.lora_a.weight for layer in layers if layer.lora_a is not None]
+    between = linears(x, adapters, None, first.gradients, product) if adapters else ()  # nK r
+    for y, layer, z in zip(made, layers, between, strict=bool(adapters)):
+        y += second_factor(layer, z, layer.lora_scale * layer.factor, product)
     if first.bias is None:
         return made
     factors = scores if scores is None or first.factor == 1 else scores * first.factor

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from megalite.config.schema import Model
 from megalite.parallel.parameter import box, cut, extra_state, parameters
-from megalite.plan.model.parametrization import standard_deviation
+from megalite.plan.model.parametrization import deviation_of_factor, standard_deviation
 from megalite.plan.parts.roles import RoleKind
 
 BLOCK = 1 << 22  # elements made at a time, to bound the temporaries
@@ -37,7 +37,8 @@ def initialize(stage: nn.Module, model: Model, seed: int) -> None:
                 local.zero_()
             case _:
                 local.zero_()
-                part, std = cut(param, shape), standard_deviation(model, role)
+                part = cut(param, shape)
+                std = deviation_of_factor(role, shape[-1]) if role.adapts else standard_deviation(model, role)
                 fill_normal(part.to_local(), shape, box(part)[1], std, f"{seed}/{name}")
 
 
@@ -62,21 +63,22 @@ def fill_normal(
     step = max(1, BLOCK // columns)
     for top in range(0, rows, step):
         down = torch.arange(top, min(top + step, rows), device=local.device) + offset[0]
-        bits = _splitmix(start, first + down[:, None] * shape[1] + across)
+        bits = splitmix(start, first + down[:, None] * shape[1] + across)
         bucket, point = (bits >> 48) & 0xFFFF, ((bits >> 16) & 0xFFFFFFFF).double() * 2.0**-32
         low = quantiles[bucket]
         local[top : top + step] = ((low + (quantiles[bucket + 1] - low) * point) * std).float()
 
 
-def _splitmix(start: int, index: Tensor) -> Tensor:
+def splitmix(start: int, index: Tensor) -> Tensor:
     """The 64-bit hash of every index, in int64 arithmetic that wraps around."""
-    z = (index + 1) * _signed(0x9E3779B97F4A7C15) + start
-    z = (z ^ _shift(z, 30)) * _signed(0xBF58476D1CE4E5B9)
-    z = (z ^ _shift(z, 27)) * _signed(0x94D049BB133111EB)
+    z = (index + 1) * signed(0x9E3779B97F4A7C15) + start
+    z = (z ^ _shift(z, 30)) * signed(0xBF58476D1CE4E5B9)
+    z = (z ^ _shift(z, 27)) * signed(0x94D049BB133111EB)
     return z ^ _shift(z, 31)
 
 
-def _signed(word: int) -> int:
+def signed(word: int) -> int:
+    """The int64 with the bits of a number of 64."""
     return word - (1 << 64) if word >> 63 else word
 
 

@@ -32,7 +32,7 @@ class Gradients:
             found.name: found.value
             for number, every in self.trained.items()
             for found in every
-            if _counts(found.value) and not (number == copy and found.role == EMBEDDING)
+            if counts(found.value) and not (number == copy and found.role == EMBEDDING)
         }
         self._names, self._counted = list(counted), list(counted.values())
         some = next(param for stage in stages.values() for param in stage.parameters())
@@ -102,6 +102,7 @@ def _local_grads(params: Iterable[DTensor]) -> list[Tensor]:
     return [param.grad._local_tensor for param in params]  # type: ignore[union-attr]
 
 
-def _counts(param: DTensor) -> bool:
+def counts(param: DTensor) -> bool:
+    """Return whether this is the one rank that counts its part of `param`, among those that hold the same."""
     where = zip(param.device_mesh.get_coordinate() or (), param.placements, strict=True)
     return all(position == 0 for position, placement in where if placement.is_replicate())

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from megalite.distributed.collectives import reduce_scatter
+from megalite.distributed.collectives import all_gather, reduce_scatter
 from megalite.parallel.linear import WeightGradients, linears
 from megalite.parallel.parameter import parameter, part, whole
 from megalite.parallel.product import PLAIN_PRODUCT, Product
@@ -32,12 +32,16 @@ class Linear(nn.Module):
     """
 
     own_product = False
+    weight: nn.Parameter
     gradients: WeightGradients | None = None
     product: Product = PLAIN_PRODUCT
 
     def __init__(self, weight: Weight) -> None:
         super().__init__()
         self.roles = {"weight": weight.role, "bias": weight.role.bias}
+        self.lora_a: Linear | None = None  # an adapter's factors, whose product with `lora_scale` is added to `weight`
+        self.lora_b: Linear | None = None
+        self.lora_scale = 1.0
 
 
 class ColumnLinear(Linear):
@@ -55,7 +59,8 @@ def columns(x: Tensor, layers: Sequence[ColumnLinear], group: dist.ProcessGroup)
     first = layers[0]
     biases = () if first.bias is None else [part(layer.bias) for layer in layers]
     weights = [layer.weight for layer in layers]
-    return linears(x, weights, group, first.gradients, first.product, biases=biases)
+    made = linears(x, weights, group, first.gradients, first.product, biases=biases)
+    return with_adapters(made, x, layers, group)
 
 
 class CopiedLinear(Linear):
@@ -69,7 +74,8 @@ class CopiedLinear(Linear):
 def of_own_part(x: Tensor, layers: Sequence[CopiedLinear]) -> Sequence[Tensor]:
     """The outputs of layers that share an input: `[s/t, b, in]` → `[s/t, b, out]` each."""
     first = layers[0]
-    return linears(x, [layer.weight for layer in layers], None, first.gradients, first.product)
+    made = linears(x, [layer.weight for layer in layers], None, first.gradients, first.product)
+    return with_adapters(made, x, layers)
 
 
 class RowLinear(Linear):
@@ -88,6 +94,8 @@ class RowLinear(Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         y = self._product(x)
+        if self.lora_a is not None and self.lora_b is not None:
+            y += second_factor(self, self.lora_a(x), self.lora_scale * self.factor)
         if self.bias is None:
             return y
         bias = whole(self.bias)
@@ -106,6 +114,37 @@ class RowLinear(Linear):
         ranks = self.group.size()
         whole = torch.compiler.is_compiling() or not torch.is_grad_enabled() or self.product is not PLAIN_PRODUCT
         return 1 if whole or ranks == 1 else pieces(len(x) // ranks, x.nbytes // x.shape[-1] * self.rows)
+
+
+def with_adapters(
+    outputs: Sequence[Tensor], x: Tensor, layers: Sequence[Linear], group: dist.ProcessGroup | None = None
+) -> Sequence[Tensor]:
+    """Add what adapters make of `x` `[s/t, b, in]` to the `outputs` of layers, in place.
+
+    A rank computes the first factors, of which all have copies, for its part of the sequence; their few features are
+    gathered over `group`, as the second factors are split like the layers. None: layers are not split.
+    """
+    adapted = [(y, layer) for y, layer in zip(outputs, layers, strict=True) if layer.lora_a is not None]
+    if not adapted:
+        return outputs
+    first = adapted[0][1]
+    factors = [layer.lora_a.weight for _, layer in adapted if layer.lora_a is not None]
+    between = linears(x, factors, None, first.gradients, first.product)  # s/t b r
+    if group is not None and group.size() > 1:
+        between = all_gather(torch.cat(list(between), -1), group).split([z.shape[-1] for z in between], -1)  # s b r
+    for (y, layer), z in zip(adapted, between, strict=True):
+        y += second_factor(layer, z, layer.lora_scale)
+    return outputs
+
+
+def second_factor(layer: Linear, between: Tensor, scale: float, product: Product | None = None) -> Tensor:
+    """Return what the adapter of `layer` adds to its output, by its own product or by `product`.
+
+    between: `[…, r]`, outputs of the first factor.
+    """
+    assert layer.lora_b is not None
+    (y,) = linears(between, [layer.lora_b.weight], None, layer.gradients, product or layer.product, scale)
+    return y
 
 
 class VocabularyEmbedding(nn.Module):

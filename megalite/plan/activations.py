@@ -83,7 +83,7 @@ class Activations(Sizes):
         passing = (*remade, *cheap, *offloaded)
         where = "remade" if mode == "full" else "fetched" if offloaded else "kept"
         of_last = layer.parts[-1]
-        made = sum(kept.bytes for kept in passing if kept.component == of_last.name)
+        made = sum(kept.bytes for kept in passing if kept.component == of_last.name) + layer.dropped(self)
         late = sum(kept.bytes for kept in stays if kept.of_arrivals)
         return Unit(
             "layer",
@@ -98,7 +98,7 @@ class Activations(Sizes):
             puts_off=True,
             casts=sum(self._casts(part) for part in layer.parts),
             apart=self._weights(apart) if apart else None,
-            rows=next(kept.bytes for kept in everything if kept.until == "gate and up") if apart else 0,
+            rows=next((kept.bytes for kept in everything if kept.until == "gate and up"), 0) if apart else 0,
         )
 
     def _casts(self, part: Part) -> int:

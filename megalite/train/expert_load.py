@@ -26,7 +26,8 @@ class ExpertLoad:
             for name, layer in stage.layers.items()
             if isinstance(layer.mlp, Experts)
         }
-        self._corrects = model.experts is not None and model.experts.correction_rate is not None
+        trains = model.adapter is None  # else routers stay as they are, and corrections with them
+        self._corrects = trains and model.experts is not None and model.experts.correction_rate is not None
 
     def begin(self) -> None:
         """Begin a step: what was counted before is forgotten."""

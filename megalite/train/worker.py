@@ -149,7 +149,10 @@ def _train_here(
     recomputed = Counter(mode for stage in job.stages for mode in plan.modes[stage])
     log.info("recompute of layers: %s", ", ".join(f"{count} {mode}" for mode, count in recomputed.items()))
     batches = open_data(job)
-    data, state = as_remembered(config.data.train, batches.train.samples), State(job.stages, job.optimizer)
+    data, state = (
+        as_remembered(config.data.train, batches.train.samples),
+        State(job.stages, job.optimizer, config.adapter is not None),
+    )
     local = config.checkpoint.local
     tier = Tier(config, folder.checkpoints, group, job.activity.tick, check_owner) if local is not None else None
     restorer = Restorer(state, config, data, group, job.activity.tick, check_owner, tier)
@@ -158,7 +161,9 @@ def _train_here(
     requests = Requests()
     activity.asked = requests.received
     requests.listen()
-    with Saver(state, config, data, folder.checkpoints, group, job.activity.tick, check_owner, tier) as saver:
+    with Saver(
+        state, config, data, folder.checkpoints, group, job.activity.tick, check_owner, tier, restorer.base
+    ) as saver:
         devices = gather_devices(mesh)
         nodes = gather_nodes(mesh)
         activity("exporting")

@@ -20,6 +20,7 @@ OPTIONAL = {  # sections that are none by default
     "batch.curriculum",
     "model.attention.latent",
     "model.experts",
+    "adapter",
     "kernels",
     "checkpoint.local",
 }

@@ -56,6 +56,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--config", nargs="+", metavar="YAML", help="megatron, meta: the model, for files that do not tell it")
     add("--dtype", choices=DTYPES, default="keep", help="data type of all tensors (default: keep)")
     add("--optimizer", action="store_true", help="take the optimizer's states and the run's progress along")
+    add("--merge", action="store_true", help="add an adapter to the weights beside which it was trained")
     add(
         "--upcycle",
         nargs="+",
@@ -88,6 +89,10 @@ def _run(options: argparse.Namespace) -> int:
         raise InputError(f"--to {options.target}: there is no folder {target.absolute().parent}; make it first")
     model = None if options.config is None else load(options.config).model
     found = open_weights(options.source, model, options.optimizer)
+    if options.merge != (found.merging is not None):
+        rule = "has no adapter, so --merge has no meaning" if options.merge else "is an adapter"
+        fix = "leave it out" if options.merge else "say --merge to add it to the weights beside which it was trained"
+        raise InputError(f"--from {options.source}: {rule}; {fix}")
     if options.upcycle:
         found = _upcycled(found, options)
     elif kind != "megalite":
@@ -108,8 +113,9 @@ def _run(options: argparse.Namespace) -> int:
     seconds = time.monotonic() - began
     size = total_bytes(each.file for each in written.values())
     now = total_bytes(each.file for each in written.values() if not each.earlier)
+    added = "" if found.merging is None else f" + {found.merging.factors.path}"
     terminal.line(
-        f"{found.kind}:{found.path} → {kind}:{target}: {scaled(size, 'B')} in {len(written)} files, "
+        f"{found.kind}:{found.path}{added} → {kind}:{target}: {scaled(size, 'B')} in {len(written)} files, "
         + (f"{scaled(now, 'B')} of them now, " if now < size else "")
         + f"{seconds:.1f} s, {scaled(now / max(seconds, 1e-9), 'B')}/s"
     )
@@ -130,7 +136,7 @@ def _run(options: argparse.Namespace) -> int:
     }
     well = True
     if options.check:
-        report["check"], well = _check(found.kind, f"{kind}:{target}", options, terminal, dtype)
+        report["check"], well = _check(f"{kind}:{target}", options, terminal, dtype)
     if options.json == "-":
         Terminal().text(as_json(report).rstrip("\n"))
     elif options.json is not None:
@@ -153,15 +159,12 @@ def _tell_of_upcycling(way: Upcycling, terminal: Terminal) -> None:
         terminal.line("upcycle: the logits are those of the source, but for rounding")
 
 
-def _check(
-    kind: str, target: str, options: argparse.Namespace, terminal: Terminal, dtype: str | None
-) -> tuple[Any, bool]:
+def _check(target: str, options: argparse.Namespace, terminal: Terminal, dtype: str | None) -> tuple[Any, bool]:
     """Compare the weights at `target` with the source: tensors bit by bit, and logits. Returns the result for JSON, and
     whether all tensors are equal and the logits finite."""
-    _, path = split_kind(options.source)
     made = open_weights(target, states=options.optimizer)
     given = None if options.config is None else load(options.config).model
-    source = open_weights(f"{kind}:{path}", given, options.optimizer)
+    source = open_weights(options.source, given, options.optimizer)
     if options.upcycle:
         alike = _upcycled(source, options)
     else:

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from itertools import chain
 from pathlib import Path
 
 from torch import Tensor
@@ -19,10 +20,13 @@ from megalite.checkpoint.store.progress import Progress
 from megalite.checkpoint.store.retain import check_own, refuse_only_damaged, set_aside
 from megalite.checkpoint.store.state import State, empty_progress, progress_from
 from megalite.checkpoint.weights.formats.opened import Weights
+from megalite.checkpoint.weights.merged import BASE
 from megalite.checkpoint.weights.missing_tensors import FLOATS, differences
-from megalite.checkpoint.weights.read import Reader, reader_of
+from megalite.checkpoint.weights.read import Reader, reader_of, refuse_other_base
 from megalite.checkpoint.weights.sources import newest, open_weights, resolved
 from megalite.config.schema import Config
+from megalite.model.fingerprint import MODULUS
+from megalite.model.init import signed
 from megalite.parallel.fsdp import parameter_dtype
 
 Say = Callable[[str], None]
@@ -48,6 +52,7 @@ class Restorer:
     ) -> None:
         self.state, self.config, self.data = state, config, data
         self._group, self._advanced, self._check_owner, self._tier = group, advanced, check_owner, tier
+        self.base: int | None = None  # with adapters: the number of the base that is loaded, as an int64
 
     def newest(self, folder: Path, warn: Say, before: int | None = None) -> Progress | None:
         """Continue from the newest intact checkpoint in `folder`. Returns its progress, or None if there never was one.
@@ -92,25 +97,38 @@ class Restorer:
         """Continue from the checkpoint `path`. Raises DamagedError, and InputError if it is of another run."""
         manifest = self._group.once(lambda: check_sizes(path))
         self._group.everywhere(lambda: refuse_other_run(path, manifest, self.config, self.data))
+        if self.state.adapted and self.base is None:
+            assert self.config.checkpoint.weights is not None, "`check_start` has refused an adapter without a base"
+            self.weights(self.config.checkpoint.weights)
         tensors = self.state.tensors()
         self._fill(path, manifest, tensors, progress=True)
+        if self.base is not None:
+            source = str(self.config.checkpoint.weights)
+            refuse_other_base(int(tensors[BASE]), self.base, str(path), f"checkpoint.weights = {source}")
         progress = checked_progress(path, manifest, tensors)
         self.state.loaded(progress.updates)
         return progress
 
     def weights(self, source: str) -> None:
-        """Load only the weights, from `KIND:PATH`. Raises DamagedError, and InputError if they are of another model."""
+        """Load only the weights, from `KIND:PATH`; with adapters, those of their base.
+
+        Raises DamagedError, and InputError if they are of another model.
+        """
         kind, path = self._group.once(lambda: resolved(source))
-        if kind == "megalite":
-            path = self._group.once(partial(newest, path))
-            manifest = self._group.once(lambda: check_sizes(path))
+        path = self._group.once(partial(newest, path)) if kind == "megalite" else path
+        manifest = self._group.once(lambda: check_sizes(path)) if kind == "megalite" else None
+        if manifest is not None and manifest.configuration.adapter is None:
             refuse_other_model(path, manifest.configuration.model, self.config)
-            self._fill(path, manifest, self.state.weights(), progress=False)
+            self._fill(path, manifest, self.state.base(), progress=False)
         else:
             found = self._group.once(lambda: open_weights(f"{kind}:{path}"))
             refuse_other_model(path, found.model, self.config)
-            self._group.everywhere(lambda: _fill_from(found, self.state.weights()))
+            self._group.everywhere(lambda: _fill_from(found, self.state.base()))
         self.state.loaded_weights()
+        if self.state.adapted:
+            parts = self._group.share(self.state.numbers_of_base())
+            apart = dict(chain.from_iterable(part.items() for part in parts)) | {"": sum(part[""] for part in parts)}
+            self.base = signed(sum(apart.values()) % MODULUS)
 
     def _fill(self, path: Path, manifest: Manifest, tensors: dict[str, Tensor], progress: bool) -> None:
         """Read into `tensors`. With `progress`, tensors of the progress are added and read too."""
@@ -134,7 +152,7 @@ class Restorer:
             raise DamagedError(path, f"{INDEX} does not have the tensors of its model: {differ}")
         if progress:
             with damage_of(path, INDEX):
-                tensors |= empty_progress(reader.index)
+                tensors |= empty_progress(reader.index, more=(BASE,) if self.state.adapted else ())
         reader.fill(tensors)
         try:
             refuse_poisoned(tensors)

@@ -19,6 +19,9 @@ def check_start(config: Config, folder: Path) -> None:
     A run that continued from an older one would save under names that exist already.
     """
     found, wanted, weights = complete(folder), config.checkpoint.resume, config.checkpoint.weights
+    if config.adapter is not None and weights is None:
+        rule = "is needed for adapter: the weights beside which it is trained"
+        raise InputError([Problem("checkpoint.weights", rule, "give KIND:PATH, such as hf:SmolLM2-135M", None)])
     if wanted == "never" and found:
         raise InputError(
             f"checkpoint.resume = never, but {folder} holds {found[-1].name}; "
@@ -31,7 +34,7 @@ def check_start(config: Config, folder: Path) -> None:
                 f"checkpoint.resume = {wanted}, but {folder} already holds {found[-1].name}, which is newer; "
                 "continue from that with checkpoint.resume=auto, or give run.name another name"
             )
-    elif weights is not None and not found:
+    elif weights is not None and (not found or config.adapter is not None):
         _check_weights(weights, config)
 
 

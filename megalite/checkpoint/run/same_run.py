@@ -52,8 +52,29 @@ def _differences(old: dict[str, Any], new: dict[str, Any], section: str) -> Iter
 def refuse_other_run(path: Path, manifest: Manifest, here: Config, data: tuple[Source, ...]) -> None:
     """Raises InputError unless the run `here`, which reads `data`, can go on from the checkpoint `path`."""
     refuse_other_model(path, manifest.configuration.model, here)
+    refuse_other_adapter(path, manifest.configuration, here)
     refuse_other_data(path, manifest, here, data)
     refuse_other_optimizer(path, manifest.configuration, here)
+
+
+def refuse_other_adapter(path: Path, there: Config, here: Config) -> None:
+    """Raises InputError where one of both has an adapter and the other has none, or another."""
+    old, new = there.adapter, here.adapter
+    if old is None or new is None:
+        if old is not new:
+            rule = f"the checkpoint {path} has {'an adapter' if old else 'the whole model'}"
+            fix = "use the same, or begin a new run with checkpoint.weights"
+            raise InputError([Problem("adapter", rule, fix, None if new is None else vars(new))])
+        return
+    problems = [
+        Problem(
+            f"adapter.{name}", f"the checkpoint {path} has {json.dumps(had)}", "use that, or begin a new run", value
+        )
+        for name, had, value in ((name, had, getattr(new, name)) for name, had in vars(old).items())
+        if had != value
+    ]
+    if problems:
+        raise InputError(problems)
 
 
 def refuse_other_optimizer(path: Path, there: Config, here: Config) -> None:

@@ -36,6 +36,7 @@ from megalite.checkpoint.store.progress import Progress
 from megalite.checkpoint.store.save_events import Failed, FailedLocally, Outcome, Saved
 from megalite.checkpoint.store.state import State, progress_tensors, use_device
 from megalite.checkpoint.weights.export import is_due
+from megalite.checkpoint.weights.merged import BASE
 from megalite.config.convert import to_plain
 from megalite.config.layout import AXES
 from megalite.config.schema import Config
@@ -107,6 +108,7 @@ class Saver:
     data: the sources that `Progress.samples` counts in. advanced: called as a write proceeds, from its thread.
     check_owner: called in that thread on the first rank, before anything in `folder` is renamed or deleted; does not
     return if the folder has become another job's. tier: for local checkpoints.
+    base: the number of the model beside which adapters are trained; None: there are none.
     """
 
     def __init__(
@@ -119,8 +121,10 @@ class Saver:
         advanced: Callable[[], None] = lambda: None,
         check_owner: Callable[[], None] = lambda: None,
         tier: Tier | None = None,
+        base: int | None = None,
     ) -> None:
         self.state, self.config, self.data, self.folder = state, config, data, folder
+        self._base = {} if base is None else {BASE: torch.tensor(base)}
         self._group, self._advanced, self._tier = group, advanced, tier
         self._publisher = tier.publisher if tier else Publisher(folder, config, advanced, check_owner)
         self._plan: WriterPlan | None = None
@@ -206,7 +210,7 @@ class Saver:
         plan.planner.staged = self._stage(tensors)
         assert self.state.optimizer is not None
         rate = rate_of(self.state.optimizer)
-        extra = progress_tensors(progress, rate, self.config.run.seed)
+        extra = progress_tensors(progress, rate, self.config.run.seed) | self._base
         unseen = tensors.keys() - on_gpu.keys()
         self._pending = self._writer.submit(self._write, plan, progress, extra, unseen, shared)
         if not self.config.checkpoint.async_:

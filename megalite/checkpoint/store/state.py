@@ -1,6 +1,6 @@
 """Content of a checkpoint: the global tensors of a run under global names, and its progress as tensors among them."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -8,8 +8,11 @@ from torch import Tensor, nn
 
 from megalite.checkpoint.store.index import Index
 from megalite.checkpoint.store.progress import Progress, impossible
+from megalite.model.fingerprint import fingerprint
 from megalite.optim.interface import Optimizer
-from megalite.parallel.parameter import Parameter, cut, extra_state, parameters
+from megalite.parallel.gradients import counts
+from megalite.parallel.parameter import Parameter, box, cut, extra_state, parameters
+from megalite.plan.parts.roles import EMBEDDING
 
 COUNTS = ("step", "updates", "samples", "tokens", "bad_steps")  # fields of Progress that are whole numbers
 FORMS = {  # tensors of Progress: dtype, number of dimensions, sizes of all but the first
@@ -28,6 +31,7 @@ class State:
 
     stages: Mapping[int, nn.Module]  # by their number in the whole model
     optimizer: Optimizer | None = None  # None: only the weights matter
+    adapted: bool = False  # adapters are trained, on some ranks at least
 
     @property
     def device(self) -> torch.device:
@@ -42,10 +46,34 @@ class State:
         }
         return found | {f"model.{each.name}": cut(each.value, each.shape) for each in extra}
 
+    def base(self) -> dict[str, Tensor]:
+        """All `weights` but the factors of adapters, which are trained beside them."""
+        factors = self._factors()
+        return {name: weight for name, weight in self.weights().items() if name not in factors}
+
+    def numbers_of_base(self) -> dict[str, int]:
+        """The numbers of this rank's parts of the base, see `model.fingerprint`: of parameters together, under the name
+        "", each counted on one rank; and of extra state by its name, which all ranks that have it have whole."""
+        found = {"": 0}
+        for number, stage in self.stages.items():
+            for each in parameters(stage):
+                second_copy = each.role == EMBEDDING and number > 0
+                if not each.role.adapts and not second_copy and counts(each.value):
+                    found[""] += _number(each)
+            found |= {each.name: _number(each) for each in extra_state(stage)}
+        return found
+
+    def held(self) -> dict[str, Tensor]:
+        """The `weights` that checkpoints hold: all, or with adapters their factors alone."""
+        if not self.adapted:
+            return self.weights()
+        factors = self._factors()
+        return {name: weight for name, weight in self.weights().items() if name in factors}
+
     def tensors(self) -> dict[str, Tensor]:
-        """Return `weights` and optimizer states, which are made as zeros where there are none yet."""
+        """Return what is `held` and optimizer states, which are made as zeros where there are none yet."""
         assert self.optimizer is not None
-        tensors = self.weights()
+        tensors = self.held()
         for name, (first, *_) in self._named().items():
             if first.value.requires_grad:
                 states = self.optimizer.states_of(first.value).items()
@@ -76,6 +104,9 @@ class State:
                 for name, tensor in states.items():
                     others[name].copy_(tensor)
 
+    def _factors(self) -> set[str]:
+        return {f"model.{name}" for name, (first, *_) in self._named().items() if first.role.adapts}
+
     def _named(self) -> dict[str, list[Parameter]]:
         """Parameters by global name: one of each, but for a tied embedding whose two copies are on this rank."""
         found: dict[str, list[Parameter]] = {}
@@ -83,6 +114,11 @@ class State:
             for parameter in parameters(stage):
                 found.setdefault(parameter.name, []).append(parameter)
         return found
+
+
+def _number(found: Parameter) -> int:
+    part = cut(found.value, found.shape)
+    return fingerprint(found.name, part.to_local(), found.shape, box(part)[1])
 
 
 def progress_tensors(progress: Progress, learning_rate: float, seed: int) -> dict[str, Tensor]:
@@ -100,18 +136,20 @@ def progress_tensors(progress: Progress, learning_rate: float, seed: int) -> dic
     }
 
 
-def empty_progress(index: Index) -> dict[str, Tensor]:
-    """Tensors to load the progress of a checkpoint into. Raises ValueError where it holds none."""
+def empty_progress(index: Index, more: Iterable[str] = ()) -> dict[str, Tensor]:
+    """Tensors to load the progress of a checkpoint into, and `more` whole numbers. Raises ValueError if one is not
+    there."""
     found = {}
-    for name, form in FORMS.items():
-        stored = index.tensors.get(f"progress.{name}")
+    forms = {f"progress.{name}": form for name, form in FORMS.items()} | dict.fromkeys(more, FORMS["step"])
+    for name, form in forms.items():
+        stored = index.tensors.get(name)
         if (
             stored is None
             or (stored.dtype, len(stored.shape), stored.shape[1:]) != form
             or stored.elements > MAX_ELEMENTS
         ):
-            raise ValueError(f"holds no progress.{name} of {form[0]}")
-        found[f"progress.{name}"] = torch.empty(stored.shape, dtype=getattr(torch, stored.dtype))
+            raise ValueError(f"holds no {name} of {form[0]}")
+        found[name] = torch.empty(stored.shape, dtype=getattr(torch, stored.dtype))
     return found
 
 

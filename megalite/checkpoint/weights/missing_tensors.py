@@ -5,7 +5,7 @@ from collections.abc import Collection, Mapping, Sequence
 from megalite.base.errors import listing
 from megalite.checkpoint.store.index import Index
 from megalite.config.schema import Model
-from megalite.plan.model.weights import weights
+from megalite.plan.model.weights import held_weights
 
 LISTED_NAMES = 5  # names of differing tensors
 FLOATS = ("float64", "float32", "bfloat16", "float16")  # data types of weights that other programs have saved
@@ -17,8 +17,8 @@ def differences(index: Index, shapes: Mapping[str, Sequence[int]], dtypes: Colle
 
 
 def differences_from(index: Index, model: Model) -> str:
-    """Describe how the tensors `model.*` differ from the weights of `model`; empty if they do not."""
-    shapes = {f"model.{name}": weight.shape for name, weight in weights(model).items()}
+    """Describe how the tensors `model.*` differ from what checkpoints of `model` hold; empty if they do not."""
+    shapes = {f"model.{name}": weight.shape for name, weight in held_weights(model).items()}
     more = [name for name in index.tensors if name.startswith("model.") and name not in shapes]
     return _listed(_differing(index, shapes, FLOATS) + [f"{name} is no weight of it" for name in more])
 

@@ -3,10 +3,11 @@
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from itertools import groupby
 from pathlib import Path
 from types import MappingProxyType
+from typing import Literal
 
 import numpy as np
 import torch
@@ -22,6 +23,8 @@ from megalite.checkpoint.weights.formats.opened import Weights
 from megalite.checkpoint.weights.maps.strips import PREFIX
 from megalite.checkpoint.weights.maps.upcycled import BEGUN, Upcycling, dense_name
 from megalite.checkpoint.weights.maps.woven import Woven
+from megalite.checkpoint.weights.merged import BASE
+from megalite.model.fingerprint import MODULUS, fingerprint
 from megalite.model.init import fill_normal
 from megalite.parallel.parameter import box
 from megalite.plan.model.parametrization import standard_deviation
@@ -102,6 +105,8 @@ def reader_of(found: Weights) -> Reader:
     """Make a reader of weights of any format and check all positions. Raises DamagedError if one is impossible."""
     if found.dense is not None and found.upcycling is not None:
         return UpcycledReader(found, reader_of(found.dense), found.upcycling)
+    if found.dense is not None and found.merging is not None:
+        return MergedReader(found, reader_of(found.dense), reader_of(found.merging.factors), found.merging.scale)
     reader = Reader(found.path, found.index, found.sizes, found.source, found.links, found.factors, found.woven)
     reader.check(found.index.tensors)
     return reader
@@ -146,6 +151,79 @@ class UpcycledReader(Reader):
             row, column = offset[1:]
             first = expert % self.way.slices * self.way.width
             yield dense_name(name), matrix, (row, column + first) if role.into_stream else (row + first, column)
+
+
+class MergedReader(Reader):
+    """The weights `found`: those of a `base`, with the products of an adapter's `factors` added; see `merged`.
+
+    Raises InputError if the adapter was trained beside another base. It is merged in float32 or wider, and each product
+    made whole, so that every part of a matrix has the bits that it has in the whole.
+    """
+
+    def __init__(self, found: Weights, base: Reader, factors: Reader, scale: float) -> None:
+        super().__init__(found.path, found.index, found.sizes, found.source, found.links, found.factors)
+        self.base, self.adapter, self.scale = base, factors, scale
+        self.product = lru_cache(maxsize=2)(self._product)
+        if BASE in factors.index.tensors:
+            expected = torch.empty((), dtype=torch.int64)
+            factors.fill({BASE: expected})
+            refuse_other_base(int(expected), self._number(), f"{factors.path}", f"{found.path}")
+
+    def check(self, names: Iterable[str]) -> None:
+        """Check nothing: positions of the base and of the factors are checked."""
+
+    def fill_parts(self, parts: Iterable[tuple[str, Tensor, Sequence[int]]]) -> None:
+        """Fill parts of tensors, each given by name, target, and its first element's place."""
+        for name, part, offset in parts:
+            adapted, factor = _factor(name, "a") in self.adapter.index.tensors, self.factors.get(name, 1.0)
+            if not adapted and factor == 1:
+                self.base.fill_parts([(name, part, offset)])
+                continue
+            wide = allocated(self.path, part.shape, self._wide(name))
+            self.base.fill_parts([(name, wide, offset)])
+            if adapted:
+                box = tuple(slice(at, at + size) for at, size in zip(offset, part.shape, strict=True))
+                wide += self.product(name)[box]
+            part.copy_(wide if factor == 1 else wide.double() * factor)
+
+    def _wide(self, name: str) -> torch.dtype:
+        there = getattr(torch, self.index.tensors[name].dtype)
+        return torch.promote_types(there, torch.float32)
+
+    def _product(self, name: str) -> Tensor:
+        """The product of factors that the adapter adds to a tensor, as wide as it is merged."""
+        first, second = (
+            allocated(self.path, self.adapter.index.tensors[_factor(name, each)].shape, self._wide(name))
+            for each in ("a", "b")
+        )
+        self.adapter.fill({_factor(name, "a"): first, _factor(name, "b"): second})
+        return (second @ first).mul_(self.scale)
+
+    def _number(self) -> int:
+        """The number of the base, of which some rows are read at a time."""
+        total = 0
+        for name, stored in self.index.tensors.items():
+            step = max(1, BLOCK * stored.shape[0] // max(stored.elements, 1))
+            for first in range(0, stored.shape[0], step):
+                rows = (min(step, stored.shape[0] - first), *stored.shape[1:])
+                part, place = allocated(self.path, rows, self._wide(name)), (first, *[0] * (len(rows) - 1))
+                self.base.fill_parts([(name, part, place)])
+                total += fingerprint(name.removeprefix(PREFIX), part, stored.shape, place)
+        return total % MODULUS
+
+
+def refuse_other_base(expected: int, found: int, adapter: str, base: str) -> None:
+    """Raises InputError unless an adapter was trained beside a base of this number. expected: as an int64."""
+    if expected % MODULUS != found % MODULUS:
+        raise InputError(
+            f"{base}: is not the model beside which the adapter {adapter} was trained, though it may have its sizes; "
+            "give that one"
+        )
+
+
+def _factor(name: str, which: Literal["a", "b"]) -> str:
+    """The name of a factor of the adapter of a weight."""
+    return f"{name.removesuffix('.weight')}.lora_{which}.weight"
 
 
 @dataclass(frozen=True)

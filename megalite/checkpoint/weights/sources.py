@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from reprlib import repr as shortened
 
@@ -10,7 +11,7 @@ from megalite.base.files import exists, is_file, is_folder
 from megalite.base.late_import import import_for_good
 from megalite.checkpoint.store.disk import DamagedError, damage_of, read_whole
 from megalite.checkpoint.store.index import MAX_INDEX_BYTES, Index, Stored
-from megalite.checkpoint.store.manifest import INDEX, MANIFEST, check_sizes, complete
+from megalite.checkpoint.store.manifest import INDEX, MANIFEST, Manifest, check_sizes, complete
 from megalite.checkpoint.store.progress import Training
 from megalite.checkpoint.weights.formats import huggingface
 from megalite.checkpoint.weights.formats.megatron_folder import has
@@ -18,6 +19,7 @@ from megalite.checkpoint.weights.formats.opened import Weights
 from megalite.checkpoint.weights.formats.tokenizer import kept_tokenizer
 from megalite.checkpoint.weights.maps.families import CONFIG, read_config
 from megalite.checkpoint.weights.maps.strips import PREFIX
+from megalite.checkpoint.weights.merged import BASE, merged
 from megalite.checkpoint.weights.missing_tensors import FLOATS, differences_from
 from megalite.config.schema import Model
 from megalite.config.sources import KINDS, split_kind
@@ -99,6 +101,8 @@ def open_checkpoint(path: Path, states: bool = False) -> Weights:
             raise InputError(f"{path}: holds weights only, no states of an optimizer; leave --optimizer out")
         module = import_for_good("megalite.checkpoint.run.tensors")
         training = Training(module.Checkpoint(path).progress()[0], config)
+    if config.adapter is not None:
+        return _adapted(path, manifest, index)
     kept = (PREFIX, "optimizer.") if states else PREFIX
     weights = {name: tensor for name, tensor in index.tensors.items() if name.startswith(kept)}
     if states and (problem := _states_missing(weights)):
@@ -120,6 +124,32 @@ def open_checkpoint(path: Path, states: bool = False) -> Weights:
         manifest=manifest,
         hashes={name: manifest.files[name] for name in index.files},
     )
+
+
+def _adapted(path: Path, manifest: Manifest, index: Index) -> Weights:
+    """The base of an adapter's checkpoint, with the adapter merged into it."""
+    config = manifest.configuration
+    assert config.adapter is not None
+    kept = {name: stored for name, stored in index.tensors.items() if name.startswith(PREFIX) or name == BASE}
+    factors = Weights(
+        "megalite",
+        path,
+        config.model,
+        Index(index.files, kept),
+        {name: file.bytes for name, file in manifest.files.items()},
+        INDEX,
+        links=False,
+        hashes={name: manifest.files[name] for name in index.files},
+    )
+    source = config.checkpoint.weights
+    if source is None:
+        raise InputError(f"{path}: is an adapter, and does not tell the weights of its base")
+    try:
+        base = open_weights(source)
+    except InputError as error:
+        raise InputError(f"{path}: is an adapter, whose base cannot be opened: {error}") from None
+    kept_one = kept_tokenizer(Path(os.path.realpath(path)).parent.parent)
+    return replace(merged(base, factors, config.adapter), tokenizer=kept_one or base.tokenizer)
 
 
 def _states_missing(tensors: Mapping[str, Stored]) -> str | None:

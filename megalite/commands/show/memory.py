@@ -31,7 +31,7 @@ from megalite.plan.pipeline import as_full, placement
 from megalite.plan.split import split_of, stage_costs
 from megalite_launch.base.texts import memory_text
 
-COMPONENTS = ("embedding", "attention", "mlp", "norms", "head")  # in this order; others follow
+COMPONENTS = ("embedding", "attention", "mlp", "norms", "head", "adapters")  # in this order; others follow
 HEADINGS = ("parameters", "gathered", "gradients", "states", "activations", "temporary")  # KINDS as headings
 DEFAULT_GPU_GIB = 80  # where nothing else is known
 TOTAL_TOLERANCE, KIND_TOLERANCE = 0.01, 0.05  # shares: up to the first, totals agree; above the second, kinds differ

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 from megalite.base.errors import InputError, Problem
 from megalite.config.convert import to_plain
+from megalite.config.rules.adapter import adapter_rules
 from megalite.config.rules.batch import batch_rules
 from megalite.config.rules.data import data_rules
 from megalite.config.rules.files import validate_files
@@ -49,6 +50,7 @@ def validate(config: Config, world_size: int | None = None) -> list[Problem]:
         *profile_rules(config.profile, config.train.steps, ranks),
         *range_rules(to_plain(config)),
         *model_rules(model),
+        *adapter_rules(config),
         *parallel_rules(config, world_size),
         *batch_rules(config.batch, dp, model.sequence_length, parallel.sequence_parts, limits),
         *train_rules(config),
@@ -69,6 +71,7 @@ def check_without_layout(config: Config, pinned: Collection[str] = ()) -> None:
         *log_rules(config.log),
         *range_rules(to_plain(config)),
         *model_rules(config.model),
+        *adapter_rules(config),
         *(problem for problem in others if not problem.key.startswith(of_layouts)),
         *pinned_rules(config, pinned),
         *data_rules(config.data, config.model.vocab_size),

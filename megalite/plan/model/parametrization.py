@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from megalite.config.parametrization import depth_ratio, width_ratio
 from megalite.config.schema import Model, Optim
 from megalite.plan.model.optimizer_states import uses_muon
-from megalite.plan.parts.roles import Role, RoleKind
+from megalite.plan.parts.roles import Role, RoleKind, Side
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,14 @@ def standard_deviation(model: Model, role: Role) -> float:
     return model.init_std / math.sqrt(variance)
 
 
+def deviation_of_factor(role: Role, inputs: int) -> float:
+    """The standard deviation of the initial values of an adapter's factor, which takes so many features.
+
+    It is that of PEFT: the first factor has a variance of 1/(3 · inputs), and the second is 0.
+    """
+    return 0.0 if role.inputs is Side.ADAPTER else 1 / math.sqrt(3 * inputs)
+
+
 def scales(model: Model, optim: Optim, role: Role) -> Scales:
     """The optimizer's settings for a parameter of this role."""
     lr = _rate(model, optim, role)
@@ -58,7 +66,7 @@ def scales(model: Model, optim: Optim, role: Role) -> Scales:
 
 def _rate(model: Model, optim: Optim, role: Role) -> float:
     """Factor of the learning rate."""
-    if role.kind is not RoleKind.MATRIX:
+    if role.kind is not RoleKind.MATRIX or role.adapts:
         return 1.0
     if not uses_muon(optim, role):
         return 1 / width_ratio(model)

@@ -30,6 +30,7 @@ class Parameters:
     mlp: int = 0
     norms: int = 0
     head: int = 0
+    adapters: int = 0
 
     @property
     def total(self) -> int:

@@ -18,16 +18,22 @@ def weights(model: Model) -> dict[str, Weight]:
     return found if model.tie_embeddings else {**found, "head.output.weight": head(model)}
 
 
+def held_weights(model: Model) -> dict[str, Weight]:
+    """The weights that checkpoints of `model` hold, by global name: all, or an adapter's factors alone."""
+    found = weights(model)
+    return found if model.adapter is None else {name: each for name, each in found.items() if each.role.adapts}
+
+
 def embedding(model: Model) -> Weight:
-    return Weight((model.vocab_size, model.width), roles.EMBEDDING)
+    return Weight((model.vocab_size, model.width), roles.EMBEDDING, model.adapter is None)
 
 
 def final_norm(model: Model) -> Weight:
-    return Weight((model.width,), roles.FINAL_NORM)
+    return Weight((model.width,), roles.FINAL_NORM, model.adapter is None)
 
 
 def head(model: Model) -> Weight:
-    return Weight((model.vocab_size, model.width), roles.HEAD)
+    return Weight((model.vocab_size, model.width), roles.HEAD, model.adapter is None)
 
 
 def layer_weights(model: Model, kind: LayerKind) -> Iterator[tuple[str, Weight]]:

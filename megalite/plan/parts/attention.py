@@ -10,6 +10,7 @@ method of attention needs (`attention_memory`); norms of queries and keys keep t
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from megalite.config.layers import GroupedQuery, Heads
 from megalite.plan.parts import roles
@@ -27,15 +28,17 @@ class GroupedQueryPart(Gathered):
 
     width: int
     kind: GroupedQuery
+    frozen: bool = False
 
     name = title = "attention"
     takes = "projections"
+    moments = MappingProxyType({"q": takes, "k": takes, "v": takes, "o": "output"})
 
     @property
     def heads(self) -> Heads:
         return self.kind.heads
 
-    def weights(self) -> Iterator[tuple[str, Weight]]:
+    def described(self) -> Iterator[tuple[str, Weight]]:
         heads = self.heads
         projections = (
             ("q", heads.queries, roles.QUERY),

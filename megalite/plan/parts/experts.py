@@ -21,10 +21,11 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
+from types import MappingProxyType
 
 from megalite.config.layers import Mixture
 from megalite.plan.parts import roles
-from megalite.plan.parts.part import Kept, Moment, Passed, Pause, Product, Weight
+from megalite.plan.parts.part import Kept, Moment, Passed, Pause, Product, Weight, Weighted
 from megalite.plan.parts.sizes import Sizes
 from megalite.plan.parts.swiglu import SwiGLUPart
 from megalite.plan.parts.transfers import Transfer, Transfers, over
@@ -41,17 +42,22 @@ class SharedExpertPart(SwiGLUPart):
 
 
 @dataclass(frozen=True)
-class ExpertsPart:
+class ExpertsPart(Weighted):
     """The experts of a layer of the residual stream's `width`."""
 
     width: int
     kind: Mixture
+    frozen: bool = False
 
     name = "mlp"
     takes = "router"
+    moments = MappingProxyType(
+        {f"experts.{name}": moment for name, moment in SwiGLUPart.moments.items()}
+        | {f"{SHARED}.{name}": f"{SHARED} {moment}" for name, moment in SwiGLUPart.moments.items()}
+    )
     heads = None
 
-    def weights(self) -> Iterator[tuple[str, Weight]]:
+    def described(self) -> Iterator[tuple[str, Weight]]:
         count, hidden, used = self.kind.count, self.kind.width, self.kind.active
         yield from self._with_bias("router", Weight((count, self.width), roles.ROUTER))
         if self.kind.router.correction_rate is not None:
@@ -72,7 +78,7 @@ class ExpertsPart:
     @cached_property
     def shared(self) -> SharedExpertPart | None:
         """The expert that computes all tokens, if there is one."""
-        return None if self.kind.shared is None else SharedExpertPart(self.width, self.kind.shared)
+        return None if self.kind.shared is None else SharedExpertPart(self.width, self.kind.shared, self.frozen)
 
     def products(self, tokens: float, tp: int) -> list[Product]:
         here, count, hidden = tokens / tp, self.kind.count, self.kind.width

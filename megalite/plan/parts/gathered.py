@@ -1,16 +1,14 @@
 """Transfers of a part that tensor parallelism splits by columns, then by rows."""
 
-from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterator
 
-from megalite.plan.parts.part import Weight
+from megalite.plan.parts.part import Weighted
 from megalite.plan.parts.roles import RoleKind
 from megalite.plan.parts.sizes import Sizes
 from megalite.plan.parts.transfers import Transfers
 
 
-class Gathered(ABC):
+class Gathered(Weighted):
     """A part that gathers its input over tp and scatters its output (sequence parallelism, arXiv 2205.05198).
 
     Backward does the conjugates, and gathers the input again for the gradients of weights. title: of the part, in the
@@ -18,10 +16,6 @@ class Gathered(ABC):
     """
 
     title: str
-
-    @abstractmethod
-    def weights(self) -> Iterator[tuple[str, Weight]]:
-        """All weights, each with its name inside of the part."""
 
     @property
     def trains_columns(self) -> bool:

@@ -12,12 +12,13 @@ grouped-query attention, and latents before and after their norms.
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from megalite.config.layers import Heads, Latent
 from megalite.plan.parts import roles
 from megalite.plan.parts.attention_memory import AttentionMemory
 from megalite.plan.parts.context import ContextTraffic
-from megalite.plan.parts.part import Kept, Moment, Passed, Pause, Product, Weight
+from megalite.plan.parts.part import Kept, Moment, Passed, Pause, Product, Weight, Weighted
 from megalite.plan.parts.sizes import Sizes
 from megalite.plan.parts.transfers import Transfers, over
 
@@ -30,14 +31,23 @@ _INPUTS = {  # inputs of matrices that tp gathers
 
 
 @dataclass(frozen=True)
-class LatentPart:
+class LatentPart(Weighted):
     """The attention of a layer of the residual stream's `width`."""
 
     width: int
     kind: Latent
+    frozen: bool = False
 
     name = "attention"
     takes = "latents"
+    moments = MappingProxyType(
+        {
+            **dict.fromkeys(("q_down", "kv_down", "k_shared"), takes),
+            **dict.fromkeys(("q", "q_up"), "queries"),
+            **dict.fromkeys(("k_up", "v_up"), "keys and values"),
+            "o": "output",
+        }
+    )
 
     @property
     def heads(self) -> Heads:
@@ -49,7 +59,7 @@ class LatentPart:
         queries = {} if self.kind.query_rank is None else {"q": self.kind.query_rank}
         return {**queries, "kv": self.kind.key_rank}
 
-    def weights(self) -> Iterator[tuple[str, Weight]]:
+    def described(self) -> Iterator[tuple[str, Weight]]:
         heads, rank = self.heads, self.kind.key_rank
         for name, size in self.latents.items():
             yield f"{name}_down.weight", Weight((size, self.width), roles.LATENT)

@@ -7,8 +7,9 @@ from functools import cached_property
 
 from megalite.config.layers import GroupedQuery, Latent, LayerKind, Mixture, SwiGLU
 from megalite.plan.parts import roles
+from megalite.plan.parts.adapted import Adapted
 from megalite.plan.parts.attention import GroupedQueryPart
-from megalite.plan.parts.experts import ExpertsPart
+from megalite.plan.parts.experts import SHARED, ExpertsPart
 from megalite.plan.parts.latent import LatentPart
 from megalite.plan.parts.part import Kept, Moment, Part, Product, Weight
 from megalite.plan.parts.roles import RoleKind
@@ -17,14 +18,14 @@ from megalite.plan.parts.swiglu import SwiGLUPart
 from megalite.plan.parts.transfers import Transfers
 
 
-def attention(width: int, kind: GroupedQuery | Latent) -> GroupedQueryPart | LatentPart:
-    """The attention of a layer of the residual stream's `width`."""
-    return GroupedQueryPart(width, kind) if isinstance(kind, GroupedQuery) else LatentPart(width, kind)
+def attention(width: int, kind: GroupedQuery | Latent, frozen: bool = False) -> GroupedQueryPart | LatentPart:
+    """The attention of a layer of the residual stream's `width`. frozen: its weights are not trained."""
+    return GroupedQueryPart(width, kind, frozen) if isinstance(kind, GroupedQuery) else LatentPart(width, kind, frozen)
 
 
-def feed_forward(width: int, kind: SwiGLU | Mixture) -> SwiGLUPart | ExpertsPart:
-    """The feed-forward of a layer of the residual stream's `width`."""
-    return SwiGLUPart(width, kind) if isinstance(kind, SwiGLU) else ExpertsPart(width, kind)
+def feed_forward(width: int, kind: SwiGLU | Mixture, frozen: bool = False) -> SwiGLUPart | ExpertsPart:
+    """The feed-forward of a layer of the residual stream's `width`. frozen: its weights are not trained."""
+    return SwiGLUPart(width, kind, frozen) if isinstance(kind, SwiGLU) else ExpertsPart(width, kind, frozen)
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,17 @@ class Layer:
     @cached_property
     def parts(self) -> tuple[Part, Part]:
         """Attention and feed-forward."""
-        return attention(self.width, self.kind.attention), feed_forward(self.width, self.kind.feed_forward)
+        kind, frozen = self.kind, self.frozen
+        first = attention(self.width, kind.attention, frozen)
+        second = feed_forward(self.width, kind.feed_forward, frozen)
+        return (
+            (first, second) if kind.adapter is None else (Adapted(first, kind.adapter), Adapted(second, kind.adapter))
+        )
+
+    @property
+    def frozen(self) -> bool:
+        """Flag: only adapters are trained."""
+        return self.kind.adapter is not None
 
     def norms(self, part: Part) -> tuple[str | None, str | None]:
         """The names of the norms before and after a part; None: there is none."""
@@ -54,7 +65,7 @@ class Layer:
         """All weights, each with its name inside of the layer."""
         for part in self.parts:
             for norm in filter(None, self.norms(part)):
-                yield f"{norm}.weight", Weight((self.width,), roles.NORM)
+                yield f"{norm}.weight", Weight((self.width,), roles.NORM, not self.frozen)
             for name, weight in part.weights():
                 yield f"{part.name}.{name}", weight
 
@@ -74,8 +85,11 @@ class Layer:
         """The matrix products of a forward pass on one of `tp` ranks."""
         return [product for part in self.parts for product in part.products(tokens, tp)]
 
-    def kept(self, sizes: Sizes, with_input: bool = False) -> tuple[Kept, ...]:
-        """The tensors that a layer without recompute keeps for backward. with_input: its input, even if not needed."""
+    def kept(self, sizes: Sizes, with_input: bool = False, every: bool = False) -> tuple[Kept, ...]:
+        """The tensors that a layer without recompute keeps for backward.
+
+        with_input: its input, even if not needed. every: also what it would keep if all weights were trained.
+        """
         made = {moment.name for moment in self.backward(sizes) if moment.put_off}
         found = list[Kept]()
         for part in self.parts:
@@ -93,7 +107,14 @@ class Layer:
                     found.append(Kept("norms", sizes.stream, norm, given=given))
                     found.append(Kept("norms", sizes.statistic, norm))
             found += part.kept(sizes)
-        return tuple(self._needed(found, made, with_input))
+        return tuple(found if every else self._needed(found, made, with_input))
+
+    def dropped(self, sizes: Sizes) -> int:
+        """Bytes that the last part makes in forward, and does not keep, as weights that need them are not trained."""
+        found = self.kept(sizes, every=True), self.kept(sizes)
+        last = [[kept for kept in each if kept.component == self.parts[-1].name] for each in found]
+        whole, left = (sum(kept.bytes for kept in each if not kept.until.startswith(SHARED)) for each in last)
+        return whole - left  # a shared expert's are gone when the last tokens come back
 
     def _needed(self, found: Iterable[Kept], made: Container[str], with_input: bool) -> Iterator[Kept]:
         """The tensors without those that only gradients of weights need which are not trained.

@@ -4,14 +4,15 @@ A part has a module of its own in `megalite.model`. Sizes and FLOPs, the memory 
 and the module read the same value, so a tensor of a part is described in one place.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from math import prod
-from typing import Literal, NamedTuple, Protocol
+from typing import ClassVar, Literal, NamedTuple, Protocol
 
 from megalite.config.layers import Heads
 from megalite.config.layout import shard_dim
-from megalite.plan.parts.roles import Role
+from megalite.plan.parts.roles import SPLIT, Role
 from megalite.plan.parts.sizes import Sizes
 from megalite.plan.parts.transfers import Transfers
 
@@ -52,8 +53,8 @@ class Weight:
 
     @property
     def split(self) -> int:
-        """The dimension that tensor parallelism splits, if any: columns of a projection into the stream, else rows."""
-        return max(len(self.shape) - 2, 0) + self.role.into_stream
+        """The dimension that tensor parallelism splits, if any: rows where it divides outputs, else columns."""
+        return max(len(self.shape) - 2, 0) + (self.role.outputs not in SPLIT)
 
     def shard_dim(self, shards: int, ep: int = 1) -> int:
         """The dimension along which FSDP2 shards it over so many ranks: the first, which is padded, or another of
@@ -76,11 +77,35 @@ class Weight:
         return prod(self.part(tp, ep)) if self.trained else 0
 
 
+class Weighted(ABC):
+    """A part with weights that are trained, or, with adapters beside them, `frozen`.
+
+    moments: of backward, by the layers whose weights' gradients they make.
+    """
+
+    frozen: bool
+    moments: ClassVar[Mapping[str, str]]
+
+    @abstractmethod
+    def described(self) -> Iterator[tuple[str, Weight]]:
+        """All weights, each with its name inside of the part, in the order of forward."""
+
+    def weights(self) -> Iterator[tuple[str, Weight]]:
+        """The weights that are `described`, as they are trained."""
+        for name, weight in self.described():
+            yield name, replace(weight, trained=False) if self.frozen else weight
+
+    def moment_of(self, name: str) -> str:
+        """The moment of backward that makes the gradient of a matrix."""
+        return self.moments[name.removesuffix(".weight")]
+
+
 class Product(NamedTuple):
     """A matrix product with a weight on one rank: `rows` of `inputs` features to as many of `outputs` features.
 
     groups: weights among which the rows are divided, evenly on average. gathered: features of a token that ranks of
-    tensor parallelism gather for it. scattered: they sum its outputs, and each takes its part of the sequence.
+    tensor parallelism gather for it. scattered: they sum its outputs, and each takes its part of the sequence. trained:
+    its weight has a gradient.
     """
 
     rows: float
@@ -89,6 +114,7 @@ class Product(NamedTuple):
     groups: int = 1
     gathered: int = 0
     scattered: bool = False
+    trained: bool = True
 
     @property
     def flops(self) -> float:

@@ -27,6 +27,10 @@ class Side(Enum):
     FEED_FORWARD = "feed-forward"  # hidden features, model.ffn
     EXPERTS = "experts"  # experts of a layer
     VOCABULARY = "vocabulary"
+    ADAPTER = "adapter"  # features between the two factors of an adapter
+
+
+SPLIT = frozenset((Side.QUERY_HEADS, Side.QUERIES, Side.KEYS, Side.FEED_FORWARD, Side.VOCABULARY))  # over tp
 
 
 @dataclass(frozen=True)
@@ -46,13 +50,8 @@ class Role:
 
     @property
     def split(self) -> bool:
-        """Flag: tensor parallelism splits the parameter.
-
-        It does not split norms and biases of the residual stream, what makes features that heads share, experts, and
-        the router that chooses them.
-        """
-        of_stream = self.inputs is None and self.outputs is Side.STREAM
-        return not (of_stream or self.of_expert or self.outputs in (Side.EXPERTS, Side.ONE_HEAD, Side.LATENT))
+        """Flag: tensor parallelism splits the parameter, along a side whose features it divides."""
+        return not self.of_expert and not SPLIT.isdisjoint((self.outputs, self.inputs))
 
     @property
     def copied(self) -> bool:
@@ -63,6 +62,11 @@ class Role:
     def into_stream(self) -> bool:
         """Flag: the parameter is a layer's projection into the residual stream."""
         return self.kind is RoleKind.MATRIX and self.outputs is Side.STREAM
+
+    @property
+    def adapts(self) -> bool:
+        """Flag: the parameter is a factor of an adapter."""
+        return Side.ADAPTER in (self.outputs, self.inputs)
 
     @property
     def bias(self) -> "Role":
@@ -76,6 +80,8 @@ class Role:
             return self.kind.value
         if self.kind is RoleKind.NORM:
             return "norms"
+        if self.adapts:
+            return "adapters"
         of_mlp = self.of_expert or {self.outputs, self.inputs} & {Side.FEED_FORWARD, Side.EXPERTS}
         return "mlp" if of_mlp else "attention"
 

@@ -7,6 +7,7 @@ Kept are gate, up and their product, 3fwT/t; where norms are before the parts of
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from megalite.config.layers import SwiGLU
 from megalite.plan.parts import roles
@@ -21,12 +22,14 @@ class SwiGLUPart(Gathered):
 
     width: int
     kind: SwiGLU
+    frozen: bool = False
 
     name, title = "mlp", "MLP"
     takes = "gate and up"
+    moments = MappingProxyType({"gate": takes, "up": takes, "down": "down"})
     heads = None
 
-    def weights(self) -> Iterator[tuple[str, Weight]]:
+    def described(self) -> Iterator[tuple[str, Weight]]:
         hidden = self.kind.width
         yield "gate.weight", Weight((hidden, self.width), roles.GATE)
         yield "up.weight", Weight((hidden, self.width), roles.UP_PROJECTION)

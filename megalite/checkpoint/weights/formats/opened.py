@@ -19,6 +19,14 @@ LISTED_NAMES = 5  # names in a message
 
 
 @dataclass(frozen=True)
+class Merging:
+    """The factors of an adapter, whose product, times `scale`, is added to the weights of a base."""
+
+    factors: "Weights"
+    scale: float
+
+
+@dataclass(frozen=True)
 class Weights:
     """The weights of a model, and where they lie.
 
@@ -28,7 +36,8 @@ class Weights:
     there are no companions. end: the id that ended its documents, if it was configured. hashes: of the files, if known.
     trained: whether the files hold states of an optimizer too. training: the run that saved these, where the index has
     them. manifest: of megalite's checkpoint. factors: what tensors are multiplied by when they are read, by our names.
-    upcycling, dense: how experts are made, and the weights of which; the index then has no places of its own.
+    upcycling or merging, dense: how experts are made, or which adapter is added, and the weights that they are made of
+    or that it is added to; the index then has no places of its own.
     woven: places of tensors that have no chunks in the index.
     """
 
@@ -50,6 +59,7 @@ class Weights:
     hashes: Mapping[str, File] = field(default_factory=dict)
     factors: Mapping[str, float] = field(default_factory=dict)
     upcycling: Upcycling | None = None
+    merging: Merging | None = None
     dense: "Weights | None" = None
     woven: Mapping[str, Woven] = field(default_factory=dict)
 

@@ -1,0 +1,42 @@
+"""Rules of the adapter section: what it adapts must be there, and what else may be used beside it."""
+
+from collections.abc import Iterator
+
+from megalite.base.errors import Problem, listing
+from megalite.config.layers import GroupedQuery, SwiGLU, layer_kinds
+from megalite.config.schema import Config, Model, Target
+
+
+def adapter_rules(config: Config) -> Iterator[Problem]:
+    """Every broken rule of the adapter section."""
+    adapter = config.adapter
+    if adapter is None:
+        return
+    if adapter.targets != "all" and config.model.heads >= 1 and config.model.layers >= 1:
+        there = targets_of(config.model)
+        if not adapter.targets:
+            rule = "must name something: else nothing is trained"
+            yield Problem("adapter.targets", rule, f"use all, or some of {listing(there)}", [])
+        for name in adapter.targets:
+            if name not in there:
+                fix = f"this model has {listing(there, 'and')}"
+                yield Problem("adapter.targets", "names what no layer of the model has", fix, name)
+    if config.train.precision == "fp8":
+        rule = "cannot be used with adapter, whose factors are too narrow for products in 8 bits"
+        yield Problem("train.precision", rule, "use bf16", "fp8")
+    if config.checkpoint.export is not None:
+        rule = "cannot be used with adapter: checkpoints hold adapters alone"
+        fix = "use null, and megalite-convert when the run is done, with --merge or to peft:PATH"
+        yield Problem("checkpoint.export", rule, fix, config.checkpoint.export)
+
+
+def targets_of(model: Model) -> list[Target]:
+    """The targets that layers of `model` have."""
+    kinds = layer_kinds(model)
+    found: list[Target] = ["query", "key", "value", "attention_output"]
+    if not all(isinstance(kind.attention, GroupedQuery) for kind in kinds):
+        found.append("latent")
+    mixtures = [kind.mixture for kind in kinds]
+    if any(isinstance(kind.feed_forward, SwiGLU) for kind in kinds) or any(each and each.shared for each in mixtures):
+        found += ["gate", "up", "down"]
+    return found + ["experts"] * any(mixtures)

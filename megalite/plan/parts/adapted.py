@@ -1,0 +1,211 @@
+"""A part of a layer with adapters beside its matrices, as plans know it; the modules are in `megalite.model.adapters`.
+
+A matrix W `[out, in]` that is a target has two factors beside it, A `[r, in]` and B `[out, r]`, or as many pairs as it
+has experts. Tensor parallelism splits B's outputs as W's, and A's inputs as W's. So A of a matrix that takes the whole
+residual stream is copied, as is B of one that returns it.
+
+Kept are the input of W, for A's gradient, and for B's the few features between the factors. Backward makes the gradient
+of W's input by two ways, and adds them.
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import NamedTuple
+
+from megalite.config.layers import Adapter, Heads
+from megalite.config.schema import Target
+from megalite.plan.parts.attention import GroupedQueryPart
+from megalite.plan.parts.experts import ExpertsPart
+from megalite.plan.parts.latent import LatentPart
+from megalite.plan.parts.part import Kept, Moment, Passed, Pause, Product, Weight
+from megalite.plan.parts.roles import SPLIT, RoleKind, Side
+from megalite.plan.parts.sizes import Sizes
+from megalite.plan.parts.swiglu import SwiGLUPart
+from megalite.plan.parts.transfers import Transfers, over
+
+TARGETS: dict[str, Target] = {  # by the name of a matrix inside of its part
+    "q": "query",
+    "q_up": "query",
+    "k": "key",
+    "k_up": "key",
+    "v": "value",
+    "v_up": "value",
+    "o": "attention_output",
+    "q_down": "latent",
+    "kv_down": "latent",
+    "k_shared": "latent",
+    "gate": "gate",
+    "up": "up",
+    "down": "down",
+}
+
+
+def target(name: str, weight: Weight) -> Target | None:
+    """The target that a weight of a layer is; None: it never has an adapter, as vectors and the router of experts."""
+    if weight.role.kind is not RoleKind.MATRIX or weight.role.adapts:
+        return None
+    return "experts" if weight.role.of_expert else TARGETS.get(name.removesuffix(".weight").rpartition(".")[2])
+
+
+def factors(weight: Weight, rank: int) -> tuple[Weight, Weight]:
+    """The two factors of `rank` beside a weight."""
+    *stack, outputs, inputs = weight.shape
+    first = replace(weight.role, outputs=Side.ADAPTER)
+    second = replace(weight.role, inputs=Side.ADAPTER)
+    return Weight((*stack, rank, inputs), first, used=weight.used), Weight(
+        (*stack, outputs, rank), second, used=weight.used
+    )
+
+
+class Pair(NamedTuple):
+    """A matrix with two factors beside it. moment: of backward, which makes their gradients."""
+
+    name: str
+    weight: Weight
+    first: Weight
+    second: Weight
+    moment: str
+
+    @property
+    def gathers(self) -> bool:
+        """Flag: the matrix takes what tensor parallelism gathers, and so does its second factor."""
+        return self.weight.role.split and self.weight.role.outputs in SPLIT
+
+    @property
+    def scatters(self) -> bool:
+        """Flag: tensor parallelism sums what the matrix makes, and what its first factor does."""
+        return self.weight.role.split and not self.gathers
+
+
+@dataclass(frozen=True)
+class Adapted:
+    """A `part` whose weights are not trained, with the factors of `adapter` beside them."""
+
+    part: GroupedQueryPart | LatentPart | SwiGLUPart | ExpertsPart
+    adapter: Adapter
+
+    @property
+    def name(self) -> str:
+        return self.part.name
+
+    @property
+    def takes(self) -> str:
+        return self.part.takes
+
+    @property
+    def heads(self) -> Heads | None:
+        return self.part.heads
+
+    def weights(self) -> Iterator[tuple[str, Weight]]:
+        for name, weight in self.part.weights():
+            yield name, weight
+            for pair in self.pairs:
+                if pair.name == name:
+                    layer = name.removesuffix(".weight")
+                    yield f"{layer}.lora_a.weight", pair.first
+                    yield f"{layer}.lora_b.weight", pair.second
+
+    @cached_property
+    def pairs(self) -> list[Pair]:
+        """The matrices that have adapters."""
+        return [
+            Pair(name, weight, *factors(weight, self.adapter.rank), self.part.moment_of(name))
+            for name, weight in self.part.weights()
+            if target(name, weight) in self.adapter.targets
+        ]
+
+    def products(self, tokens: float, tp: int) -> list[Product]:
+        found = [product._replace(trained=False) for product in self.part.products(tokens, tp)]
+        for pair in self.pairs:
+            *stack, outputs, inputs = pair.weight.shape
+            r, rows, groups = self.adapter.rank, tokens / tp, stack[0] if stack else 1
+            if pair.weight.role.of_expert:
+                found += [Product(rows * (pair.weight.used or 1), r, inputs, groups)]
+                found += [Product(rows * (pair.weight.used or 1), outputs, r, groups)]
+            elif pair.gathers:
+                found += [Product(rows, r, inputs), Product(tokens, outputs / tp, r, gathered=r)]
+            elif pair.scatters:
+                found += [Product(tokens, r, inputs / tp, scattered=True), Product(rows, outputs, r)]
+            else:
+                found += [Product(rows, r, inputs), Product(rows, outputs, r)]
+        return found
+
+    def passed(self, tp: int) -> Passed:
+        return self.part.passed(tp)
+
+    def kept(self, sizes: Sizes) -> tuple[Kept, ...]:
+        between = (Kept("adapters", self._between(sizes, pair), pair.moment, pair.moment) for pair in self.pairs)
+        return *self.part.kept(sizes), *between
+
+    def _between(self, sizes: Sizes, pair: Pair) -> int:
+        """Bytes of the features between two factors, as the second one takes them."""
+        whole = sizes.t if pair.gathers else 1
+        return self._rows(sizes, pair) * self.adapter.rank * sizes.w * whole
+
+    def _rows(self, sizes: Sizes, pair: Pair) -> int:
+        """Rows that a rank's part of the sequence has of what a matrix makes."""
+        if isinstance(self.part, ExpertsPart) and pair.weight.role.of_expert:
+            return self.part.room(sizes)
+        return sizes.tokens // sizes.t
+
+    def forward(self, sizes: Sizes, passing: int) -> int:
+        """Temporaries of the part, and what the adapter of its last matrix adds, if that is as large as its output."""
+        last = next((pair for pair in self.pairs if pair.moment == "down"), None)
+        alone = last is not None and (last.weight.role.of_expert or sizes.t == 1)
+        added = self._rows(sizes, last) * last.weight.shape[-2] * sizes.w if last is not None and alone else 0
+        return self.part.forward(sizes, passing + added)
+
+    def pauses(self, sizes: Sizes) -> tuple[Pause, ...]:
+        return self.part.pauses(sizes)
+
+    def backward(self, sizes: Sizes, own: int) -> tuple[Moment, ...]:
+        return tuple(each for moment in self.part.backward(sizes, own) for each in self._with_factors(sizes, moment))
+
+    def _with_factors(self, sizes: Sizes, moment: Moment) -> Iterator[Moment]:
+        """A moment of backward, in which factors have gradients if it is that of their matrices.
+
+        A second one follows, in which the matrices make the gradient of their input, beside that by the factors.
+        """
+        here = [pair for pair in self.pairs if pair.moment == moment.name]
+        ep, made, between, put_off = sizes.config.parallel.ep, 0, 0, 0
+        for pair in here:
+            made += sum(sizes.w * factor.gradient(sizes.t, ep) for factor in (pair.first, pair.second))
+            rows, outputs = self._rows(sizes, pair) * sizes.w, pair.weight.shape[-2]
+            between += self._between(sizes, pair)
+            # The output's gradient is kept for the second factor, and that between them for the first.
+            put_off += rows * outputs + rows * self.adapter.rank * (sizes.t if pair.scatters else 1)
+        yield replace(moment, temporaries=moment.temporaries + between, weights=made, put_off=put_off, again=0)
+        if here:
+            twice = self._rows(sizes, here[0]) * sizes.w * here[0].weight.shape[-1]
+            yield Moment(f"{moment.name} without factors", moment.temporaries + twice, where=moment.where)
+
+    def forward_transfers(self, sizes: Sizes, cp: int, phase: str) -> Transfers:
+        return self.part.forward_transfers(sizes, cp, phase) + self._sent(sizes, phase, "all_gather", "reduce_scatter")
+
+    def output_transfers(self, sizes: Sizes, phase: str) -> Transfers:
+        return self.part.output_transfers(sizes, phase)
+
+    def backward_transfers(self, sizes: Sizes, cp: int) -> Transfers:
+        found = self.part.backward_transfers(sizes, cp)
+        return found + self._sent(sizes, "backward", "reduce_scatter", "all_gather")
+
+    def _sent(self, sizes: Sizes, phase: str, kind: str, into: str) -> Transfers:
+        """Features between factors, all of those of matrices that share an input at once. kind: of matrices that take
+        what is gathered; into: of the others that tensor parallelism splits."""
+        whole, found = sizes.tokens * self.adapter.rank * sizes.w, Transfers()
+        if sizes.t == 1:
+            return found
+        purpose = f"{phase}: features between the factors of adapters"
+        for count in Counter(pair.moment for pair in self.pairs if pair.gathers).values():
+            found += over("tp", kind, count * whole, sizes.w, purpose)
+        return found + over("tp", into, whole, sizes.w, purpose, times=sum(pair.scatters for pair in self.pairs))
+
+    def weight_transfers(self, sizes: Sizes) -> Transfers:
+        return self.part.weight_transfers(sizes)
+
+
+def bare(part: object) -> object:
+    """A part without adapters."""
+    return part.part if isinstance(part, Adapted) else part

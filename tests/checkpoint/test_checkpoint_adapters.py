@@ -1,0 +1,139 @@
+"""Checkpoints of adapters: they hold the factors alone, go on in any layout, and know their base."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from ranks import Ranks
+from torch import Tensor
+from toy_jobs import MODEL, assemble, config_of, load_and_train, make, one_rank, restorer, train_and_save
+
+from megalite.base.errors import InputError
+from megalite.checkpoint.run.resume import check_start
+from megalite.checkpoint.run.tensors import Checkpoint
+from megalite.checkpoint.weights.read import reader_of
+from megalite.checkpoint.weights.sources import open_weights
+from megalite.config.layout import Layout
+from megalite.config.schema import Adapter, Config, Experts
+from megalite.config.schema import Checkpoint as Saving
+from megalite.plan.model.weights import held_weights, weights
+
+EXPERTS = Experts(4, 2, width=8, shared_width=12, scores="sigmoid", correction_rate=0.01)
+MIXED = replace(MODEL, experts=EXPERTS)
+ADAPTER = Adapter(rank=3, alpha=6.0)
+
+
+def adapted(layout: Layout, base: Path, adapter: Adapter = ADAPTER) -> Config:
+    return replace(config_of(layout, MIXED), adapter=adapter, checkpoint=Saving(weights=f"megalite:{base}"))
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("base")
+    with one_rank():
+        train_and_save(config_of(Layout(), MIXED), folder, 2)
+    return folder / "step-00000002"
+
+
+@pytest.fixture(scope="module")
+def trained(base: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[float], dict[str, Tensor]]:
+    """An adapter saved after two of four steps of one process, all losses, and the weights at the end."""
+    folder = tmp_path_factory.mktemp("adapter")
+    with one_rank():
+        losses, at_4 = train_and_save(adapted(Layout(), base), folder, 2, 4)
+    return folder / "step-00000002", losses, {name: part.values for name, part in at_4.items()}
+
+
+def test_a_run_goes_on_in_another_layout(
+    base: Path, trained: tuple[Path, list[float], dict[str, Tensor]], ranks: Ranks, tmp_path: Path
+) -> None:
+    _, losses, expected = trained
+    first = adapted(Layout(pp=2, dp_shard=2, tp=2), base)
+    began = ranks.run(train_and_save, first, tmp_path, 2)
+    then = adapted(Layout(dp_replicate=2, dp_shard=2, cp=2, ep=2), base)
+    resumed = ranks.run(load_and_train, then, tmp_path / "step-00000002", 4)
+    assert [*began[0][0], *resumed[0][2]] == pytest.approx(losses, rel=1e-10)
+    at_4 = assemble([parts for *_, parts in resumed])
+    held = held_weights(first.model)
+    assert {name for name in at_4 if " " not in name and "lora" in name} == held.keys()
+    for name, part in expected.items():
+        exact = name not in held and " " not in name
+        torch.testing.assert_close(at_4[name], part, rtol=0 if exact else 1e-9, atol=0 if exact else 1e-12)
+
+
+def test_checkpoints_hold_factors_and_the_number_of_their_base(
+    base: Path, trained: tuple[Path, list[float], dict[str, Tensor]], ranks: Ranks, tmp_path: Path
+) -> None:
+    found = Checkpoint(trained[0])
+    model = {name.removeprefix("model.") for name in found.tensors if name.startswith("model.")}
+    assert model == held_weights(adapted(Layout(), base).model).keys()
+    ranks.run(train_and_save, adapted(Layout(tp=2, pp=2, dp_replicate=2), base), tmp_path, 1)
+    number = Checkpoint(tmp_path / "step-00000001").read("adapter.base")
+    assert number == found.read("adapter.base") != 0
+
+
+def test_another_base_is_refused(
+    base: Path, trained: tuple[Path, list[float], dict[str, Tensor]], tmp_path: Path
+) -> None:
+    with one_rank():
+        train_and_save(config_of(Layout(), MIXED), tmp_path, 1)
+        config = adapted(Layout(), tmp_path / "step-00000001")
+        with pytest.raises(InputError, match=r"is not the model beside which the adapter .* was trained"):
+            restorer(make(config)).all(trained[0])
+
+
+@pytest.mark.parametrize(
+    ("adapter", "told"),
+    [
+        (None, "adapter = null: the checkpoint .* has an adapter"),
+        (replace(ADAPTER, rank=4), "adapter.rank = 4: the checkpoint .* has 3"),
+        (replace(ADAPTER, alpha=7.0), "adapter.alpha = 7.0: the checkpoint .* has 6.0"),
+        (replace(ADAPTER, targets=["query"]), "adapter.targets = "),
+    ],
+)
+def test_another_adapter_is_refused(
+    base: Path, trained: tuple[Path, list[float], dict[str, Tensor]], adapter: Adapter | None, told: str
+) -> None:
+    with one_rank(), pytest.raises(InputError, match=told):
+        restorer(make(replace(adapted(Layout(), base), adapter=adapter))).all(trained[0])
+
+
+def test_a_base_is_needed(tmp_path: Path) -> None:
+    config = replace(config_of(Layout()), adapter=ADAPTER)
+    with pytest.raises(InputError, match=r"checkpoint.weights = null: is needed for adapter"):
+        check_start(config, tmp_path)
+
+
+def test_its_weights_are_those_of_the_merged_model(
+    base: Path, trained: tuple[Path, list[float], dict[str, Tensor]]
+) -> None:
+    found, plain, factors = open_weights(str(trained[0])), Checkpoint(base), Checkpoint(trained[0])
+    reader, changed = reader_of(found), 0
+    assert found.index.tensors.keys() == plain.tensors.keys() & {f"model.{name}" for name in weights(MIXED)}
+    for name, stored in found.index.tensors.items():
+        whole = torch.empty(stored.shape, dtype=torch.float64)
+        reader.fill({name: whole})
+        expected, layer = plain.read(name), name.removesuffix(".weight")
+        if f"{layer}.lora_a.weight" in factors.tensors:
+            added = factors.read(f"{layer}.lora_b.weight") @ factors.read(f"{layer}.lora_a.weight") * 2.0
+            assert added.any()
+            expected, changed = expected + added, changed + 1
+        assert whole.equal(expected)
+        rows = torch.empty(1, *stored.shape[1:], dtype=torch.float64)
+        reader.fill_parts([(name, rows, [stored.shape[0] - 1, *[0] * (len(stored.shape) - 1)])])
+        assert rows[0].equal(whole[-1])
+    assert changed == len(held_weights(adapted(Layout(), base).model)) // 2
+    assert found.model == MIXED
+    assert found.model.adapter is None
+
+
+def test_what_is_merged_is_refused_beside_another_base(
+    base: Path, trained: tuple[Path, list[float], dict[str, Tensor]], tmp_path: Path
+) -> None:
+    found = open_weights(str(trained[0]))
+    with one_rank():
+        train_and_save(config_of(Layout(), MIXED), tmp_path, 1)
+    other = open_weights(str(tmp_path / "step-00000001"))
+    with pytest.raises(InputError, match="is not the model beside which"):
+        reader_of(replace(found, dense=other))

@@ -1,0 +1,65 @@
+"""Rules of adapters, and the configuration of a model that has them."""
+
+from dataclasses import replace
+
+import pytest
+
+from megalite.config.convert import from_plain, to_plain
+from megalite.config.layers import layer_kinds
+from megalite.config.rules.validate import validate
+from megalite.config.schema import (
+    Adapter,
+    Attention,
+    Batch,
+    Checkpoint,
+    Config,
+    Experts,
+    Latent,
+    Model,
+    Parallel,
+    Train,
+)
+
+MODEL = Model(6, 16, 4, 2, None, 24, 32, 8)
+CONFIG = Config(model=MODEL, adapter=Adapter(), parallel=Parallel(dp_shard=1), batch=Batch(1, 4))
+
+
+def adapted(**keys: object) -> Config:
+    return replace(CONFIG, adapter=replace(Adapter(), **keys))
+
+
+@pytest.mark.parametrize(
+    ("config", "told"),
+    [
+        (adapted(rank=0), "adapter.rank = 0: must be at least 1"),
+        (adapted(alpha=0.0), "adapter.alpha = 0.0: must be at least"),
+        (adapted(targets=[]), "adapter.targets = []: must name something"),
+        (adapted(targets=["query", "experts"]), 'adapter.targets = "experts": names what no layer of the model has'),
+        (adapted(targets=["latent"]), 'adapter.targets = "latent": names what no layer of the model has'),
+        (replace(CONFIG, train=Train(precision="fp8")), 'train.precision = "fp8": cannot be used with adapter'),
+        (replace(CONFIG, checkpoint=Checkpoint(export="hf")), 'checkpoint.export = "hf": cannot be used with adapter'),
+    ],
+)
+def test_broken_rules_are_told(config: Config, told: str) -> None:
+    assert told in "\n".join(map(str, validate(config)))
+
+
+def test_targets_that_a_model_has_are_taken() -> None:
+    latent = Attention(latent=Latent(None, 8, 4))
+    model = replace(MODEL, kv_heads=4, rotary_width=2, attention=latent, experts=Experts(4, 2, shared_width=8))
+    targets = ["query", "latent", "gate", "experts"]
+    assert validate(replace(CONFIG, model=model, adapter=Adapter(targets=targets))) == []
+
+
+def test_a_model_has_the_adapter_of_its_configuration_alone() -> None:
+    plain = replace(CONFIG, adapter=None)
+    assert MODEL.adapter is None
+    assert layer_kinds(plain.model)[0].adapter is None
+    kind = layer_kinds(CONFIG.model)[0].adapter
+    assert kind is not None
+    assert kind.scale == 2.0
+    assert kind.targets >= {"query", "down"}
+    changed = replace(CONFIG, model=replace(CONFIG.model, layers=2))
+    assert changed.model.adapter is CONFIG.adapter
+    assert from_plain(to_plain(CONFIG)) == (CONFIG, [])
+    assert layer_kinds(adapted(rslora=True).model)[0].adapter.scale == 8.0  # type: ignore[union-attr]

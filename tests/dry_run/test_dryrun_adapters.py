@@ -1,0 +1,53 @@
+"""Memory and traffic of adapters: what dry runs count is what is predicted."""
+
+from typing import Any
+
+import memory_cases
+import pytest
+from traffic_cases import FULL, MUON, POST, SELECTIVE, TIED, TP, data, pipeline
+
+from megalite.dry_run.configuration import as_counted, busiest_rank
+from megalite.dry_run.run import dry_run
+from megalite.plan.memory.peak import rank_memory
+from megalite.plan.memory.walk import HOST_MEMORY
+from megalite.plan.resolved import resolve
+from megalite.plan.traffic.step import step_traffic
+
+LAYERS = {"model.vocab_size": 256, "model.layers": 4}  # which take more than the head does
+ADAPTER = {"adapter.rank": 8, "adapter.alpha": 16}
+SOME = {"adapter.targets": "[query,value]"}
+ROWS = {"adapter.targets": "[attention_output,down]"}
+OF_EXPERTS = {"adapter.targets": "[experts]"}
+CASES: dict[str, tuple[dict[str, Any], int]] = {
+    "one rank": (LAYERS, 0),
+    "head takes most": ({}, 0),
+    "some, fp32": ({**LAYERS, **SOME, "train.precision": "fp32"}, 0),
+    "tp, zero1": ({**LAYERS, **TP, **data("zero1", dp_shard=2)}, 0),
+    "rows, tp": ({**LAYERS, **TP, **ROWS}, 0),
+    "zero3, full": ({**LAYERS, **FULL, **data("zero3", dp_shard=2)}, 0),
+    "zero2, selective, tp, muon": ({**LAYERS, **TP, **SELECTIVE, **MUON, **data("zero2", dp_shard=2)}, 0),
+    "norms after, tied": ({**LAYERS, **POST, **TIED, **data("zero3", dp_shard=2)}, 0),
+    "1f1b": ({**LAYERS, **pipeline("1f1b"), **data("zero3", dp_shard=2)}, 0),
+    "last stage, tp": ({**LAYERS, **TP, **pipeline("1f1b"), **data("zero2", dp_shard=2)}, 1),
+    "last stage has no layer": ({**pipeline("1f1b"), "model.layers": 2, **data("zero3", dp_shard=2)}, 1),
+    "some, zb_h1": ({**LAYERS, **SOME, **pipeline("zb_h1"), **data("zero1", dp_shard=2)}, 0),
+    "latent, tp": ({**LAYERS, **memory_cases.LATENT, **TP}, 0),
+    "experts apart": (memory_cases.APART, 0),
+    "experts alone, narrow": ({**memory_cases.NARROW_APART, **OF_EXPERTS}, 0),
+    "experts alone, full": ({**memory_cases.APART, **OF_EXPERTS, **FULL}, 0),
+    "frozen experts": ({**memory_cases.APART, **memory_cases.SHARED, **SOME}, 0),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_is_predicted_is_what_a_dry_run_counts(name: str) -> None:
+    overrides, pp = CASES[name]
+    config = memory_cases.configured({**ADAPTER, **overrides})
+    found, memory, traffic = dry_run(config, pp), rank_memory(config, pp), dict[Any, int]()
+    for each in step_traffic(resolve(as_counted(config)), busiest_rank(config, pp), found.micro_batches):
+        traffic[each.transfer] = traffic.get(each.transfer, 0) + each.times
+    assert found.transfers == traffic
+    counted = sum(size for kind, size in found.bytes.items() if kind != HOST_MEMORY)
+    assert memory.total == pytest.approx(counted, rel=2e-3)
+    for kind in ("parameters", "optimizer states"):
+        assert sum(memory.of(kind).values()) == pytest.approx(found.bytes.get(kind, 0), abs=8192)

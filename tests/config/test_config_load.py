@@ -148,8 +148,8 @@ def test_all_problems_come_at_once(tmp_path: Path) -> None:
     assert str(caught.value).splitlines() == [
         "7 problems in the configuration",
         "  =3: is not an override; write key=value, such as model.layers=8",
-        "  zebra: unknown key; the top level has run, model, adapter, parallel, batch, train, kernels, optim, schedule, "
-        "data, checkpoint, log, eval and profile",
+        "  zebra: unknown key; the top level has run, model, adapter, parallel, batch, train, kernels, optim, "
+        "schedule, data, checkpoint, log, eval and profile",
         "  model.laers: unknown key; did you mean model.layers?",
         '  model.heads = "four": must be a whole number',
         "  batch.micro = true: must be a whole number or auto",

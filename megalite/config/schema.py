@@ -10,7 +10,7 @@ from typing import Any, Literal
 from megalite.config.layout import Layout
 
 Place = Literal["device", "host"]  # where a tensor lives from step to step
-Target = Literal["query", "key", "value", "attention_output", "latent", "gate", "up", "down", "experts"]
+Target = Literal["query", "key", "value", "attention_output", "query_latent", "latent", "gate", "up", "down", "experts"]
 
 
 def place_of(offload: bool) -> Place:
@@ -120,6 +120,7 @@ class Adapter:
     alpha: float = 32.0  # factor of a pair's product, once divided by the rank
     rslora: bool = False  # it is divided by √rank instead (arXiv 2312.03732)
     targets: list[Target] | Literal["all"] = "all"  # matrices that have factors; all: every one of a layer
+    weights: str | None = None  # a run or peft:PATH, with whose factors a new run begins; null: B begins at 0
 
 
 @dataclass

@@ -7,6 +7,7 @@ KINDS = {
     "hf": "a folder of Hugging Face transformers: config.json and safetensors",
     "megatron": "Megatron's older format: mp_rank_* folders of every tensor- and pipeline-parallel rank",
     "megatron-dist": "Megatron's torch_dist: a folder of PyTorch Distributed Checkpoint",
+    "peft": "an adapter of PEFT: adapter_config.json and adapter_model.safetensors",
     "meta": "an original Llama: params.json and consolidated.*.pth",
 }
 

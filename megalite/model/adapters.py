@@ -7,6 +7,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megalite.model.experts import ExpertLinear
 from megalite.parallel.tensor import ColumnLinear, CopiedLinear, Linear, RowLinear
+from megalite.plan.parts.adapted import factor_names
 from megalite.plan.parts.part import Weight
 
 
@@ -16,9 +17,10 @@ def add_adapters(layer: nn.Module, weights: Mapping[str, Weight], scale: float, 
     A pair adds to what its layer returns in the same state: split over tp, or a part of the sequence.
     """
     for name, module in list(layer.named_modules()):
-        if not isinstance(module, Linear) or f"{name}.lora_a.weight" not in weights:
+        names = factor_names(name)
+        if not isinstance(module, Linear) or names[0] not in weights:
             continue
-        first, second = (weights[f"{name}.{factor}.weight"] for factor in ("lora_a", "lora_b"))
+        first, second = (weights[each] for each in names)
         module.lora_scale = scale
         match module:
             case ExpertLinear():

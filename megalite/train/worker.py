@@ -280,6 +280,8 @@ def begin(config: Config, restorer: Restorer, reload: Callable[..., Progress | N
     progress = reload() if checkpoint.resume == "auto" else None
     if progress is None and checkpoint.weights is not None:
         restorer.weights(checkpoint.weights)
+        if config.adapter is not None and config.adapter.weights is not None:
+            restorer.factors(config.adapter.weights)
     return progress or Progress()
 
 

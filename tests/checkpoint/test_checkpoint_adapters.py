@@ -7,10 +7,11 @@ import pytest
 import torch
 from ranks import Ranks
 from torch import Tensor
-from toy_jobs import MODEL, assemble, config_of, load_and_train, make, one_rank, restorer, train_and_save
+from toy_jobs import MODEL, assemble, config_of, load_and_train, make, one_rank, restorer, state_of, train_and_save
 
 from megalite.base.errors import InputError
 from megalite.checkpoint.run.resume import check_start
+from megalite.checkpoint.run.same_run import refuse_other_factors
 from megalite.checkpoint.run.tensors import Checkpoint
 from megalite.checkpoint.weights.read import reader_of
 from megalite.checkpoint.weights.sources import open_weights
@@ -97,6 +98,23 @@ def test_another_adapter_is_refused(
 ) -> None:
     with one_rank(), pytest.raises(InputError, match=told):
         restorer(make(replace(adapted(Layout(), base), adapter=adapter))).all(trained[0])
+
+
+def test_a_run_begins_with_the_factors_of_another(
+    base: Path, trained: tuple[Path, list[float], dict[str, Tensor]]
+) -> None:
+    with one_rank():
+        job = make(adapted(Layout(), base))
+        restorer(job).factors(str(trained[0]))
+        mine = state_of(job).held()
+        with pytest.raises(InputError, match=r"adapter.weights = .*: has rank 3, alpha 6, targets all"):
+            restorer(make(adapted(Layout(), base, replace(ADAPTER, alpha=5.0)))).factors(str(trained[0]))
+        with pytest.raises(InputError, match=r"adapter.weights = .*: has no adapter"):
+            refuse_other_factors("somewhere", open_weights(str(base)), job.config)
+    found = Checkpoint(trained[0])
+    assert mine
+    for name, tensor in mine.items():
+        assert found.read(name).equal(tensor.to_local())  # type: ignore[attr-defined]
 
 
 def test_a_base_is_needed(tmp_path: Path) -> None:

@@ -57,6 +57,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--dtype", choices=DTYPES, default="keep", help="data type of all tensors (default: keep)")
     add("--optimizer", action="store_true", help="take the optimizer's states and the run's progress along")
     add("--merge", action="store_true", help="add an adapter to the weights beside which it was trained")
+    add("--base", metavar="KIND:PATH", help="weights beside which an adapter was trained (default: as it says)")
     add(
         "--upcycle",
         nargs="+",
@@ -88,11 +89,8 @@ def _run(options: argparse.Namespace) -> int:
     if not is_folder(target.absolute().parent):
         raise InputError(f"--to {options.target}: there is no folder {target.absolute().parent}; make it first")
     model = None if options.config is None else load(options.config).model
-    found = open_weights(options.source, model, options.optimizer)
-    if options.merge != (found.merging is not None):
-        rule = "has no adapter, so --merge has no meaning" if options.merge else "is an adapter"
-        fix = "leave it out" if options.merge else "say --merge to add it to the weights beside which it was trained"
-        raise InputError(f"--from {options.source}: {rule}; {fix}")
+    found = open_weights(options.source, model, options.optimizer, options.base)
+    _refuse_adapters(found, kind, options)
     if options.upcycle:
         found = _upcycled(found, options)
     elif kind != "megalite":
@@ -109,7 +107,8 @@ def _run(options: argparse.Namespace) -> int:
         _tell_of_upcycling(found.upcycling, terminal)
     began = time.monotonic()
     with bar(target.name, sum(output.bytes for output in plan.outputs)) as advanced:
-        written = convert(found, plan, target, request, options.workers, advanced)
+        adapter = found.merging.factors if kind == "peft" and found.merging is not None else found
+        written = convert(adapter, plan, target, request, options.workers, advanced)
     seconds = time.monotonic() - began
     size = total_bytes(each.file for each in written.values())
     now = total_bytes(each.file for each in written.values() if not each.earlier)
@@ -144,6 +143,15 @@ def _run(options: argparse.Namespace) -> int:
     return ExitCode.DONE if well else ExitCode.FAILED
 
 
+def _refuse_adapters(found: Weights, kind: str, options: argparse.Namespace) -> None:
+    """Raises InputError for an adapter that is neither merged nor written as one, and for what is none."""
+    if found.merging is None and (options.merge or kind == "peft"):
+        raise InputError(f"--from {options.source}: has no adapter; leave --merge out, and take another kind than peft")
+    if found.merging is not None and options.merge == (kind == "peft"):
+        fix = "leave --merge out" if options.merge else "say --merge to add it to its base, or --to peft:PATH"
+        raise InputError(f"--from {options.source}: is an adapter; {fix}")
+
+
 def _upcycled(found: Weights, options: argparse.Namespace) -> Weights:
     config = load(*files_and_overrides(options.upcycle), found.folded().model)
     return upcycled(found, config.model, options.upcycle_noise, config.run.seed)
@@ -162,9 +170,10 @@ def _tell_of_upcycling(way: Upcycling, terminal: Terminal) -> None:
 def _check(target: str, options: argparse.Namespace, terminal: Terminal, dtype: str | None) -> tuple[Any, bool]:
     """Compare the weights at `target` with the source: tensors bit by bit, and logits. Returns the result for JSON, and
     whether all tensors are equal and the logits finite."""
-    made = open_weights(target, states=options.optimizer)
     given = None if options.config is None else load(options.config).model
-    source = open_weights(options.source, given, options.optimizer)
+    source = open_weights(options.source, given, options.optimizer, options.base)
+    base = f"{source.kind}:{source.path}" if target.startswith("peft:") else None
+    made = open_weights(target, states=options.optimizer, base=base)
     if options.upcycle:
         alike = _upcycled(source, options)
     else:

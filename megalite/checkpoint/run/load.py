@@ -11,7 +11,7 @@ from torch import Tensor
 from megalite.base.errors import InputError
 from megalite.checkpoint.local.rescue import Rescue
 from megalite.checkpoint.local.tier import Tier
-from megalite.checkpoint.run.same_run import refuse_other_model, refuse_other_run
+from megalite.checkpoint.run.same_run import refuse_other_factors, refuse_other_model, refuse_other_run
 from megalite.checkpoint.store.disk import DamagedError, check_hashes, damage_of, share_of
 from megalite.checkpoint.store.finite import refuse_negative_squares, refuse_poisoned
 from megalite.checkpoint.store.host_group import HostGroup
@@ -129,6 +129,14 @@ class Restorer:
             parts = self._group.share(self.state.numbers_of_base())
             apart = dict(chain.from_iterable(part.items() for part in parts)) | {"": sum(part[""] for part in parts)}
             self.base = signed(sum(apart.values()) % MODULUS)
+
+    def factors(self, source: str) -> None:
+        """Load only an adapter's factors, from `KIND:PATH`. Raises DamagedError, and InputError for another adapter."""
+        found = self._group.once(lambda: open_weights(source, base=self.config.checkpoint.weights))
+        self._group.once(lambda: refuse_other_factors(source, found, self.config))
+        assert found.merging is not None
+        factors = found.merging.factors
+        self._group.everywhere(lambda: _fill_from(factors, self.state.held()))
 
     def _fill(self, path: Path, manifest: Manifest, tensors: dict[str, Tensor], progress: bool) -> None:
         """Read into `tensors`. With `progress`, tensors of the progress are added and read too."""

@@ -3,13 +3,13 @@
 from pathlib import Path
 
 from megalite.base.errors import InputError, Problem
-from megalite.checkpoint.run.same_run import refuse_other_model, refuse_other_run
+from megalite.checkpoint.run.same_run import refuse_other_factors, refuse_other_model, refuse_other_run
 from megalite.checkpoint.store.disk import DamagedError
 from megalite.checkpoint.store.manifest import Manifest, Source, check_sizes, complete, step_of
 from megalite.checkpoint.store.retain import check_own, refuse_only_damaged
 from megalite.checkpoint.weights.maps.families import family_of
 from megalite.checkpoint.weights.maps.folded import folded
-from megalite.checkpoint.weights.sources import newest, read_model, resolved
+from megalite.checkpoint.weights.sources import newest, open_weights, read_model, resolved
 from megalite.config.schema import Config
 
 
@@ -36,6 +36,9 @@ def check_start(config: Config, folder: Path) -> None:
             )
     elif weights is not None and (not found or config.adapter is not None):
         _check_weights(weights, config)
+        if config.adapter is not None and config.adapter.weights is not None and not found:
+            source = config.adapter.weights
+            refuse_other_factors(source, open_weights(source, base=weights), config)
 
 
 def check_export(config: Config) -> None:

@@ -7,9 +7,12 @@ from typing import Any
 
 from megalite.base.errors import InputError, Problem
 from megalite.checkpoint.store.manifest import Manifest, Source
+from megalite.checkpoint.weights.formats.opened import Weights
 from megalite.config.convert import to_plain
+from megalite.config.layers import adapter_of
 from megalite.config.schema import Config, Model
 from megalite.data.order import integer_weights
+from megalite.plan.model.weights import held_weights
 
 FREE_KEYS = {  # no tensor's shape or meaning depends on them
     "model.sequence_length",
@@ -71,10 +74,22 @@ def refuse_other_adapter(path: Path, there: Config, here: Config) -> None:
             f"adapter.{name}", f"the checkpoint {path} has {json.dumps(had)}", "use that, or begin a new run", value
         )
         for name, had, value in ((name, had, getattr(new, name)) for name, had in vars(old).items())
-        if had != value
+        if had != value and name != "weights"  # from which a run has begun
     ]
     if problems:
         raise InputError(problems)
+
+
+def refuse_other_factors(source: str, found: Weights, here: Config) -> None:
+    """Raises InputError unless `found`, opened at `source`, has factors with which a run can begin."""
+    there, wanted = found.merging, here.model.adapter
+    if there is None or wanted is None:
+        raise InputError([Problem("adapter.weights", "has no adapter", "name a run with one, or peft:PATH", source)])
+    scales = {adapter_of(each).scale for each in (there.adapter, wanted)}
+    old, new = (held_weights(Config(model=here.model, adapter=each).model) for each in (there.adapter, wanted))
+    if old != new or len(scales) > 1:
+        rule = f"has rank {there.adapter.rank}, alpha {there.adapter.alpha:g}, targets {there.adapter.targets}"
+        raise InputError([Problem("adapter.weights", rule, "use the same rank, alpha, rslora and targets", source)])
 
 
 def refuse_other_optimizer(path: Path, there: Config, here: Config) -> None:

@@ -9,7 +9,6 @@ from megalite.checkpoint.store.disk import DamagedError
 from megalite.checkpoint.store.index import Index, Stored
 from megalite.checkpoint.weights.formats.opened import Merging, Weights
 from megalite.checkpoint.weights.maps.strips import PREFIX
-from megalite.config.layers import adapter_of
 from megalite.config.schema import Adapter, Config
 from megalite.plan.model.weights import held_weights
 
@@ -34,7 +33,5 @@ def merged(base: Weights, factors: Weights, adapter: Adapter) -> Weights:
         return Stored(stored.dtype, stored.shape, np.empty((0, 2 + 2 * len(stored.shape)), np.int64))
 
     tensors = {name: without_place(stored) for name, stored in base.index.tensors.items()}
-    scale = adapter_of(adapter).scale
-    return replace(
-        base, index=Index((), tensors), trained=False, factors={}, woven={}, merging=Merging(factors, scale), dense=base
-    )
+    index, merging = Index((), tensors), Merging(factors, adapter)
+    return replace(base, index=index, trained=False, factors={}, woven={}, merging=merging, dense=base)

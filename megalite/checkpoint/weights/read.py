@@ -7,7 +7,6 @@ from functools import lru_cache, partial
 from itertools import groupby
 from pathlib import Path
 from types import MappingProxyType
-from typing import Literal
 
 import numpy as np
 import torch
@@ -24,15 +23,18 @@ from megalite.checkpoint.weights.maps.strips import PREFIX
 from megalite.checkpoint.weights.maps.upcycled import BEGUN, Upcycling, dense_name
 from megalite.checkpoint.weights.maps.woven import Woven
 from megalite.checkpoint.weights.merged import BASE
+from megalite.config.layers import adapter_of
 from megalite.model.fingerprint import MODULUS, fingerprint
 from megalite.model.init import fill_normal
 from megalite.parallel.parameter import box
 from megalite.plan.model.parametrization import standard_deviation
 from megalite.plan.model.weights import weights
+from megalite.plan.parts.adapted import factor_names
 from megalite.plan.parts.roles import ROUTER
 
 NO_FACTORS: Mapping[str, float] = MappingProxyType({})
 NONE_WOVEN: Mapping[str, Woven] = MappingProxyType({})
+NONE_SHARED: Mapping[str, str] = MappingProxyType({})
 BLOCK = 1 << 22  # bytes read at a time, unless a row of a chunk is larger
 
 
@@ -41,7 +43,8 @@ class Reader:
 
     sizes: of the files, in bytes. source: the file that the index is from. links: whether files may be links, as in the
     cache of a hub. factors: what tensors are multiplied by when they are read, by name; others stay. woven: places of
-    tensors that have no chunks. Methods raise DamagedError where files are not as the index says.
+    tensors that have no chunks. shared: names of tensors that lie where others do, and those. Methods raise
+    DamagedError where files are not as the index says.
     """
 
     def __init__(
@@ -53,9 +56,10 @@ class Reader:
         links: bool = False,
         factors: Mapping[str, float] = NO_FACTORS,
         woven: Mapping[str, Woven] = NONE_WOVEN,
+        shared: Mapping[str, str] = NONE_SHARED,
     ) -> None:
         self.path, self.index, self.sizes, self.source, self.links = path, index, sizes, source, links
-        self.factors, self.woven = factors, woven
+        self.factors, self.woven, self.shared = factors, woven, shared
 
     @staticmethod
     def of_checkpoint(path: Path, manifest: Manifest) -> "Reader":
@@ -67,7 +71,8 @@ class Reader:
     def check(self, names: Iterable[str]) -> None:
         """Check that the positions of the tensors `names` are possible."""
         with damage_of(self.path, self.source):
-            self.index.check(self.sizes, (name for name in names if name not in self.woven))
+            places = dict.fromkeys(self.shared.get(name, name) for name in names)
+            self.index.check(self.sizes, (name for name in places if name not in self.woven))
             for where in self.woven.values():
                 where.index.check(self.sizes, where.names)
 
@@ -106,8 +111,12 @@ def reader_of(found: Weights) -> Reader:
     if found.dense is not None and found.upcycling is not None:
         return UpcycledReader(found, reader_of(found.dense), found.upcycling)
     if found.dense is not None and found.merging is not None:
-        return MergedReader(found, reader_of(found.dense), reader_of(found.merging.factors), found.merging.scale)
-    reader = Reader(found.path, found.index, found.sizes, found.source, found.links, found.factors, found.woven)
+        return MergedReader(
+            found, reader_of(found.dense), reader_of(found.merging.factors), adapter_of(found.merging.adapter).scale
+        )
+    reader = Reader(
+        found.path, found.index, found.sizes, found.source, found.links, found.factors, found.woven, found.shared
+    )
     reader.check(found.index.tensors)
     return reader
 
@@ -175,7 +184,7 @@ class MergedReader(Reader):
     def fill_parts(self, parts: Iterable[tuple[str, Tensor, Sequence[int]]]) -> None:
         """Fill parts of tensors, each given by name, target, and its first element's place."""
         for name, part, offset in parts:
-            adapted, factor = _factor(name, "a") in self.adapter.index.tensors, self.factors.get(name, 1.0)
+            adapted, factor = factor_names(name)[0] in self.adapter.index.tensors, self.factors.get(name, 1.0)
             if not adapted and factor == 1:
                 self.base.fill_parts([(name, part, offset)])
                 continue
@@ -192,11 +201,10 @@ class MergedReader(Reader):
 
     def _product(self, name: str) -> Tensor:
         """The product of factors that the adapter adds to a tensor, as wide as it is merged."""
-        first, second = (
-            allocated(self.path, self.adapter.index.tensors[_factor(name, each)].shape, self._wide(name))
-            for each in ("a", "b")
-        )
-        self.adapter.fill({_factor(name, "a"): first, _factor(name, "b"): second})
+        shapes = {each: self.adapter.index.tensors[each].shape for each in factor_names(name)}
+        pair = {each: allocated(self.path, shape, self._wide(name)) for each, shape in shapes.items()}
+        self.adapter.fill(pair)
+        first, second = pair.values()
         return (second @ first).mul_(self.scale)
 
     def _number(self) -> int:
@@ -219,11 +227,6 @@ def refuse_other_base(expected: int, found: int, adapter: str, base: str) -> Non
             f"{base}: is not the model beside which the adapter {adapter} was trained, though it may have its sizes; "
             "give that one"
         )
-
-
-def _factor(name: str, which: Literal["a", "b"]) -> str:
-    """The name of a factor of the adapter of a weight."""
-    return f"{name.removesuffix('.weight')}.lora_{which}.weight"
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from megalite.checkpoint.store.disk import DamagedError, damage_of, read_whole
 from megalite.checkpoint.store.index import MAX_INDEX_BYTES, Index, Stored
 from megalite.checkpoint.store.manifest import INDEX, MANIFEST, Manifest, check_sizes, complete
 from megalite.checkpoint.store.progress import Training
-from megalite.checkpoint.weights.formats import huggingface
+from megalite.checkpoint.weights.formats import huggingface, peft
 from megalite.checkpoint.weights.formats.megatron_folder import has
 from megalite.checkpoint.weights.formats.opened import Weights
 from megalite.checkpoint.weights.formats.tokenizer import kept_tokenizer
@@ -38,13 +38,17 @@ def kind_of(path: Path) -> str:
     raise InputError(f"{path}: holds no weights of a known kind; say which as KIND:PATH, of {listing(list(KINDS))}")
 
 
-def open_weights(text: str, model: Model | None = None, states: bool = False) -> Weights:
+def open_weights(text: str, model: Model | None = None, states: bool = False, base: str | None = None) -> Weights:
     """The weights at `KIND:PATH`. Raises InputError, and DamagedError for files that are not whole.
 
-    model: of files that may not tell it, Megatron's and Meta's. states: whether the optimizer's are wanted, too.
+    model: of files that may not tell it, Megatron's and Meta's. states: whether the optimizer's are wanted, too. base:
+    weights to which those of an adapter are added; None: those that it names.
     """
     kind, path = resolved(text)
-    found = _open(kind, path, model, states)
+    if base is not None or kind == "peft":
+        found = _adapter(kind, path, base, model)
+    else:
+        found = _open(kind, path, model, states)
     for name, tensor in found.index.tensors.items():
         if tensor.dtype not in FLOATS and not name.startswith(PREFIX):
             raise DamagedError(path, f"{name} is of {tensor.dtype}; states must be of {listing(FLOATS)}")
@@ -57,7 +61,7 @@ def open_weights(text: str, model: Model | None = None, states: bool = False) ->
 def read_model(text: str) -> Model:
     """The model of the weights at `KIND:PATH`, as `open_weights`; tensors are not looked at unless they tell it."""
     kind, path = resolved(text)
-    return read_config(path)[1] if kind == "hf" else _open(kind, path).model
+    return read_config(path)[1] if kind == "hf" else open_weights(text).model
 
 
 def _open(kind: str, path: Path, model: Model | None = None, states: bool = False) -> Weights:
@@ -81,10 +85,10 @@ def resolved(text: str) -> tuple[str, Path]:
     return kind or kind_of(path), path
 
 
-def open_checkpoint(path: Path, states: bool = False) -> Weights:
+def open_checkpoint(path: Path, states: bool = False, base: str | None = None) -> Weights:
     """The weights of a checkpoint of megalite, or of the newest one of a run; with `states`, the optimizer's too.
 
-    Raises DamagedError, and InputError.
+    base: of an adapter, if not the one that it names. Raises DamagedError, and InputError.
     """
     path = newest(path)
     manifest = check_sizes(path)
@@ -102,7 +106,7 @@ def open_checkpoint(path: Path, states: bool = False) -> Weights:
         module = import_for_good("megalite.checkpoint.run.tensors")
         training = Training(module.Checkpoint(path).progress()[0], config)
     if config.adapter is not None:
-        return _adapted(path, manifest, index)
+        return _adapted(path, manifest, index, base)
     kept = (PREFIX, "optimizer.") if states else PREFIX
     weights = {name: tensor for name, tensor in index.tensors.items() if name.startswith(kept)}
     if states and (problem := _states_missing(weights)):
@@ -126,8 +130,18 @@ def open_checkpoint(path: Path, states: bool = False) -> Weights:
     )
 
 
-def _adapted(path: Path, manifest: Manifest, index: Index) -> Weights:
-    """The base of an adapter's checkpoint, with the adapter merged into it."""
+def _adapter(kind: str, path: Path, source: str | None, model: Model | None) -> Weights:
+    """A base with an adapter merged into it. source: of the base; None: as the adapter names it."""
+    if kind == "peft":
+        base = open_weights(source or peft.base_of(path), model)
+        return merged(base, *peft.open_folder(path, base))
+    if kind != "megalite" or (found := open_checkpoint(path, base=source)).merging is None:
+        raise InputError(f"--base {source}: has no meaning, as {path} is no adapter; leave it out")
+    return found
+
+
+def _adapted(path: Path, manifest: Manifest, index: Index, source: str | None) -> Weights:
+    """The base of an adapter's checkpoint, with the adapter merged into it. source: of the base, if not its own."""
     config = manifest.configuration
     assert config.adapter is not None
     kept = {name: stored for name, stored in index.tensors.items() if name.startswith(PREFIX) or name == BASE}
@@ -141,7 +155,7 @@ def _adapted(path: Path, manifest: Manifest, index: Index) -> Weights:
         links=False,
         hashes={name: manifest.files[name] for name in index.files},
     )
-    source = config.checkpoint.weights
+    source = source or config.checkpoint.weights
     if source is None:
         raise InputError(f"{path}: is an adapter, and does not tell the weights of its base")
     try:
@@ -180,6 +194,7 @@ def _has(*names: str) -> Callable[[Path], bool]:
 
 
 SIGNS: dict[str, Callable[[Path], bool]] = {
+    "peft": _has(peft.CONFIG),
     "megalite": lambda path: exists(path / MANIFEST) or is_folder(path / "checkpoints") or bool(complete(path)),
     "hf": _has(CONFIG),
     "megatron-dist": lambda path: has(path, ".metadata", "metadata.json"),

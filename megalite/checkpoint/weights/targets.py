@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megalite.base.errors import InputError, listing
-from megalite.checkpoint.weights.formats import dcp, huggingface, megatron, meta, torch_dist
+from megalite.checkpoint.weights.formats import dcp, huggingface, megatron, meta, peft, torch_dist
 from megalite.checkpoint.weights.formats.opened import Weights
 from megalite.checkpoint.weights.formats.output import OutputPlan
 from megalite.checkpoint.weights.maps.megatron import Split
@@ -61,11 +61,13 @@ USED_OPTIONS: Mapping[str, set[str]] = {
     "megatron": {"tp", "pp", "virtual"},
     "megatron-dist": {"tp", "pp", "virtual"},
     "meta": {"tp"},
+    "peft": set(),
 }
 PLANS: Mapping[str, Callable[[Weights, Path, Wanted], OutputPlan]] = {
     "megalite": lambda found, target, wanted: dcp.plan(found, target, wanted.dtype, wanted.files),
     "hf": lambda found, target, wanted: huggingface.plan(found, wanted.dtype, wanted.shard),
     "megatron": lambda found, target, wanted: megatron.plan(found, wanted.split, wanted.dtype),
     "megatron-dist": lambda found, target, wanted: torch_dist.plan(found, wanted.split, wanted.dtype),
+    "peft": lambda found, target, wanted: peft.plan(found, wanted.dtype),
     "meta": lambda found, target, wanted: meta.plan(found, wanted.tp, wanted.dtype),
 }

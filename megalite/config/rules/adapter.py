@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from megalite.base.errors import Problem, listing
-from megalite.config.layers import GroupedQuery, SwiGLU, layer_kinds
+from megalite.config.layers import Latent, SwiGLU, layer_kinds
 from megalite.config.schema import Config, Model, Target
 
 
@@ -34,8 +34,11 @@ def targets_of(model: Model) -> list[Target]:
     """The targets that layers of `model` have."""
     kinds = layer_kinds(model)
     found: list[Target] = ["query", "key", "value", "attention_output"]
-    if not all(isinstance(kind.attention, GroupedQuery) for kind in kinds):
+    latents = [kind.attention for kind in kinds if isinstance(kind.attention, Latent)]
+    if latents:
         found.append("latent")
+    if any(each.query_rank for each in latents):
+        found.append("query_latent")
     mixtures = [kind.mixture for kind in kinds]
     if any(isinstance(kind.feed_forward, SwiGLU) for kind in kinds) or any(each and each.shared for each in mixtures):
         found += ["gate", "up", "down"]

@@ -33,7 +33,7 @@ TARGETS: dict[str, Target] = {  # by the name of a matrix inside of its part
     "v": "value",
     "v_up": "value",
     "o": "attention_output",
-    "q_down": "latent",
+    "q_down": "query_latent",
     "kv_down": "latent",
     "k_shared": "latent",
     "gate": "gate",
@@ -47,6 +47,12 @@ def target(name: str, weight: Weight) -> Target | None:
     if weight.role.kind is not RoleKind.MATRIX or weight.role.adapts:
         return None
     return "experts" if weight.role.of_expert else TARGETS.get(name.removesuffix(".weight").rpartition(".")[2])
+
+
+def factor_names(name: str) -> tuple[str, str]:
+    """The names of the two factors beside a weight."""
+    layer = name.removesuffix(".weight")
+    return f"{layer}.lora_a.weight", f"{layer}.lora_b.weight"
 
 
 def factors(weight: Weight, rank: int) -> tuple[Weight, Weight]:
@@ -103,9 +109,7 @@ class Adapted:
             yield name, weight
             for pair in self.pairs:
                 if pair.name == name:
-                    layer = name.removesuffix(".weight")
-                    yield f"{layer}.lora_a.weight", pair.first
-                    yield f"{layer}.lora_b.weight", pair.second
+                    yield from zip(factor_names(name), (pair.first, pair.second), strict=True)
 
     @cached_property
     def pairs(self) -> list[Pair]:

@@ -134,7 +134,7 @@ def plan(found: Weights, dtype: str | None, shard: int | None) -> OutputPlan:
         Output(
             name,
             sum(table[each].bytes(kinds[each]) for each in names),
-            partial(_write, {each: table[each] for each in names}, kinds),
+            partial(write_tensors, {each: table[each] for each in names}, kinds),
         )
         for name, names in files.items()
     )
@@ -150,7 +150,8 @@ def model_type(found: Weights) -> str:
     return _family(found, config)[0].model_type
 
 
-def _write(table: Table, kinds: Mapping[str, str], stream: Stream, put: Put) -> None:
+def write_tensors(table: Table, kinds: Mapping[str, str], stream: Stream, put: Put) -> None:
+    """Write a file of safetensors. kinds: data types of tensors, by their names."""
     start, order = header({name: (kinds[name], theirs.shape) for name, theirs in table.items()})
     stream.write(start)
     for name in order:

@@ -13,17 +13,17 @@ from megalite.checkpoint.weights.maps.folded import folded
 from megalite.checkpoint.weights.maps.strips import PREFIX
 from megalite.checkpoint.weights.maps.upcycled import Upcycling
 from megalite.checkpoint.weights.maps.woven import Woven
-from megalite.config.schema import Model
+from megalite.config.schema import Adapter, Model
 
 LISTED_NAMES = 5  # names in a message
 
 
 @dataclass(frozen=True)
 class Merging:
-    """The factors of an adapter, whose product, times `scale`, is added to the weights of a base."""
+    """The factors of an adapter, whose products are added to the weights of a base."""
 
     factors: "Weights"
-    scale: float
+    adapter: Adapter
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Weights:
     them. manifest: of megalite's checkpoint. factors: what tensors are multiplied by when they are read, by our names.
     upcycling or merging, dense: how experts are made, or which adapter is added, and the weights that they are made of
     or that it is added to; the index then has no places of its own.
-    woven: places of tensors that have no chunks in the index.
+    woven: places of tensors that have no chunks in the index. shared: tensors that lie where others do, and those.
     """
 
     kind: str
@@ -62,6 +62,7 @@ class Weights:
     merging: Merging | None = None
     dense: "Weights | None" = None
     woven: Mapping[str, Woven] = field(default_factory=dict)
+    shared: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def bytes(self) -> int:

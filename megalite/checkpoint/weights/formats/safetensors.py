@@ -79,6 +79,18 @@ def find(path: Path) -> Files:
     else:
         more = "; convert its pytorch_model.bin to safetensors first" if is_file(path / "pytorch_model.bin") else ""
         raise InputError(f"{path}: has neither {ONE_FILE} nor {INDEX}{more}")
+    return _opened(path, names, source)
+
+
+def one_file(path: Path, name: str) -> Files:
+    """The file `name` of a folder; raises as `find` does."""
+    if not is_file(path / name):
+        raise InputError(f"{path}: has no {name}")
+    return _opened(path, {name: set()}, name)
+
+
+def _opened(path: Path, names: Mapping[str, set[str]], source: str) -> Files:
+    """The tensors of the files `names`; of each, those that the file `source` tells, or any."""
     chunks: list[Chunk] = []
     sizes: dict[str, int] = {}
     for name, wanted in names.items():

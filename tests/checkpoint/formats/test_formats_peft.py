@@ -1,0 +1,185 @@
+"""Adapters of PEFT: read and written as PEFT does, with its logits, losses and gradients."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hf_families import CASES
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from toy_jobs import one_rank
+
+from megalite.base.errors import InputError
+from megalite.checkpoint.store.state import State
+from megalite.checkpoint.weights.formats.opened import Weights
+from megalite.checkpoint.weights.read import reader_of
+from megalite.checkpoint.weights.sources import open_weights
+from megalite.config.layout import Layout
+from megalite.config.schema import Config
+from megalite.distributed.mesh import Mesh
+from megalite.model.decoder import Decoder
+from megalite.parallel.parameter import parameters
+from megalite_tools.checkpoint.convert import main
+
+peft = pytest.importorskip("peft")
+
+TOKENS = torch.randint(3, 64, (25, 2), generator=torch.Generator().manual_seed(1))
+FUSED = {"target_modules": ["qkv_proj", "gate_up_proj", "o_proj"]}
+LATENT_MODULES = {"target_modules": ["q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]}
+ADAPTERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {"target_modules": ["q_proj", "v_proj", "down_proj"]}),
+    "all of qwen2": ("qwen2", {"target_modules": "all-linear", "use_rslora": True}),
+    "tied": ("llama tied, all heads", {"target_modules": ["k_proj", "o_proj", "gate_proj"]}),
+    "fused": ("phi3", FUSED),
+    "latent": ("deepseek_v3, without experts", LATENT_MODULES),
+}
+
+
+def theirs(name: str, path: Path) -> Any:
+    """PEFT's model, saved: its base in `base`, its adapter in `adapter`."""
+    case, options = ADAPTERS[name]
+    model = CASES[case].save(path / "base", torch.float64, shard="1MB")
+    found = peft.get_peft_model(model, peft.LoraConfig(r=3, lora_alpha=7, task_type="CAUSAL_LM", **options))
+    generator = torch.Generator().manual_seed(2)
+    for key, value in found.named_parameters():
+        if "lora_" in key:
+            value.data = torch.randn(value.shape, generator=generator, dtype=torch.float64) * 0.1
+    found.peft_config["default"].base_model_name_or_path = str(path / "base")
+    found.save_pretrained(str(path / "adapter"))
+    return found.eval()
+
+
+def loss_of(model: Any) -> Tensor:
+    logits = model(TOKENS.T).logits.double()
+    return torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), TOKENS.T[:, 1:].flatten(), reduction="sum")
+
+
+def decoder_of(found: Weights) -> Decoder:
+    mesh = Mesh.build(Layout(), torch.device("cpu"))
+    assert mesh is not None
+    return Decoder(found.model, mesh.tp, range(found.model.layers)).double().to_empty(device="cpu")
+
+
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_their_adapter_merged_computes_their_logits(name: str, tmp_path: Path) -> None:
+    model, found = theirs(name, tmp_path), open_weights(f"peft:{tmp_path / 'adapter'}")
+    with one_rank(), torch.no_grad():
+        decoder = decoder_of(found)
+        reader_of(found).fill(State({0: decoder}).weights())
+        logits = decoder(TOKENS).transpose(0, 1)
+        torch.testing.assert_close(logits, model(TOKENS.T).logits, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_losses_and_gradients_are_theirs(name: str, tmp_path: Path) -> None:
+    model, found = theirs(name, tmp_path), open_weights(f"peft:{tmp_path / 'adapter'}")
+    assert found.merging is not None
+    assert found.dense is not None
+    adapted = replace(found, model=Config(model=found.model, adapter=found.merging.adapter).model)
+    expected = loss_of(model)
+    expected.backward()
+    with one_rank():
+        decoder = decoder_of(adapted)
+        state = State({0: decoder}, adapted=True)
+        reader_of(found.dense).fill(state.base())
+        reader_of(found.merging.factors).fill(state.held())
+        loss = decoder(TOKENS[:-1], targets=TOKENS[1:])
+        loss.backward()
+        grads = {each.name: each.value.grad.to_local() for each in parameters(decoder) if each.value.requires_grad}
+    torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0)
+    squares = sum(float(grad.square().sum()) for key, grad in grads.items() if "lora_b" in key)
+    other = [value.grad for key, value in model.named_parameters() if "lora_B" in key]
+    assert squares == pytest.approx(sum(float(grad.square().sum()) for grad in other), rel=1e-5)
+    if name == "llama":
+        for layer in range(found.model.layers):
+            mine = grads[f"layers.{layer}.attention.q.lora_a.weight"]
+            their = dict(model.named_parameters())
+            key = f"base_model.model.model.layers.{layer}.self_attn.q_proj.lora_A.default.weight"
+            assert (mine - their[key].grad).abs().max() < 1e-5 * mine.abs().max()
+
+
+@pytest.mark.parametrize("name", ["llama", "all of qwen2", "tied"])
+def test_files_there_and_back_are_the_same(name: str, tmp_path: Path) -> None:
+    model = theirs(name, tmp_path)
+    target = tmp_path / "written"
+    assert main(["--from", f"peft:{tmp_path / 'adapter'}", "--to", f"peft:{target}", "--check"]) == 0
+    file = "adapter_model.safetensors"
+    before, after = load_file(tmp_path / "adapter" / file), load_file(target / file)
+    assert before.keys() == after.keys()
+    assert all(before[key].equal(after[key]) for key in before)
+    again = peft.PeftModel.from_pretrained(CASES[ADAPTERS[name][0]].make(torch.float64), str(target))
+    assert torch.equal(again(TOKENS.T).logits, model(TOKENS.T).logits)
+
+
+def test_fused_modules_are_merged_but_not_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    theirs("fused", tmp_path)
+    source = f"peft:{tmp_path / 'adapter'}"
+    assert main(["--from", source, "--to", f"peft:{tmp_path / 'written'}"]) == 2
+    assert "PEFT has one pair of factors for model.layers.0.self_attn.qkv_proj" in capsys.readouterr().err
+    assert main(["--from", source, "--to", f"hf:{tmp_path / 'written'}"]) == 2
+    assert "is an adapter; say --merge" in capsys.readouterr().err
+    assert main(["--from", source, "--merge", "--to", f"hf:{tmp_path / 'written'}", "--check"]) == 0
+
+
+def change(key: str, value: Any) -> Callable[[Path], None]:
+    def changed(folder: Path) -> None:
+        file = folder / "adapter_config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | {key: value}))
+
+    return changed
+
+
+def tensors(edit: Callable[[dict[str, Tensor]], Any]) -> Callable[[Path], None]:
+    def changed(folder: Path) -> None:
+        file = folder / "adapter_model.safetensors"
+        found = load_file(file)
+        edit(found)
+        save_file({key: value.contiguous() for key, value in found.items()}, file)
+
+    return changed
+
+
+LAYER = "base_model.model.model.layers.1.self_attn.q_proj"
+HOSTILE = {
+    "dora": (change("use_dora", True), "use_dora = True: is more than LoRA's factors"),
+    "another adapter": (change("peft_type", "IA3"), "peft_type = 'IA3': is another kind of adapter"),
+    "a base that was changed": (change("init_lora_weights", "pissa"), "init_lora_weights = 'pissa': means a base"),
+    "what is not known": (change("soon", 1), "soon = 1: is more than LoRA's factors"),
+    "no rank": (change("r", 0), "r = 0: must be a whole number of at least 1"),
+    "another rank": (change("r", 4), "lora_A.weight \\[3, 32\\] instead of \\[4, 32\\]"),
+    "no base": (change("base_model_name_or_path", "nobody/nothing"), "is no folder here; give --base"),
+    "one factor": (tensors(lambda found: found.pop(f"{LAYER}.lora_B.weight")), "q_proj.lora_B.weight is missing"),
+    "the other factor": (
+        tensors(lambda found: found.pop(f"{LAYER}.lora_A.weight")),
+        "without the other factor|belongs",
+    ),
+    "some layers": (
+        tensors(lambda found: [found.pop(f"{LAYER}.lora_{each}.weight") for each in "AB"]),
+        "but none for model.layers.1.self_attn.q_proj; megalite has them in all layers",
+    ),
+    "an embedding": (
+        tensors(
+            lambda found: found.update({"base_model.model.model.embed_tokens.lora_embedding_A": torch.zeros(3, 64)})
+        ),
+        "lora_embedding_A is no factor of LoRA",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_other_adapters_are_refused(name: str, tmp_path: Path) -> None:
+    theirs("llama", tmp_path)
+    spoil, told = HOSTILE[name]
+    spoil(tmp_path / "adapter")
+    with pytest.raises(InputError, match=told):
+        open_weights(f"peft:{tmp_path / 'adapter'}")
+
+
+def test_a_base_is_for_adapters_alone(tmp_path: Path) -> None:
+    CASES["llama"].save(tmp_path / "hf", shard="1MB")
+    with pytest.raises(InputError, match="is no adapter; leave it out"):
+        open_weights(f"hf:{tmp_path / 'hf'}", base=f"hf:{tmp_path / 'hf'}")

@@ -303,11 +303,12 @@ class Estimate:
         if key not in self._each_of:
             states = 0 if choice.states != "device" else 2 if self.config.optim.name == "adamw" else 1
             gathers = choice.mode != "zero3" and self.config.train.dtype == "bf16"
+            trains = self.config.adapter is None  # else factors are left out, which are few
             self._each_of[key] = Each(
-                (1 + states) * self._wide / shards / choice.tp,
-                self._element * gathers / choice.tp,
-                self._gradient / choice.tp,
-                self._gradient / shards / choice.tp,
+                ((1 + states) * self._wide if trains else self._element) / shards / choice.tp,
+                self._element * gathers / choice.tp if trains or shards > 1 else 0.0,
+                self._gradient / choice.tp * trains,
+                self._gradient / shards / choice.tp * trains,
             )
         return self._each_of[key]
 

@@ -17,9 +17,9 @@ MODULUS = 1 << 64
 def fingerprint(name: str, part: Tensor, shape: Sequence[int], offset: Sequence[int], first: int = 0) -> int:
     """The number, modulo 2⁶⁴, of the box `part` at `offset` of a tensor of `shape`. Boxes of a tensor add up to it.
 
-    It is a sum over all elements: the bits of the value in float32, times a hash of the element's place. So it finds
-    weights that were mistaken for others, not those that somebody has made to have the same number. first: the index of
-    the tensor's first element, if it is one of a stack.
+    It is a sum over all elements: the bits of the value in bf16, times a hash of the element's place. So it is the same
+    in every precision, and finds weights that were mistaken for others, not those that somebody has made to have the
+    same number. first: the index of the tensor's first element, if it is one of a stack.
     """
     if part.ndim > 2:
         inner = ((first + number * prod(shape[1:]), each) for number, each in enumerate(part, offset[0]))
@@ -33,8 +33,8 @@ def fingerprint(name: str, part: Tensor, shape: Sequence[int], offset: Sequence[
     across = torch.arange(columns, device=part.device) + offset[1]
     total, step = 0, max(1, BLOCK // columns)
     for top in range(0, rows, step):
-        block = part[top : top + step].float().contiguous()
+        block = part[top : top + step].bfloat16().contiguous()
         down = torch.arange(top, top + len(block), device=part.device) + offset[0]
         places = splitmix(start, first + down[:, None] * shape[1] + across)
-        total += int((block.view(torch.int32).long() * places).sum())
+        total += int((block.view(torch.int16).long() * places).sum())
     return total % MODULUS

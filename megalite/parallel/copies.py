@@ -67,7 +67,10 @@ class Copies:
         rows = list(map(len, parts))
         joint = parts[0].new_empty(sum(rows), *parts[0].shape[1:], dtype=self.dtype)
         for param, part, copy in zip(params, parts, joint.split(rows), strict=True):
-            yield param, copy.data.copy_(part)  # `data` has a version of its own, which a view has not
+            made = copy.data.copy_(part)  # `data` has a version of its own, which a view has not
+            if part.dtype == self.dtype:  # the parameter is its own copy
+                param._local_tensor = made
+            yield param, made
         return joint
 
 

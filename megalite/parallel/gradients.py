@@ -36,7 +36,8 @@ class Gradients:
         }
         self._names, self._counted = list(counted), list(counted.values())
         some = next(param for stage in stages.values() for param in stage.parameters())
-        self._nothing = torch.zeros(1, dtype=some.dtype, device=mesh.device)  # a rank may count no parameter
+        wide = torch.promote_types(some.dtype, torch.float32)  # as trained parameters are
+        self._nothing = torch.zeros(1, dtype=wide, device=mesh.device)  # a rank may count no parameter
         every = chain(*self.trained.values())
         self._replicated = [found.value for found in every if mesh.layout.tp > 1 and found.role.copied]
         ends = [stage for stage in (0, copy) if stage in self.trained] if copy is not None else []

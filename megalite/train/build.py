@@ -187,6 +187,8 @@ def build_stage(
         casts, recipe = casts or WeightCasts(held=False), config.train.float8_recipe
         use_float8(stage.layers, wide_weights(config), dtype, mesh, casts, recipe)
     stage.to(parameter_dtype(config.train.dtype))
+    if config.adapter is not None:
+        keep_narrow(stage, compute_dtype(config.train.dtype))
     keeping = Offload(memory) if config.train.offload_activations else AsIs
     for layer, mode in zip(stage.layers.values(), plan.modes[number], strict=True):
         cast(Layer, layer).in_one = config.train.compile or mode == "full"
@@ -202,6 +204,14 @@ def build_stage(
     stage.to_empty(device=mesh.device)
     initialize(stage, config.model, config.run.seed)
     return stage
+
+
+def keep_narrow(stage: nn.Module, dtype: torch.dtype) -> None:
+    """Keep the weights of `stage` that are not trained in the data type of compute."""
+    for module in stage.modules():
+        for name, param in module.named_parameters(recurse=False):
+            if not param.requires_grad:
+                setattr(module, name, nn.Parameter(param.to(dtype), requires_grad=False))
 
 
 def build_pipeline(table: Table, job: Job, shape: torch.Size, clock: SectionClock | None = None) -> Pipeline:

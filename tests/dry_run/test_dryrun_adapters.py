@@ -21,6 +21,8 @@ OF_EXPERTS = {"adapter.targets": "[experts]"}
 CASES: dict[str, tuple[dict[str, Any], int]] = {
     "one rank": (LAYERS, 0),
     "head takes most": ({}, 0),
+    "one rank, zero3": ({**LAYERS, **data("zero3")}, 0),
+    "muon, tp, one rank": ({**LAYERS, **TP, **MUON}, 0),
     "some, fp32": ({**LAYERS, **SOME, "train.precision": "fp32"}, 0),
     "tp, zero1": ({**LAYERS, **TP, **data("zero1", dp_shard=2)}, 0),
     "rows, tp": ({**LAYERS, **TP, **ROWS}, 0),
@@ -49,5 +51,5 @@ def test_what_is_predicted_is_what_a_dry_run_counts(name: str) -> None:
     assert found.transfers == traffic
     counted = sum(size for kind, size in found.bytes.items() if kind != HOST_MEMORY)
     assert memory.total == pytest.approx(counted, rel=2e-3)
-    for kind in ("parameters", "optimizer states"):
+    for kind in ("parameters", "optimizer states", HOST_MEMORY):
         assert sum(memory.of(kind).values()) == pytest.approx(found.bytes.get(kind, 0), abs=8192)

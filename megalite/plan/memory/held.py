@@ -73,21 +73,22 @@ class Held:
     def _hold_states(self, stage: int, index: int) -> None:
         """Hold parameters and optimizer states of a part, which exist from the first step on."""
         states, kind, part = self.states, STATES_IN[self.config.optim.place], self.parts[stage][index]
-        self._hold_weights("parameters", stage, index, states.p, sharded=True)
-        self._hold_weights("parameters", stage, index, states.copies)
         for group in self._groups(stage, index):
-            for component, _, _, moments, copies in group.weights.by_component:
+            for component, count, trained, moments, copies in group.weights.by_component:
+                kept = states.kept(count, trained) // group.shards + states.copied(count, trained)
+                self._hold("parameters", component, part.times * kept)
                 self._hold(kind, component, part.times * (states.p * (moments + copies) // group.shards))
         if states.frees and part.with_stage:
             self._hold_weights("gathered weights", stage, index, states.w)
 
     def _saved(self, stage: int, index: int) -> int:
         """Bytes of a part in a checkpoint. A background save copies them to host memory, which it keeps."""
+        of_all = self.config.adapter is None
         return self.parts[stage][index].times * sum(
             self.states.p * saved // group.shards
             for group in self._groups(stage, index)
-            for _, count, _, moments, _ in group.weights.by_component
-            for saved in (count, moments)
+            for _, count, trained, moments, _ in group.weights.by_component
+            for saved in (count if of_all else trained, moments)
         )
 
     def _is_second_copy(self, stage: int, part: Unit) -> bool:

@@ -39,6 +39,16 @@ class States:
         """Bytes of the copy of a parameter with which layers compute, kept beside it; 0 without one."""
         return self.w if self.plan.copies else 0
 
+    def kept(self, count: int, trained: int) -> int:
+        """Bytes of parameters, some of which are trained; with adapters, others are in the precision of compute."""
+        if self.config.adapter is None:
+            return self.p * count
+        return self.p * trained + self.w * (count - trained)
+
+    def copied(self, count: int, trained: int) -> int:
+        """Bytes of the copies of parameters; with adapters, only of those that are trained."""
+        return self.copies * (count if self.config.adapter is None else trained)
+
     @cached_property
     def shards(self) -> int:
         parallel = self.config.parallel

@@ -159,6 +159,7 @@ class Adapter:
     rank: int
     scale: float
     targets: frozenset[Target]
+    dropout: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -219,7 +220,7 @@ def adapter_of(adapter: schema.Adapter) -> Adapter:
     """The pairs of factors that a configuration describes."""
     targets = get_args(Target) if adapter.targets == "all" else adapter.targets
     scale = adapter.alpha / (math.sqrt(adapter.rank) if adapter.rslora else adapter.rank)
-    return Adapter(adapter.rank, scale, frozenset(targets))
+    return Adapter(adapter.rank, scale, frozenset(targets), adapter.dropout)
 
 
 def yarn_factor(scaling: RopeScaling, scale: float) -> float:

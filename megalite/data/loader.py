@@ -25,6 +25,7 @@ class Micros:
 
     tokens: Tensor  # int64 [m, b, s + 1]; the targets are the tokens that follow
     documents: list[list[Documents]]  # documents in the first s tokens of every sample, by micro-batch
+    ids: Tensor | None = None  # int64 [m, b]: every sample's place among all that are as long; None: it is not known
 
     @staticmethod
     def cut_at(tokens: Tensor, end_of_document: int | None) -> "Micros":
@@ -75,7 +76,10 @@ class Loader:
         micros = tokens.reshape(-1, self.micro_batch * batch.pieces, length + 1)
         pieces = range(0, self.samples.sequence_length, length)
         documents = [documents_within(sample.begins, start, length) for sample in mine for start in pieces]
-        return Micros(micros.pin_memory() if self._pin_memory else micros, _grouped(documents, micros.shape[1]))
+        samples = torch.tensor(batch.ids[self.dp_rank * count :][:count])
+        ids = (samples[:, None] * batch.pieces + torch.arange(batch.pieces)).view(micros.shape[:2])
+        tokens = micros.pin_memory() if self._pin_memory else micros
+        return Micros(tokens, _grouped(documents, micros.shape[1]), ids)
 
     def batches(self, wanted: Iterable[GlobalBatch]) -> Iterator[tuple[GlobalBatch, Micros]]:
         """All wanted batches, each with the rank's share of it. An error is raised at the batch that it belongs to."""

@@ -5,13 +5,17 @@ from collections.abc import Mapping
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from megalite.config.layers import Adapter
 from megalite.model.experts import ExpertLinear
+from megalite.parallel.dropout import Dropout
 from megalite.parallel.tensor import ColumnLinear, CopiedLinear, Linear, RowLinear
 from megalite.plan.parts.adapted import factor_names
 from megalite.plan.parts.part import Weight
 
 
-def add_adapters(layer: nn.Module, weights: Mapping[str, Weight], scale: float, tp: DeviceMesh, ep: DeviceMesh) -> None:
+def add_adapters(
+    layer: nn.Module, weights: Mapping[str, Weight], adapter: Adapter, tp: DeviceMesh, ep: DeviceMesh
+) -> None:
     """Add to the linear layers of a `layer` of the model the factors that are among its `weights`, by name.
 
     A pair adds to what its layer returns in the same state: split over tp, or a part of the sequence.
@@ -21,7 +25,10 @@ def add_adapters(layer: nn.Module, weights: Mapping[str, Weight], scale: float, 
         if not isinstance(module, Linear) or names[0] not in weights:
             continue
         first, second = (weights[each] for each in names)
-        module.lora_scale = scale
+        module.lora_scale = adapter.scale
+        if adapter.dropout:
+            split = isinstance(module, RowLinear)
+            module.lora_dropout = Dropout(adapter.dropout, first.shape[-1], tp.get_local_rank(), split)
         match module:
             case ExpertLinear():
                 module.lora_a, module.lora_b = ExpertLinear(first, None, ep), ExpertLinear(second, None, ep)
@@ -31,3 +38,10 @@ def add_adapters(layer: nn.Module, weights: Mapping[str, Weight], scale: float, 
                 module.lora_a, module.lora_b = CopiedLinear(first, tp), ColumnLinear(second, tp)
             case _:
                 module.lora_a, module.lora_b = CopiedLinear(first, tp), CopiedLinear(second, tp)
+
+
+def seed_dropout(stage: nn.Module, seed: int) -> None:
+    """Let the choices of dropout in each layer of `stage` hang on the seed and the layer's name in the model."""
+    for name, module in stage.named_modules():
+        if isinstance(module, Linear) and module.lora_dropout is not None:
+            module.lora_dropout.name = f"{seed}/{name}/dropout"

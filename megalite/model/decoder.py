@@ -27,6 +27,7 @@ from megalite.model.norm import Norm
 from megalite.model.positions import TokenPositions
 from megalite.model.router import Losses
 from megalite.parallel.context import Attention as Attend
+from megalite.parallel.dropout import dropping
 from megalite.parallel.linear import linears
 from megalite.parallel.parameter import copy_of, part
 from megalite.parallel.tensor import ColumnLinear, VocabularyEmbedding
@@ -88,7 +89,7 @@ class Layer(nn.Module):
             self.attention_output_norm = norm("attention_output_norm", of_norm)
             self.mlp_output_norm = norm("mlp_output_norm", of_norm)
         if kind.adapter is not None:
-            add_adapters(self, weights, kind.adapter.scale, tp, ep or tp)
+            add_adapters(self, weights, kind.adapter, tp, ep or tp)
 
     def forward(
         self,
@@ -96,12 +97,22 @@ class Layer(nn.Module):
         angles: tuple[Tensor, ...],
         attend: Attend,
         added: Tensor | None = None,
+        numbers: Tensor | None = None,
         *of_experts: Losses,
     ) -> tuple[Tensor, Tensor | None]:
         """Two tensors `[s/t, b, d]`, whose sum is the residual stream: the next norm adds them in its own pass.
 
-        x, added: the stream before, likewise; None: x alone is. of_experts: losses of a layer that has experts.
+        x, added: the stream before, likewise; None: x alone is. numbers: of tokens, see `TokenPositions`. of_experts:
+        losses of a layer that has experts.
         """
+        if numbers is None:
+            return self._forward(x, angles, attend, added, *of_experts)
+        with dropping(numbers):
+            return self._forward(x, angles, attend, added, *of_experts)
+
+    def _forward(
+        self, x: Tensor, angles: tuple[Tensor, ...], attend: Attend, added: Tensor | None, *of_experts: Losses
+    ) -> tuple[Tensor, Tensor | None]:
         if self.before:
             normed, x = self.attention_norm.of_sum(x, added)
             # Outputs have no names here, by which they would be held for longer than they are needed.
@@ -201,7 +212,7 @@ class Decoder(nn.Module):
                 x, added = x + added, None
             attend = positions.attend(int(name), kind.attention.heads.scores)
             of_experts = (positions.losses,) if kind.mixture is not None else ()
-            x, added = layer(x, angles[kind.rotation], attend, added, *of_experts)
+            x, added = layer(x, angles[kind.rotation], attend, added, positions.numbers, *of_experts)
         return x if added is None else x + added
 
     def answer(self, x: Tensor, targets: Tensor | None = None) -> Tensor:

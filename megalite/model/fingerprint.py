@@ -1,13 +1,12 @@
 """A number that tells a model's weights from others, the same in every layout: each rank adds up those of its parts."""
 
-import hashlib
 from collections.abc import Sequence
 from math import prod
 
 import torch
 from torch import Tensor
 
-from megalite.model.init import splitmix
+from megalite.parallel.hashes import splitmix, start_of
 
 BLOCK = 1 << 20  # elements at a time
 MODULUS = 1 << 64
@@ -28,7 +27,7 @@ def fingerprint(name: str, part: Tensor, shape: Sequence[int], offset: Sequence[
         return fingerprint(name, part[None], (1, *shape), (0, *offset), first)
     if part.numel() == 0:
         return 0
-    start = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little", signed=True)
+    start = start_of(name)
     rows, columns = part.shape
     across = torch.arange(columns, device=part.device) + offset[1]
     total, step = 0, max(1, BLOCK // columns)

@@ -7,7 +7,6 @@ only integer operations, a look-up and exactly rounded products, so values depen
 stay within 4.5 standard deviations.
 """
 
-import hashlib
 from functools import cache
 from math import prod
 from statistics import NormalDist
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from megalite.config.schema import Model
+from megalite.parallel.hashes import splitmix, start_of
 from megalite.parallel.parameter import box, cut, extra_state, parameters
 from megalite.plan.model.parametrization import deviation_of_factor, standard_deviation
 from megalite.plan.parts.roles import RoleKind
@@ -57,7 +57,7 @@ def fill_normal(
     rows, columns = local.shape
     if local.numel() == 0:
         return
-    start = int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "little", signed=True)
+    start = start_of(key)
     across = torch.arange(columns, device=local.device) + offset[1]
     quantiles = _quantiles().to(local.device)
     step = max(1, BLOCK // columns)
@@ -67,24 +67,6 @@ def fill_normal(
         bucket, point = (bits >> 48) & 0xFFFF, ((bits >> 16) & 0xFFFFFFFF).double() * 2.0**-32
         low = quantiles[bucket]
         local[top : top + step] = ((low + (quantiles[bucket + 1] - low) * point) * std).float()
-
-
-def splitmix(start: int, index: Tensor) -> Tensor:
-    """The 64-bit hash of every index, in int64 arithmetic that wraps around."""
-    z = (index + 1) * signed(0x9E3779B97F4A7C15) + start
-    z = (z ^ _shift(z, 30)) * signed(0xBF58476D1CE4E5B9)
-    z = (z ^ _shift(z, 27)) * signed(0x94D049BB133111EB)
-    return z ^ _shift(z, 31)
-
-
-def signed(word: int) -> int:
-    """The int64 with the bits of a number of 64."""
-    return word - (1 << 64) if word >> 63 else word
-
-
-def _shift(z: Tensor, by: int) -> Tensor:
-    """Right shift that fills with zeros; torch's own copies the sign."""
-    return (z >> by) & ((1 << (64 - by)) - 1)
 
 
 @cache

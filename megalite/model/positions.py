@@ -23,6 +23,7 @@ class TokenPositions:
     tables: Mapping[Rotation, Angles]  # one row per token of a sequence, or one per position if `positions` is given
     attention: Mapping[Scores, Attention]  # for every kind of attention that layers here have
     positions: Tensor | None = None  # s b: every token's row of the tables; None: token i has row i
+    numbers: Tensor | None = field(default=None, kw_only=True)  # s b: of tokens in the run, where layers drop features
     losses: Losses = field(default=Losses(), kw_only=True)  # parameters of losses in layers with experts
 
     @staticmethod

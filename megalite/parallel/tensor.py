@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from megalite.distributed.collectives import all_gather, reduce_scatter
+from megalite.parallel.dropout import Dropout
 from megalite.parallel.linear import WeightGradients, linears
 from megalite.parallel.parameter import parameter, part, whole
 from megalite.parallel.product import PLAIN_PRODUCT, Product
@@ -42,6 +43,7 @@ class Linear(nn.Module):
         self.lora_a: Linear | None = None  # an adapter's factors, whose product with `lora_scale` is added to `weight`
         self.lora_b: Linear | None = None
         self.lora_scale = 1.0
+        self.lora_dropout: Dropout | None = None
 
 
 class ColumnLinear(Linear):
@@ -93,13 +95,20 @@ class RowLinear(Linear):
         self.group: dist.ProcessGroup = mesh.get_group()
 
     def forward(self, x: Tensor) -> Tensor:
+        added = self._of_adapter(x)  # first, so that full recompute, which ends with what is kept, scatters y only once
         y = self._product(x)
-        if self.lora_a is not None and self.lora_b is not None:
-            y += second_factor(self, self.lora_a(x), self.lora_scale * self.factor)
+        if added is not None:
+            y += added
         if self.bias is None:
             return y
         bias = whole(self.bias)
         return y + (bias if self.factor == 1 else bias * self.factor)
+
+    def _of_adapter(self, x: Tensor) -> Tensor | None:
+        if self.lora_a is None:
+            return None
+        seen = x if self.lora_dropout is None else self.lora_dropout(x)
+        return second_factor(self, self.lora_a(seen), self.lora_scale * self.factor)
 
     def _product(self, x: Tensor) -> Tensor:
         n = self._pieces(x)
@@ -129,7 +138,12 @@ def with_adapters(
         return outputs
     first = adapted[0][1]
     factors = [layer.lora_a.weight for _, layer in adapted if layer.lora_a is not None]
-    between = linears(x, factors, None, first.gradients, first.product)  # s/t b r
+    if first.lora_dropout is None:
+        between = linears(x, factors, None, first.gradients, first.product)  # s/t b r
+    else:  # each sees other features
+        seen = [layer.lora_dropout(x) for _, layer in adapted if layer.lora_dropout is not None]
+        pairs = zip(seen, factors, strict=True)
+        between = [linears(each, [factor], None, first.gradients, first.product)[0] for each, factor in pairs]
     if group is not None and group.size() > 1:
         between = all_gather(torch.cat(list(between), -1), group).split([z.shape[-1] for z in between], -1)  # s b r
     for (y, layer), z in zip(adapted, between, strict=True):

@@ -185,7 +185,8 @@ class Activations(Sizes):
     @property
     def inputs(self) -> int:
         """Bytes of a micro-batch's samples, and of the tokens, targets and positions that are made of the samples."""
-        made = 3 if self.config.data.reset_positions else 2
+        adapter = self.config.adapter
+        made = 2 + self.config.data.reset_positions + (adapter is not None and adapter.dropout > 0)
         return ID_BYTES * (self.config.batch.micro_size * (self.config.model.sequence_length + 1) + made * self.tokens)
 
     def _weights(self, weights: Iterable[Weight]) -> Weights:

@@ -19,6 +19,7 @@ from megalite.data.loader import Micros
 from megalite.distributed.health.activity import Activity
 from megalite.distributed.health.clock import SectionClock
 from megalite.distributed.mesh import Mesh
+from megalite.model.adapters import seed_dropout
 from megalite.model.decoder import Decoder, Layer
 from megalite.model.init import initialize
 from megalite.optim.build import build_optimizer
@@ -203,6 +204,7 @@ def build_stage(
         shard(stage, groups, mesh.data, config.train.dtype, parallel.data_mode, parallel.data.reduce_precision)
     stage.to_empty(device=mesh.device)
     initialize(stage, config.model, config.run.seed)
+    seed_dropout(stage, config.run.seed)
     return stage
 
 

@@ -1,6 +1,7 @@
 """Turns a batch into what this rank runs: its part of every sequence, the positions there, and which tokens attend."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -17,10 +18,10 @@ from megalite.parallel.sequence import Documents, Rows, rows, split
 from megalite.train.build import Job
 
 
-def inputs(job: Job, batch: Micros, scale: float = 1.0) -> StepInputs:
+def inputs(job: Job, batch: Micros, scale: float = 1.0, training: bool = False) -> StepInputs:
     """Return this rank's part of a step on `batch`.
 
-    scale: see Step. Nothing waits for the device.
+    scale: see Step. training: layers may drop features. Nothing waits for the device.
     """
     mesh, length = job.mesh, batch.shape[-1] - 1
     mine = rows(job.config.parallel.context.method, mesh.layout.cp, mesh.coordinates["cp"], length)
@@ -30,7 +31,22 @@ def inputs(job: Job, batch: Micros, scale: float = 1.0) -> StepInputs:
     )
     groups = [job.mesh.cp, job.mesh.group("tp")]
     losses = Losses(scale, [group for group in groups if group is not None and group.size() > 1])
-    return StepInputs(tokens, targets, _token_positions(job, batch.documents, sequences[:-1], mine, losses), scale)
+    positions = _token_positions(job, batch.documents, sequences[:-1], mine, losses)
+    if training and job.config.adapter is not None and job.config.adapter.dropout:
+        each = zip(positions, _numbers(job, batch, mine), strict=True)
+        positions = [replace(of_micro, numbers=numbers) for of_micro, numbers in each]
+    return StepInputs(tokens, targets, positions, scale)
+
+
+def _numbers(job: Job, batch: Micros, mine: Rows) -> Sequence[Tensor]:
+    """The numbers `[s, b]` in the run of this rank's tokens of every micro-batch."""
+    m, b, tokens = batch.shape
+    ids = batch.ids
+    if ids is None:  # as in the first step of a run
+        ids = torch.arange(m * b).view(m, b) + m * b * job.mesh.dp_rank
+    places = split(torch.arange(tokens - 1), mine)
+    numbers = ids * (tokens - 1) + places[:, None, None]  # s m b
+    return numbers.to(job.mesh.device, non_blocking=True).unbind(1)
 
 
 def _token_positions(

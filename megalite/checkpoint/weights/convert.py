@@ -224,7 +224,7 @@ def _finite(block: torch.Tensor) -> bool:
 
 
 def _name(theirs: Theirs) -> str:
-    return f"{theirs.kind}{theirs.strips[0].name}" if theirs.strips else theirs.kind
+    return theirs.kind + theirs.of
 
 
 def blocks(reader: Reader, theirs: Theirs, dtype: str) -> Iterator[torch.Tensor]:

@@ -1,7 +1,7 @@
 """Opens weights of any kind: `KIND:PATH`, or a path whose kind its files tell. Imports no torch."""
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from reprlib import repr as shortened
@@ -10,7 +10,7 @@ from megalite.base.errors import InputError, listing
 from megalite.base.files import exists, is_file, is_folder
 from megalite.base.late_import import import_for_good
 from megalite.checkpoint.store.disk import DamagedError, damage_of, read_whole
-from megalite.checkpoint.store.index import MAX_INDEX_BYTES, Index, Stored
+from megalite.checkpoint.store.index import MAX_INDEX_BYTES, Index
 from megalite.checkpoint.store.manifest import INDEX, MANIFEST, Manifest, check_sizes, complete
 from megalite.checkpoint.store.progress import Training
 from megalite.checkpoint.weights.formats import huggingface, peft
@@ -18,6 +18,7 @@ from megalite.checkpoint.weights.formats.megatron_folder import has
 from megalite.checkpoint.weights.formats.opened import Weights
 from megalite.checkpoint.weights.formats.tokenizer import kept_tokenizer
 from megalite.checkpoint.weights.maps.families import CONFIG, read_config
+from megalite.checkpoint.weights.maps.models import is_correction
 from megalite.checkpoint.weights.maps.strips import PREFIX
 from megalite.checkpoint.weights.merged import BASE, merged
 from megalite.checkpoint.weights.missing_tensors import FLOATS, differences_from
@@ -109,7 +110,7 @@ def open_checkpoint(path: Path, states: bool = False, base: str | None = None) -
         return _adapted(path, manifest, index, base)
     kept = (PREFIX, "optimizer.") if states else PREFIX
     weights = {name: tensor for name, tensor in index.tensors.items() if name.startswith(kept)}
-    if states and (problem := _states_missing(weights)):
+    if states and (problem := _states_missing([name for name in weights if not is_correction(name)])):
         raise DamagedError(path, f"{INDEX} {problem}")
     return Weights(
         "megalite",
@@ -166,8 +167,8 @@ def _adapted(path: Path, manifest: Manifest, index: Index, source: str | None) -
     return replace(merged(base, factors, config.adapter), tokenizer=kept_one or base.tokenizer)
 
 
-def _states_missing(tensors: Mapping[str, Stored]) -> str | None:
-    """Describe why the states in an index are not those of an optimizer; None if they are."""
+def _states_missing(tensors: Sequence[str]) -> str | None:
+    """Describe why the states among tensors that are trained are not those of an optimizer; None if they are."""
     states: dict[str, set[str]] = {name.removeprefix(PREFIX): set() for name in tensors if name.startswith(PREFIX)}
     for name in tensors:
         if not name.startswith(PREFIX):

@@ -9,6 +9,7 @@ from megalite.checkpoint.weights.formats import dcp, huggingface, megatron, meta
 from megalite.checkpoint.weights.formats.opened import Weights
 from megalite.checkpoint.weights.formats.output import OutputPlan
 from megalite.checkpoint.weights.maps.megatron import Split
+from megalite.checkpoint.weights.maps.models import is_correction
 from megalite.checkpoint.weights.maps.strips import PREFIX
 from megalite.checkpoint.weights.sources import STATE_REFUSALS, STATEFUL_KINDS
 
@@ -17,9 +18,9 @@ from megalite.checkpoint.weights.sources import STATE_REFUSALS, STATEFUL_KINDS
 class Wanted:
     """Form in which weights are to be written. None and 1 stand for the kind's default.
 
-    dtype: of all tensors, a name in torch; None: each keeps its own. shard: bytes of a safetensors file at most. files:
-    into which a checkpoint of megalite is divided. tp, pp, virtual: ranks and virtual stages of Megatron; tp also files
-    of Meta.
+    dtype: of all tensors but corrections of routers, a name in torch; None: each keeps its own. shard: bytes of a
+    safetensors file at most. files: into which a checkpoint of megalite is divided. tp, pp, virtual: ranks and virtual
+    stages of Megatron; tp also files of Meta.
     """
 
     dtype: str | None = None
@@ -43,15 +44,15 @@ def plan_of(kind: str, found: Weights, target: Path, wanted: Wanted) -> OutputPl
             raise InputError(f"--{OPTIONS[name]} {getattr(wanted, name)}: has no meaning for {kind}, only for {kinds}")
     if found.training is not None and kind not in STATEFUL_KINDS:
         raise InputError(f"--to {kind}:{target}: {STATE_REFUSALS[kind]}; leave --optimizer out")
-    tensors = found.index.tensors.items()
-    kinds_of_data = sorted({tensor.dtype for name, tensor in tensors if name.startswith(PREFIX)})
+    tensors = {name: tensor for name, tensor in found.index.tensors.items() if name.startswith(PREFIX)}
+    kinds_of_data = sorted({tensor.dtype for name, tensor in tensors.items() if not is_correction(name)})
     if wanted.dtype is None and kind in SINGLE_DTYPE_KINDS and len(kinds_of_data) > 1:
         there = listing(kinds_of_data, "and")
         raise InputError(f"{found.path}: has tensors of {there}, but {kind} has one data type; choose it with --dtype")
     return PLANS[kind](found, target, wanted)
 
 
-SINGLE_DTYPE_KINDS = ("megatron", "megatron-dist", "meta")  # all tensors are of one data type
+SINGLE_DTYPE_KINDS = ("megatron", "megatron-dist", "meta")  # all tensors are of one data type, but corrections
 
 
 OPTIONS = {"shard": "shard-size", "tp": "tp", "pp": "pp", "virtual": "virtual-stages"}

@@ -8,6 +8,7 @@ import os
 import sys
 from argparse import Namespace
 from contextlib import nullcontext
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,8 @@ def main(action: str, folder: Path, logits: Path, case: str, tp: int, pp: int, e
     torch.manual_seed(dist.get_rank() % tp)
     gpt = build(model, tp, pp, **apart)
     with torch.no_grad():
-        for name, parameter in gpt.named_parameters():  # norms and biases too, so that all of them matter
+        corrections = ((name, buffer) for name, buffer in gpt.named_buffers() if name.endswith("expert_bias"))
+        for name, parameter in chain(gpt.named_parameters(), corrections):  # norms and biases too, so that all matter
             parameter.copy_(torch.randn_like(parameter) * 0.1 + (1.0 if "norm" in name else 0.0))
     state = gpt.sharded_state_dict()
     more = {"args": Namespace(**arguments(model, tp, pp)), "checkpoint_version": 3.0, "iteration": 5}

@@ -25,7 +25,7 @@ EP = {  # tensor-parallel size, pipeline ranks, virtual stages, expert-parallel 
 
 @pytest.mark.parametrize("local", [True, False], ids=["one by one", "grouped"])
 @pytest.mark.parametrize("case", EP)
-@pytest.mark.parametrize("name", ["experts", "experts after a dense layer"])
+@pytest.mark.parametrize("name", ["experts", "experts after a dense layer", "experts beside a shared one"])
 def test_ranks_with_other_experts_are_read(name: str, case: str, local: bool, tmp_path: Path) -> None:
     tp, pp, virtual, ep, split = EP[case]
     ours = random_weights(MIXED[name])

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from megatron_files import MIXED, MODELS, SMALL, dist_tensors, random_weights, read, same, write_dist
+from megatron_files import MIXED, MODELS, SMALL, dist_tensors, random_weights, read, same, trained, write_dist
 from torch.distributed.checkpoint import FileSystemReader
 
 from megalite.checkpoint.store.disk import DamagedError
@@ -55,7 +55,7 @@ def test_pytorch_loads_what_is_written(model: Model, tp: int, tmp_path: Path, mo
 def test_states_of_the_optimizer_are_read(model: Model, tmp_path: Path) -> None:
     kinds = {"fp32_param": "model.", "exp_avg": "optimizer.exp_avg.", "exp_avg_sq": "optimizer.exp_avg_sq."}
     states = {
-        kind: {name: tensor + number for name, tensor in random_weights(model).items()}
+        kind: {name: tensor + number for name, tensor in trained(random_weights(model)).items()}
         for number, kind in enumerate(kinds)
     }
     more = {
@@ -66,6 +66,7 @@ def test_states_of_the_optimizer_are_read(model: Model, tmp_path: Path) -> None:
     write_dist(tmp_path, model, random_weights(model, torch.bfloat16), **more)
     found = torch_dist.open_folder(tmp_path, states=True)
     expected = {prefix + name: tensor for kind, prefix in kinds.items() for name, tensor in states[kind].items()}
+    expected = {f"model.{name}": tensor for name, tensor in random_weights(model).items()} | expected
     assert same(
         {f"model.{name}".replace("model.optimizer", "optimizer"): tensor for name, tensor in read(found).items()},
         expected,

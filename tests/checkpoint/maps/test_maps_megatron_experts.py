@@ -25,6 +25,21 @@ MEANT: dict[str, tuple[dict[str, Any], Experts]] = {
         {"moe_router_score_function": "sigmoid", "moe_router_topk": 1},
         Experts(8, 1, 8, scores="sigmoid", normalize=False),
     ),
+    "a shared one": ({"moe_shared_expert_intermediate_size": 16}, Experts(8, 2, 8, shared_width=16)),
+    "a gated one": (
+        {"moe_shared_expert_intermediate_size": 16, "moe_shared_expert_gate": True},
+        Experts(8, 2, 8, shared_width=16, shared_gate=True),
+    ),
+    "a gate of none": ({"moe_shared_expert_gate": True}, Experts(8, 2, 8)),
+    "corrected": (
+        {"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"},
+        Experts(8, 2, 8, scores="sigmoid", correction_rate=0.001),
+    ),
+    "groups": ({"moe_router_num_groups": 4, "moe_router_group_topk": 2}, Experts(8, 2, 8, groups=4, active_groups=2)),
+    "all groups": (
+        {"moe_router_num_groups": 2, "moe_router_group_topk": 2, "moe_router_topk": 7},
+        Experts(8, 7, 8, groups=2, active_groups=2),
+    ),
     "every layer": ({"moe_layer_freq": [1, 1, 1, 1]}, Experts(8, 2, 8)),
     "all but the first": ({"moe_layer_freq": [0, 1, 1, 1]}, Experts(8, 2, 8, first_dense=1)),
     "every other": ({"moe_layer_freq": [0, 1, 0, 1]}, Experts(8, 2, 8, every=2)),
@@ -42,9 +57,26 @@ MEANT: dict[str, tuple[dict[str, Any], Experts]] = {
     ),
 }
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "shared experts": ({"moe_shared_expert_intermediate_size": 16}, "_size = 16: means shared experts, which megalite"),
-    "groups": ({"moe_router_num_groups": 4, "moe_router_group_topk": 2}, "moe_router_group_topk = 2: chooses groups"),
-    "a bias": ({"moe_router_enable_expert_bias": True}, "a bias of each expert in the choice"),
+    "groups by one score": (
+        {"moe_router_num_groups": 4, "moe_router_group_topk": 2, "moe_router_score_function": "sigmoid"},
+        "group_topk = 2: with moe_router_topk = 2 and sigmoid, groups are chosen by their 1 highest scores, which",
+    ),
+    "groups by three scores": (
+        {"moe_router_num_groups": 4, "moe_router_group_topk": 2, "moe_router_topk": 6},
+        "group_topk = 2: with moe_router_topk = 6 and softmax, groups are chosen by their 3 highest scores, which",
+    ),
+    "groups of other groups": (
+        {"moe_router_group_topk": 1, "moe_router_topk": 1},
+        "num_groups = None: must be a whole",
+    ),
+    "groups by ranks": ({"moe_router_topk_limited_devices": 2}, "limited_devices = 2: chooses groups of experts by"),
+    "groups that do not divide": (
+        {"moe_router_num_groups": 3, "moe_router_group_topk": 2},
+        "model.experts.count = 8: must be divisible by model.experts.groups = 3",
+    ),
+    "a bias": ({"moe_router_enable_expert_bias": True}, "enable_expert_bias = True: Megatron has it for sigmoid"),
+    "a bias of no meaning": ({"moe_router_enable_expert_bias": 1}, "enable_expert_bias = 1: must be true or false"),
+    "a shared expert of no width": ({"moe_shared_expert_intermediate_size": 0}, "_size = 0: must be a whole number of"),
     "a capacity": ({"moe_expert_capacity_factor": 1.0}, "moe_expert_capacity_factor = 1.0: drops tokens"),
     "random choices": ({"moe_router_force_load_balancing": True}, "chooses experts at random"),
     "scores of inputs": ({"moe_apply_probs_on_input": True}, "multiplies what experts take by scores"),
@@ -67,6 +99,11 @@ NOT_SAID = {
     "one normalized": (Experts(8, 1), "model.experts.normalize = true, with model.experts.active = 1: Megatron has no"),
     "sigmoid of one, normalized": (Experts(8, 1, scores="sigmoid"), "no arguments for model.experts.normalize = True"),
     "sigmoid as it is": (Experts(8, 2, scores="sigmoid", normalize=False), "arguments for model.experts.normalize = F"),
+    "softmax, corrected": (Experts(8, 2, correction_rate=0.1), "correction_rate = 0.1: Megatron corrects choices by"),
+    "softmax, by two": (
+        Experts(8, 4, groups=4, active_groups=2),
+        "moe_router_group_topk = 2: with moe_router_topk = 4 and softmax, groups are chosen by their 2 highest",
+    ),
     "in turn": (Experts(force_balance=True), "Megatron has no arguments for model.experts.force_balance = True"),
 }
 
@@ -110,6 +147,10 @@ def test_losses_do_not_carry_over_and_hinder_nothing() -> None:
 
 def test_tensor_parallel_ranks_share_what_layers_have() -> None:
     check_split(replace(SMALL, ffn=23, experts=Experts(width=8)), Split(4))
-    for experts, told in ((Experts(width=6), "model.experts.width = 6"), (Experts(width=8, every=2), "model.ffn = 23")):
+    for experts, told in (
+        (Experts(width=6), "model.experts.width = 6"),
+        (Experts(width=8, every=2), "model.ffn = 23"),
+        (Experts(width=8, shared_width=10), "model.experts.shared_width = 10"),
+    ):
         with pytest.raises(InputError, match=f"tensor-parallel size 4: does not divide {told}"):
             check_split(replace(SMALL, ffn=23, experts=experts), Split(4))

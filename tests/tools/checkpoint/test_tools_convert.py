@@ -12,11 +12,13 @@ from typing import Any
 import pytest
 import torch
 from hf_families import CASES
+from megatron_files import SMALL, random_weights, read, same, write_dist
 from toy_jobs import config_of, one_rank, train_and_save
 
 from megalite.checkpoint.weights.sources import open_weights, read_model
 from megalite.config.layout import Layout
 from megalite.config.load import dump_model
+from megalite.config.schema import Experts
 from megalite.model.decoder import Decoder
 from megalite.plan.model.weights import weights
 from megalite_tools.checkpoint import compare_weights, convert
@@ -87,6 +89,18 @@ def test_states_of_the_optimizer_are_taken_along_and_checked(
     assert "left out: the optimizer's states and the run's progress; --optimizer" in capsys.readouterr().out
     assert main(["--from", f"{tmp_path}/theirs", "--to", f"hf:{tmp_path}/hf", "--optimizer"]) == 2
     assert "has no place for an optimizer's states; leave --optimizer out" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", ["megatron", "megatron-dist"])
+def test_corrections_of_routers_stay_in_float32(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = replace(SMALL, experts=Experts(4, width=16, scores="sigmoid", correction_rate=0.01, shared_width=16))
+    write_dist(tmp_path / "theirs", model, random_weights(model, torch.bfloat16))
+    assert main(["--from", f"{tmp_path}/theirs", "--to", f"{kind}:{tmp_path}/out", "--tp", "2", "--check"]) == 0
+    way = ["--from", f"{tmp_path}/out", "--to", f"megalite:{tmp_path}/ours", "--dtype", "bf16", "--check"]
+    assert main(way) == 0
+    assert capsys.readouterr().out.count("59 of 59 tensors are the same to the bit") == 2
+    found = read(open_weights(f"{tmp_path}/ours"))
+    assert same(found, random_weights(model, torch.bfloat16))
 
 
 def test_another_data_type_is_checked_as_such(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

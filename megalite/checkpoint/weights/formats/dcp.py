@@ -36,6 +36,7 @@ from megalite.checkpoint.weights.formats.opened import Weights
 from megalite.checkpoint.weights.formats.output import Output, OutputPlan, Put, Stream, Written
 from megalite.checkpoint.weights.formats.tokenizer import companions_of
 from megalite.checkpoint.weights.formats.torch_file import Planned, write_torch
+from megalite.checkpoint.weights.maps.models import dtype_of
 from megalite.checkpoint.weights.maps.strips import PREFIX, Theirs, stacked
 from megalite.config.convert import to_plain
 from megalite.config.schema import Config
@@ -92,7 +93,8 @@ def _parts(found: Weights, dtype: str | None) -> Iterable[OutputTensor]:
     """The weights and the states in the index of `found`."""
     forms, tensors = weights(found.model), found.index.tensors
     for name, form in forms.items():
-        yield OutputTensor(PREFIX + name, stacked([(name, form)]), dtype or tensors[PREFIX + name].dtype)
+        wanted = dtype_of(name, dtype) if dtype else tensors[PREFIX + name].dtype
+        yield OutputTensor(PREFIX + name, stacked([(name, form)]), wanted)
     for name, stored in tensors.items():
         if not name.startswith(PREFIX):
             state, _, weight = name.removeprefix("optimizer.").partition(".")

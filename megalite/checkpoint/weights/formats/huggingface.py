@@ -19,7 +19,7 @@ from megalite.checkpoint.weights.formats.tokenizer import tokenizer_files
 from megalite.checkpoint.weights.maps.experts import are_stacked
 from megalite.checkpoint.weights.maps.families import CONFIG, MAX_CONFIG_BYTES, family_of, read_config
 from megalite.checkpoint.weights.maps.family import Family
-from megalite.checkpoint.weights.maps.models import has_experts, lost
+from megalite.checkpoint.weights.maps.models import dtype_of, has_experts, lost
 from megalite.checkpoint.weights.maps.strips import PREFIX, Table, under_our_names
 from megalite.checkpoint.weights.maps.woven import places, tensors_of
 from megalite.config.schema import Model
@@ -110,8 +110,8 @@ def plan(found: Weights, dtype: str | None, shard: int | None) -> OutputPlan:
     beside = {file.name: file for file in found.companions}
     family, fields = _family(found, beside.get(CONFIG))
     table = family.table(found.model)
-    kept = {name: found.index.tensors[PREFIX + theirs.strips[0].name].dtype for name, theirs in table.items()}
-    kinds = kept if dtype is None else dict.fromkeys(kept, dtype)
+    kept = {name: found.index.tensors[PREFIX + theirs.of].dtype for name, theirs in table.items()}
+    kinds = kept if dtype is None else {name: dtype_of(theirs.of, dtype) for name, theirs in table.items()}
     texts: dict[str, bytes] = {}
     files = None if shard is not None or INDEX not in beside else _as_before(beside[INDEX], table)
     if files is not None and kinds != kept:

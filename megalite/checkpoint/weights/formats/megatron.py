@@ -46,7 +46,7 @@ from megalite.checkpoint.weights.maps.megatron import (
     uniform,
 )
 from megalite.checkpoint.weights.maps.megatron_experts import EXPERTS, Share
-from megalite.checkpoint.weights.maps.models import has_experts
+from megalite.checkpoint.weights.maps.models import dtype_of, has_experts
 from megalite.checkpoint.weights.maps.strips import PREFIX, Table, Theirs, under_our_names
 from megalite.config.schema import Model
 from megalite.plan.model.weights import weights
@@ -298,7 +298,9 @@ def plan(found: Weights, split: Split = WHOLE_MODEL, dtype: str | None = None) -
             chunk_table(model, ours, layers[pipeline, number], size, Share(tensor, split.tp, experts))
             for number in range(split.virtual)
         ]
-        models = [{name: Planned(theirs, dtype) for name, theirs in table.items()} for table in tables]
+        models = [
+            {name: Planned(theirs, dtype_of(theirs.of, dtype)) for name, theirs in table.items()} for table in tables
+        ]
         keys = ["model"] if split.virtual == 1 else [f"model{number}" for number in range(split.virtual)]
         content = {
             "args": arguments,
@@ -310,7 +312,7 @@ def plan(found: Weights, split: Split = WHOLE_MODEL, dtype: str | None = None) -
         def write(stream: Stream, put: Put) -> None:
             write_torch(stream, content, put, FILES[0].removesuffix(".pt"))
 
-        size_here = sum(theirs.bytes(dtype) for table in tables for theirs in table.values())
+        size_here = sum(each.theirs.bytes(each.dtype) for model in models for each in model.values())
         return Output(f"{RELEASE}/{_name(tensor, pipeline, sizes=(split.pp, 1))}/{FILES[0]}", size_here, write)
 
     outputs = tuple(output(*rank) for rank in product(range(split.tp), range(split.pp)))

@@ -68,6 +68,7 @@ from megalite.checkpoint.weights.maps.megatron import (
 from megalite.checkpoint.weights.maps.megatron_experts import STACKED
 from megalite.checkpoint.weights.maps.megatron_extra_states import extra_states
 from megalite.checkpoint.weights.maps.megatron_training import arguments_beside, content_of, training_of
+from megalite.checkpoint.weights.maps.models import dtype_of, is_correction
 from megalite.checkpoint.weights.maps.strips import PREFIX, Table, Theirs, under_our_names
 from megalite.config.schema import Model
 from megalite.plan.model.weights import weights
@@ -128,7 +129,7 @@ def open_folder(path: Path, model: Model | None = None, states: bool = False) ->
         indexes = {}
         for kind, prefix in KINDS.items():
             tensors = {kind + name: tensor for name, tensor in found.get(kind, {}).items()}
-            here = {kind + name: theirs for name, theirs in table.items()}
+            here = {kind + name: theirs for name, theirs in table.items() if _has(kind, theirs)}
             if kind in MASTERS:  # weights that an optimizer updates as they are have none
                 here = {name: theirs for name, theirs in here.items() if name in tensors}
             if tensors or not kind:
@@ -291,7 +292,10 @@ def plan(found: Weights, split: Split = WHOLE_MODEL, dtype: str | None = None) -
         folder, tracked = folder_of(training.progress.step), str(training.progress.step)
     table = dist_table(model, weights(model), size)
     described = {
-        kind + name: (theirs.shape, dtype) for kind, (_, dtype) in kinds.items() for name, theirs in table.items()
+        kind + name: (theirs.shape, dtype_of(theirs.of, dtype))
+        for kind, (_, dtype) in kinds.items()
+        for name, theirs in table.items()
+        if _has(kind, theirs)
     }
     files = _files(_parts(model, size, kinds))
     outputs = tuple(_output(f"{folder}/__{number}_0.distcp", parts) for number, parts in enumerate(files))
@@ -328,13 +332,20 @@ def _parts(model: Model, size: int, kinds: Mapping[str, tuple[str, str]]) -> Ite
     """
     table = chunk_table(model, weights(model), range(model.layers), size, copy=False)
     for (kind, (ours, dtype)), (name, theirs) in product(kinds.items(), table.items()):
+        if not _has(kind, theirs):
+            continue
         parts = [((0,) * len(theirs.shape), replace(theirs, kind=ours))]
         if STACKED in name:
             parts = [((expert, 0, 0), replace(one, kind=ours)) for expert, one in enumerate(theirs.unpiled())]
         if (found := LAYER.fullmatch(name)) is not None and alike(model):
             name, number = LAYERS + found[2], int(name.removeprefix(LAYERS).partition(".")[0])
             parts = [((number, *place), replace(part, shape=(1, *part.shape))) for place, part in parts]
-        yield from (OutputPart(kind + name, part, place, dtype) for place, part in parts)
+        yield from (OutputPart(kind + name, part, place, dtype_of(theirs.of, dtype)) for place, part in parts)
+
+
+def _has(kind: str, theirs: Theirs) -> bool:
+    """Return whether there is a tensor of this one of KINDS: no optimizer has states of corrections."""
+    return not kind or not is_correction(theirs.of)
 
 
 def _files(parts: Iterable[OutputPart]) -> list[list[OutputPart]]:

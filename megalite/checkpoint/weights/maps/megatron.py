@@ -10,7 +10,16 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from megalite.base.errors import InputError
-from megalite.checkpoint.weights.maps.megatron_experts import ALL, NORM, ROUTER, Share, of_experts
+from megalite.checkpoint.weights.maps.megatron_experts import (
+    ALL,
+    CORRECTION,
+    NORM,
+    ROUTER,
+    SHARED,
+    Share,
+    of_experts,
+    of_feed_forward,
+)
 from megalite.checkpoint.weights.maps.models import has_experts, refuse_latent
 from megalite.checkpoint.weights.maps.strips import Strip, Table, Theirs, part, piled, stacked
 from megalite.config.schema import Model
@@ -31,6 +40,8 @@ REPLICATED_TENSORS = {  # tensors of a layer that every tensor-parallel rank has
     "self_attention.k_layernorm.weight": "attention.k_norm.weight",
     FC1_NORM: "mlp_norm.weight",
     ROUTER: "mlp.router.weight",
+    CORRECTION: "mlp.router.correction",
+    f"{SHARED}.gate_weight": "mlp.shared_gate.weight",
 }
 SPELLINGS = {  # names of a layer's tensors: in Megatron-Core without Transformer Engine, then before Megatron-Core
     "input_layernorm.weight": f"{QKV}.layer_norm_weight",
@@ -92,6 +103,7 @@ def check_split(model: Model, split: Split) -> None:
         sizes["ffn"] = model.ffn
     if model.experts is not None:
         sizes["experts.width"] = model.experts.width or model.ffn
+        sizes["experts.shared_width"] = model.experts.shared_width or 0
     for what, size in sizes.items():
         if size % split.tp:
             raise InputError(f"tensor-parallel size {split.tp}: does not divide model.{what} = {size}")
@@ -110,11 +122,6 @@ def layer_table(model: Model, ours: Mapping[str, Weight], number: int, share: Sh
     def rows(name: str, first: int, end: int) -> Strip:
         return part(own + name, ours[own + name], rows=(first, end))
 
-    def columns(name: str) -> Theirs:
-        weight = ours[own + name]
-        strip = part(own + name, weight, columns=share.of(weight.shape[1]))
-        return Theirs((strip.height, strip.width), (strip,))
-
     def fused(kind: str) -> Theirs:
         strips = []
         for number in range(*share.of(model.kv_heads)):
@@ -126,15 +133,13 @@ def layer_table(model: Model, ours: Mapping[str, Weight], number: int, share: Sh
     table = {
         f"{QKV}.weight": fused("weight"),
         **({f"{QKV}.bias": fused("bias")} if model.qkv_bias else {}),
-        "self_attention.linear_proj.weight": columns("attention.o.weight"),
+        "self_attention.linear_proj.weight": share.columns(f"{own}attention.o.weight", ours),
     }
     mixed = f"{own}mlp.router.weight" in ours
     if mixed:
         table |= of_experts(own, ours, share)
     else:
-        halves = tuple(rows(f"mlp.{name}.weight", *share.of(model.ffn)) for name in ("gate", "up"))
-        table[f"{FC1}.weight"] = Theirs((2 * halves[0].height, model.width), halves)
-        table[f"{FC2}.weight"] = columns("mlp.down.weight")
+        table |= of_feed_forward("mlp", f"{own}mlp", ours, share)
     present = {name: own + inside for name, inside in REPLICATED_TENSORS.items() if own + inside in ours}
     return table | {
         NORM_BEFORE_EXPERTS if mixed and name == FC1_NORM else name: stacked([(there, ours[there])])

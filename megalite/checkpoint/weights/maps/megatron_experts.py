@@ -2,6 +2,7 @@
 
 A rank has two tensors for each of its experts, that of the first layer with gate and up one upon another. `torch_dist`
 has one tensor with those of all experts, whatever module computes them. The norm before experts is a module of its own.
+An expert that computes every token is as a feed-forward without experts.
 """
 
 from collections.abc import Mapping
@@ -15,20 +16,19 @@ from megalite.checkpoint.weights.maps.strips import Table, Theirs, part, piled
 from megalite.config.schema import Experts, Model
 from megalite.plan.parts.part import Weight
 
-ROUTER, NORM = "mlp.router.weight", "pre_mlp_layernorm"
+ROUTER, CORRECTION, NORM = "mlp.router.weight", "mlp.router.expert_bias", "pre_mlp_layernorm"
 EXPERTS = "mlp.experts."  # begins the names of tensors of experts
 STACKED = f"{EXPERTS}experts."  # and of those that have all experts of a layer
+SHARED = "mlp.shared_experts"  # the expert that computes every token
 DEFAULTS = {  # values that Megatron takes for arguments that are not there
     "moe_layer_freq": 1,
     "moe_router_topk": 2,
     "moe_router_score_function": "softmax",
     "moe_router_load_balancing_type": "aux_loss",
+    "moe_router_bias_update_rate": 0.001,
 }
 NEUTRAL_VALUES: dict[str, tuple[Any, str]] = {  # the only value that megalite's experts are made for
-    "moe_shared_expert_intermediate_size": (None, "means shared experts"),
-    "moe_router_group_topk": (None, "chooses groups of experts first"),
-    "moe_router_topk_limited_devices": (None, "chooses groups of experts first"),
-    "moe_router_enable_expert_bias": (False, "means a bias of each expert in the choice"),
+    "moe_router_topk_limited_devices": (None, "chooses groups of experts by ranks"),
     "moe_router_force_load_balancing": (False, "chooses experts at random"),
     "moe_router_force_biased": (None, "chooses experts at random"),
     "moe_expert_capacity_factor": (None, "drops tokens"),
@@ -56,12 +56,28 @@ class Share:
         """The first row or column of `size` of a matrix, and the end."""
         return size * self.rank // self.tp, size * (self.rank + 1) // self.tp
 
+    def columns(self, name: str, ours: Mapping[str, Weight]) -> Theirs:
+        """A rank's columns of a matrix."""
+        strip = part(name, ours[name], columns=self.of(ours[name].shape[1]))
+        return Theirs((strip.height, strip.width), (strip,))
+
 
 ALL = Share()
 
 
+def of_feed_forward(theirs: str, own: str, ours: Mapping[str, Weight], share: Share = ALL) -> dict[str, Theirs]:
+    """The tensors of a feed-forward that computes every token. theirs, own: their module, and ours."""
+    names = [f"{own}.{name}.weight" for name in ("gate", "up")]
+    halves = tuple(part(name, ours[name], rows=share.of(ours[name].shape[0])) for name in names)
+    return {
+        f"{theirs}.linear_fc1.weight": Theirs((2 * halves[0].height, halves[0].width), halves),
+        f"{theirs}.linear_fc2.weight": share.columns(f"{own}.down.weight", ours),
+    }
+
+
 def of_experts(own: str, ours: Mapping[str, Weight], share: Share = ALL) -> Table:
     """The tensors of a layer's experts by their names in the layer; `own` begins the names of our weights."""
+    shared = of_feed_forward(SHARED, f"{own}mlp.shared", ours, share) if f"{own}mlp.shared.up.weight" in ours else {}
     names = [f"{own}mlp.experts.{name}.weight" for name in ("gate", "up", "down")]
     (count, hidden, stream), down = ours[names[0]].shape, ours[names[2]]
     first, end = share.of(hidden) if share.split else (0, hidden)
@@ -76,12 +92,14 @@ def of_experts(own: str, ours: Mapping[str, Weight], share: Share = ALL) -> Tabl
 
     made = {"linear_fc1.weight": fc1, "linear_fc2.weight": fc2}
     if share.experts is None:
-        return {STACKED + name: piled([make(expert) for expert in range(count)]) for name, make in made.items()}
-    return {
-        f"{EXPERTS}{name}{local}": make(expert)
-        for name, make in made.items()
-        for local, expert in enumerate(share.experts)
-    }
+        each = {STACKED + name: piled([make(expert) for expert in range(count)]) for name, make in made.items()}
+    else:
+        each = {
+            f"{EXPERTS}{name}{local}": make(expert)
+            for name, make in made.items()
+            for local, expert in enumerate(share.experts)
+        }
+    return shared | each
 
 
 def experts(fields: Fields, layers: int) -> Experts | None:
@@ -97,6 +115,11 @@ def experts(fields: Fields, layers: int) -> Experts | None:
     if scores not in ("softmax", "sigmoid"):
         raise fields.wrong("moe_router_score_function", "megalite's scores are softmax or sigmoid")
     first_dense, every = _layers(fields, layers)
+    groups, active_groups = _groups(fields, scores, active)
+    shared = fields.get("moe_shared_expert_intermediate_size") is not None
+    corrected = fields.flag("moe_router_enable_expert_bias")
+    if corrected and scores == "softmax":
+        raise fields.wrong("moe_router_enable_expert_bias", "Megatron has it for sigmoid scores alone")
     return Experts(
         count=fields.whole("num_experts"),
         active=active,
@@ -106,7 +129,24 @@ def experts(fields: Fields, layers: int) -> Experts | None:
         scores=scores,
         normalize=not fields.flag("moe_router_pre_softmax") if scores == "softmax" else active > 1,
         scale=fields.number("moe_router_topk_scaling_factor", 0.0) or 1.0,
+        groups=groups,
+        active_groups=active_groups,
+        correction_rate=fields.number("moe_router_bias_update_rate") if corrected else None,
+        shared_width=fields.whole("moe_shared_expert_intermediate_size") if shared else None,
+        shared_gate=shared and fields.flag("moe_shared_expert_gate"),
     )
+
+
+def _groups(fields: Fields, scores: str, active: int) -> tuple[int, int]:
+    """The number of groups of experts, and of those that a token's experts may be in."""
+    if fields.get("moe_router_group_topk") is None:
+        return 1, 1
+    groups, chosen = (fields.whole(f"moe_router_{key}") for key in ("num_groups", "group_topk"))
+    best = 2 if scores == "sigmoid" else 1
+    if chosen < groups and active // chosen != best:
+        rule = f"groups are chosen by their {active // chosen} highest scores, which megalite does by {best}"
+        raise fields.wrong("moe_router_group_topk", f"with moe_router_topk = {active} and {scores}, {rule}")
+    return groups, chosen
 
 
 def _layers(fields: Fields, layers: int) -> tuple[int, int]:
@@ -131,6 +171,10 @@ def expert_arguments(model: Model) -> dict[str, Any]:
     if found.active == 1 and found.scores == "softmax" and found.normalize:
         rule = "Megatron has no softmax over a single expert; use another kind of files"
         raise InputError(f"model.experts.normalize = true, with model.experts.active = 1: {rule}")
+    if found.correction_rate is not None and found.scores == "softmax":
+        rule = "Megatron corrects choices by sigmoid scores alone; use another kind of files"
+        raise InputError(f"model.experts.correction_rate = {found.correction_rate}: {rule}")
+    grouped, corrected = found.groups > 1, found.correction_rate is not None
     return {
         "num_experts": found.count,
         "moe_ffn_hidden_size": found.width or model.ffn,
@@ -140,8 +184,12 @@ def expert_arguments(model: Model) -> dict[str, Any]:
         "moe_router_pre_softmax": found.scores == "softmax" and not found.normalize,
         "moe_router_topk_scaling_factor": None if found.scale == 1 else found.scale,
         "moe_router_dtype": "fp32",
-        "moe_router_enable_expert_bias": False,
-        "moe_shared_expert_intermediate_size": None,
+        "moe_router_num_groups": found.groups if grouped else None,
+        "moe_router_group_topk": found.active_groups if grouped else None,
+        "moe_router_enable_expert_bias": corrected,
+        **({"moe_router_bias_update_rate": found.correction_rate} if corrected else {}),
+        "moe_shared_expert_intermediate_size": found.shared_width,
+        "moe_shared_expert_gate": found.shared_gate,
         "moe_grouped_gemm": True,
         "expert_tensor_parallel_size": None,
     }

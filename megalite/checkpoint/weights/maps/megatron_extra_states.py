@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from itertools import product
 
 from megalite.checkpoint.weights.maps.megatron import FC1, FC2, LAYERS, QKV, alike
-from megalite.checkpoint.weights.maps.megatron_experts import NORM, STACKED
+from megalite.checkpoint.weights.maps.megatron_experts import NORM, SHARED, STACKED
 from megalite.checkpoint.weights.maps.models import has_experts
 from megalite.config.schema import Model
 
@@ -18,6 +18,9 @@ def extra_states(model: Model) -> Iterator[str]:
         prefix, places, sizes = (LAYERS, (number,), (model.layers,)) if alike(model) else (f"{LAYERS}{number}.", (), ())
         for name in (*STATEFUL_MODULES, *norms, *((NORM,) if mixed else (FC1, FC2))):
             yield _state_of(f"{prefix}{name}", places or (0,), sizes or (1,))
+        if mixed and model.experts is not None and model.experts.shared_width is not None:
+            for name in (FC1, FC2):
+                yield _state_of(f"{prefix}{name.replace('mlp', SHARED)}", places or (0,), sizes or (1,))
         if mixed and model.experts is not None:
             for name, expert in product((FC1, FC2), range(model.experts.count)):
                 name = f"{prefix}{STACKED}{name.removeprefix('mlp.')}"

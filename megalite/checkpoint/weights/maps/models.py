@@ -42,6 +42,19 @@ def plain_model(model: Model) -> dict[str, Any]:
     return dict(leaves(to_plain(Config(model=told))["model"], "model"))
 
 
+def is_correction(name: str) -> bool:
+    """Return whether our weight `name` is a router's correction, which no optimizer updates."""
+    return name.endswith(".mlp.router.correction")
+
+
+def dtype_of(name: str, dtype: str) -> str:
+    """The data type of our weight `name` where others are written in `dtype`.
+
+    A router's correction stays in float32: a step changes it by less than bf16 can tell.
+    """
+    return "float32" if is_correction(name) else dtype
+
+
 def has_experts(model: Model) -> list[bool]:
     """By layer: whether it has experts."""
     return [kind.mixture is not None for kind in layer_kinds(model)]

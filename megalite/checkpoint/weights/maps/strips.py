@@ -56,6 +56,11 @@ class Theirs:
     def elements(self) -> int:
         return math.prod(self.shape)
 
+    @property
+    def of(self) -> str:
+        """The name of the first of our weights in it; empty for padding alone."""
+        return self.strips[0].name if self.strips else ""
+
     def bytes(self, dtype: str) -> int:
         return self.elements * ITEM_BYTES[dtype]
 

@@ -80,7 +80,8 @@ class Crew:
         if isinstance(work, Writing):
             found = self._written(work, work.requests[mine])
         else:
-            found = score(self.engine, work[mine])
+            with self.engine.together():
+                found = score(self.engine, work[mine])
         at = mesh.coordinates
         return mesh.dp_rank, found if at["pp"] == at["tp"] == 0 else None
 

@@ -4,7 +4,8 @@ s  tokens of a pass, padded so that tp divides them     d  model width
 r  rows of it whose logits are wanted                   v  vocabulary
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import accumulate, groupby
 
@@ -33,25 +34,55 @@ def check_layout(model: Model, layout: Layout) -> None:
     for name in ("heads", "kv_heads", "ffn"):
         if (size := getattr(model, name)) % layout.tp:
             raise InputError(f"--tp {layout.tp}: must divide model.{name} = {size}")
-    if model.experts is not None and (count := model.experts.count) % layout.tp:
-        raise InputError(f"--tp {layout.tp}: must divide model.experts.count = {count}")
+    name, ranks = ("tp", layout.tp) if layout.ep == 1 else ("ep", layout.ep)
+    if model.experts is None and layout.ep > 1:
+        raise InputError(f"--ep {layout.ep}: the model has no experts; leave it out")
+    if model.experts is not None and (count := model.experts.count) % ranks:
+        raise InputError(f"--{name} {ranks}: must divide model.experts.count = {count}")
     if layout.pp > model.layers:
         raise InputError(f"--pp {layout.pp}: the model has {model.layers} layers; use {model.layers} or fewer")
 
 
 class Engine:
-    """The stage of this rank, with weights that are still to be filled. Its methods are collective over pp and tp."""
+    """The stage of this rank, with weights that are still to be filled. Its methods are collective over pp and tp.
+
+    Replicas of the model that share out its experts make every pass at the same time, within `together`.
+    """
 
     def __init__(self, model: Model, mesh: Mesh, dtype: torch.dtype) -> None:
         self.model, self.mesh, self.dtype = model, mesh, dtype
         layout, self.stage = mesh.layout, mesh.coordinates["pp"]
         self.last = self.stage == layout.pp - 1
         self.layers = layers_of(split_of(Config(model=model, parallel=Parallel(pp=layout.pp))))[self.stage]
-        self.decoder = Decoder(model, mesh.tp, self.layers, self.stage == 0, self.last)
+        experts = None if mesh.experts is None else mesh.experts["ep"]
+        self.decoder = Decoder(model, mesh.tp, self.layers, self.stage == 0, self.last, ep=experts)
+        self.sharing = None if experts is None else experts.get_group()  # with ranks of other replicas
         self.decoder.to(dtype).to_empty(device=mesh.device).requires_grad_(False)
         self.kinds = {kind.attention.heads.scores for kind in layer_kinds(model)}
         self.rotations = rotations(model)
         self._reach, self._tables = ANGLE_POSITIONS, self._up_to(ANGLE_POSITIONS)
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Make passes here; after them, join those of replicas that have more. Collective over these."""
+        try:
+            yield
+        except InputError:  # of the text, which others do not have
+            self._join()
+            raise
+        self._join()
+
+    @torch.inference_mode()
+    def _join(self) -> None:
+        """Make passes of a token that nobody asked for, until no replica has any to make."""
+        while self.sharing is not None and self._to_make(0):
+            self._pass(*self._whole_texts([Stem([0])]))
+
+    def _to_make(self, passes: int) -> Tensor:
+        """The passes that replicas which share experts make now, of which this one makes 1 or 0."""
+        count = torch.tensor(passes, device=self.mesh.device)
+        dist.all_reduce(count, group=self.sharing)
+        return count
 
     def cache(self, slots: int, capacity: int) -> Cache:
         """An empty cache. Raises InputError if there is no memory for it."""
@@ -211,6 +242,11 @@ class Engine:
 
     def _activations(self, x: Tensor, positions: TokenPositions) -> Tensor | None:
         """Outputs `[s/t, 1, d]` of the model's last layer for tokens `[s, 1]`, on the last stage; None on others."""
+        if self.sharing is not None:
+            self._to_make(1)
+        return self._pass(x, positions)
+
+    def _pass(self, x: Tensor, positions: TokenPositions) -> Tensor | None:
         layout, group = self.mesh.layout, self.mesh.group("pp")
         if self.stage > 0:
             x = torch.empty(len(x) // layout.tp, 1, self.model.width, dtype=self.dtype, device=self.mesh.device)

@@ -48,6 +48,16 @@ class Timing:
     seconds: float = 0.0
     first: float | None = None  # seconds until the first token of all
 
+    def beside(self, other: "Timing") -> "Timing":
+        """This and another, of other texts in the same time."""
+        return Timing(
+            self.prompt_tokens + other.prompt_tokens,
+            max(self.prompt_seconds, other.prompt_seconds),
+            self.tokens + other.tokens,
+            max(self.seconds, other.seconds),
+            self.first,
+        )
+
     def __str__(self) -> str:
         parts = [f"prompts {self.prompt_tokens:,} tokens, {_rate(self.prompt_tokens, self.prompt_seconds)}"]
         if self.first is not None:
@@ -89,9 +99,21 @@ def generate(
     padded. end: the token that ends a text; None: none does. over: whether a text ends that goes on with these tokens.
     Raises InputError for logits that are not finite.
     """
-    if not requests:
-        return
-    timing = timing or Timing()
+    with engine.together():
+        if requests:
+            yield from _continued(engine, requests, draw, batch, vocabulary, end, timing or Timing(), over)
+
+
+def _continued(
+    engine: Engine,
+    requests: Sequence[Request],
+    draw: Draw,
+    batch: int,
+    vocabulary: int,
+    end: int | None,
+    timing: Timing,
+    over: Callable[[list[int]], bool],
+) -> Iterator[Drawn]:
     waiting = list(reversed(requests))
     active: list[_Text] = []  # in the order of the cache's slots
     batch = min(batch, len(requests))

@@ -55,7 +55,9 @@ def measure(
         end = described.end_of_document
     mesh = engine.mesh
     mine = _chosen(store.documents, limit)[mesh.dp_rank :: mesh.layout.dp]
-    rows = [row for part in _parts(engine, store, mine, end) for row in _scored(engine, store, part, tokenizer, end)]
+    with engine.together():
+        parts = _parts(engine, store, mine, end)
+        rows = [row for part in parts for row in _scored(engine, store, part, tokenizer, end)]
     speaks = mesh.coordinates["pp"] == mesh.coordinates["tp"] == 0
     told = group.gather(rows if speaks else [])
     if told is None:

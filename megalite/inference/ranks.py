@@ -39,23 +39,36 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options that `run` reads."""
     parser.add_argument("--tp", type=int, default=1, metavar="N", help="tensor-parallel ranks (default: 1)")
     parser.add_argument("--pp", type=int, default=1, metavar="N", help="pipeline stages (default: 1)")
+    parser.add_argument("--ep", type=int, metavar="N", help="ranks that share out experts (default: those of --tp)")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: a GPU if there is")
     parser.add_argument(
         "--dtype", choices=tuple(DTYPES), help="of weights and compute (default: fp32 on CPUs, bf16 on GPUs)"
     )
 
 
-def run(
-    module: str, arguments: Sequence[str], options: argparse.Namespace, dp: int, work: Callable[[ComputeSetup], int]
-) -> int:
+def layout_of(options: argparse.Namespace) -> Layout:
+    """The layout that the options say: as many copies of the model as --ep needs, or as --dp says where that is one.
+
+    Raises InputError.
+    """
+    dp, ep = getattr(options, "dp", None), options.tp if options.ep is None else options.ep
+    if min(options.tp, options.pp, ep, 1 if dp is None else dp) < 1:
+        raise InputError("--tp, --pp, --ep and --dp must be at least 1")
+    if ep % options.tp:
+        raise InputError(f"--ep {ep}: must be a multiple of --tp = {options.tp}, whose ranks have different experts")
+    copies = ep // options.tp
+    if dp is not None and dp % copies:
+        raise InputError(f"--dp {dp}: must be a multiple of {copies}, the copies that share out experts by --ep {ep}")
+    return Layout(pp=options.pp, dp_shard=dp or copies, tp=options.tp, ep=ep if copies > 1 else 1)
+
+
+def run(module: str, arguments: Sequence[str], options: argparse.Namespace, work: Callable[[ComputeSetup], int]) -> int:
     """Do `work`, collectively, on as many ranks as the options say. Returns the exit code.
 
     Where no launcher has started this process and one rank is not enough, local ranks are started, as
-    `python -m module arguments`. dp: ranks that have whole models. Raises InputError.
+    `python -m module arguments`. Raises InputError.
     """
-    layout = Layout(pp=options.pp, dp_shard=dp, tp=options.tp)
-    if min(layout.shape) < 1:
-        raise InputError("--tp, --pp and --dp must be at least 1")
+    layout = layout_of(options)
     rank_info = find_rank_info()
     if rank_info is None:
         if layout.world_size > 1:
@@ -65,14 +78,15 @@ def run(
         return work(_place(layout, start_alone(options.device), options))
     if rank_info.world_size != layout.world_size:
         needed, found = counted(layout.world_size, "rank"), counted(rank_info.world_size, "rank")
-        raise InputError(f"{layout} takes {needed}, and the launcher has started {found}; make --tp, --pp and --dp fit")
+        rule = f"{layout} takes {needed}, and the launcher has started {found}"
+        raise InputError(f"{rule}; make --tp, --pp, --ep and --dp fit")
     end_when_stopped(rank_info)
     return run_rank(lambda: work(_place(layout, start(rank_info, options.device, PATIENCE), options)), rank_info)
 
 
 def alone(options: argparse.Namespace) -> bool:
     """Return whether this process will be the only rank."""
-    return find_rank_info() is None and options.tp * options.pp * getattr(options, "dp", 1) == 1
+    return find_rank_info() is None and layout_of(options).world_size == 1
 
 
 def _place(layout: Layout, device: torch.device, options: argparse.Namespace) -> ComputeSetup:

@@ -149,7 +149,7 @@ def answers_in_layouts(layouts: list[Layout], model: Model) -> list[Answers | No
                 prompts(model), crew.write(Writing(requests(3, 1, model), Draw(0), ())), strict=True
             )
         ]
-        scores = crew.score([*asked, *likely])
+        scores = [*crew.score([*asked, *likely]), *crew.score(asked[:3])]
         found.append(([(*score,) for of_stem in scores for score in of_stem], written))
         crew.release()
     return found

@@ -99,5 +99,10 @@ def test_it_writes_what_a_forward_pass_of_the_whole_text_would(change: dict[str,
 def test_ranks_share_out_whole_experts() -> None:
     model = replace(inference_cases.MODEL, experts=replace(EXPERTS, count=6))
     check_layout(model, Layout(tp=2))
+    check_layout(model, Layout(dp_shard=3, tp=2, ep=6))
     with pytest.raises(InputError, match=r"--tp 4: must divide model.experts.count = 6"):
         check_layout(model, Layout(tp=4))
+    with pytest.raises(InputError, match=r"--ep 4: must divide model.experts.count = 6"):
+        check_layout(model, Layout(dp_shard=2, tp=2, ep=4))
+    with pytest.raises(InputError, match=r"--ep 4: the model has no experts; leave it out"):
+        check_layout(inference_cases.MODEL, Layout(dp_shard=4, ep=4))

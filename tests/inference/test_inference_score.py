@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import inference_cases
 import pytest
@@ -62,17 +63,32 @@ def test_a_model_with_experts_is_scored_alike(alone: Mesh, monkeypatch: pytest.M
             assert one == pytest.approx(other, abs=1e-11)
 
 
-@pytest.mark.parametrize("vocabulary", [64, 61])
-def test_every_layout_finds_the_same_scores_and_writes_the_same(vocabulary: int, ranks: Ranks) -> None:
-    """Replicas share the requests; a text ends with a string wherever it is written."""
-    model = replace(inference_cases.MODEL, vocab_size=vocabulary)
-    leader, *others = ranks.run(inference_cases.answers_in_layouts, LAYOUTS, model)
-    assert others == [[None] * len(LAYOUTS)] * 7
+WITH_EP = [
+    Layout(dp_shard=8),
+    Layout(dp_shard=8, ep=8),
+    Layout(dp_shard=8, ep=2),
+    Layout(dp_shard=2, pp=2, tp=2, ep=4),
+    Layout(dp_shard=4, pp=2, ep=4),
+]
+CASES: dict[str, tuple[dict[str, Any], list[Layout]]] = {
+    "as many tokens as there are": ({}, LAYOUTS),
+    "padded": ({"vocab_size": 61}, LAYOUTS),
+    "experts": ({"experts": Experts(8, 3, 24, first_dense=1, shared_width=16)}, WITH_EP),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_layout_finds_the_same_scores_and_writes_the_same(case: str, ranks: Ranks) -> None:
+    """Replicas share the requests, of which some have none; a text ends with a string wherever it is written."""
+    change, layouts = CASES[case]
+    model = replace(inference_cases.MODEL, **change)
+    leader, *others = ranks.run(inference_cases.answers_in_layouts, layouts, model)
+    assert others == [[None] * len(layouts)] * 7
     (scores, written), *rest = leader
     assert any(greedy for _, greedy in scores)
     assert any(len(text) < 9 for text in written)
     assert all(text.index(ord("5")) == len(text) - 1 for text in written if ord("5") in text)
-    for layout, (found, texts) in zip(LAYOUTS[1:], rest, strict=True):
+    for layout, (found, texts) in zip(layouts[1:], rest, strict=True):
         assert texts == written, layout
         assert [greedy for _, greedy in found] == [greedy for _, greedy in scores], layout
         assert values(found) == pytest.approx(values(scores), abs=1e-10), layout

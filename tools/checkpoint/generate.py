@@ -4,7 +4,8 @@ import argparse
 import math
 import os
 import sys
-from functools import partial
+from collections.abc import Iterable, Iterator
+from functools import partial, reduce
 from pathlib import Path
 
 from megalite.base.entry import exit_code
@@ -15,7 +16,7 @@ from megalite.checkpoint.store.state import State
 from megalite.data.tokenizer import Tokenizer
 from megalite.inference.draw import Draw
 from megalite.inference.engine import Engine, check_layout
-from megalite.inference.generate import Request, Timing, generate
+from megalite.inference.generate import Drawn, Request, Timing, generate
 from megalite.inference.prompts import Prompt, prompt_of, read_prompt, read_prompts, requests
 from megalite.inference.ranks import ComputeSetup, add_options, alone, run
 from megalite.inference.source import Opened, open_newest, open_tokenizer
@@ -84,7 +85,7 @@ def _main(arguments: list[str], options: argparse.Namespace) -> int:
         check_output(options.out)
         if not os.access(options.out.parent, os.W_OK):
             raise InputError(f"--out {options.out}: its folder is missing or cannot be written to")
-    return run(MODULE, arguments, options, 1, partial(_work, options, draw))
+    return run(MODULE, arguments, options, partial(_work, options, draw))
 
 
 def _draw(options: argparse.Namespace) -> Draw:
@@ -132,9 +133,11 @@ def _write(options: argparse.Namespace, draw: Draw, prompts: list[Prompt], place
     asked, warnings, vocabulary, end = place.group.once(ask)
     engine = Engine(opened.model, place.mesh, place.dtype)
     opened.fill(State({engine.stage: engine.decoder}), place.group)
-    timing = Timing()
+    timings = [Timing()]
     ends = frozenset() if options.ignore_end else opened.ends
-    drawn = generate(engine, asked, draw, options.batch, vocabulary, end, timing, lambda new: new[-1] in ends)
+    mine = asked[place.mesh.dp_rank :: place.mesh.layout.dp]
+    here = generate(engine, mine, draw, options.batch, vocabulary, end, timings[0], lambda new: new[-1] in ends)
+    drawn = _of_all(here, place, timings)
     if not place.leads:
         for _ in drawn:
             pass
@@ -152,8 +155,29 @@ def _write(options: argparse.Namespace, draw: Draw, prompts: list[Prompt], place
         lines: list[str] = []
         write_lines(prompts, options.samples, tokenizer, drawn, lines.append)
         write_whole(options.out, "".join(lines))
-    print(timing, file=sys.stderr)
+    for _ in drawn:  # which ranks that have more are waiting for
+        pass
+    print(reduce(Timing.beside, timings), file=sys.stderr)
     return ExitCode.DONE
+
+
+def _of_all(here: Iterable[Drawn], place: ComputeSetup, timings: list[Timing]) -> Iterator[Drawn]:
+    """Tokens as this copy of the model draws them. On the rank that leads, those of other copies follow.
+
+    timings: this copy's, to which the others are added.
+    """
+    if place.mesh.layout.dp == 1:
+        yield from here
+        return
+    kept = []
+    for each in here:
+        kept.append(each)
+        yield each
+    at = place.mesh.coordinates
+    told = place.group.gather((timings[0], kept) if place.mesh.dp_rank and at["pp"] == at["tp"] == 0 else None)
+    for timing, others in filter(None, told or ()):
+        timings.append(timing)
+        yield from others
 
 
 def _warn(text: str) -> None:

@@ -44,7 +44,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--limit", type=int, metavar="N", help="documents of each task and store (default: all)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all results to this file")
     parser.add_argument("--tokenizer", metavar="FILE", help="use this instead of the run's copy")
-    parser.add_argument("--dp", type=int, default=1, metavar="N", help="copies of the model that share the work")
+    copies = "copies of the model that share the work (default: as many as --ep needs)"
+    parser.add_argument("--dp", type=int, metavar="N", help=copies)
     add_options(parser)
     return parser
 
@@ -63,7 +64,7 @@ def _main(arguments: list[str], options: argparse.Namespace) -> int:
         raise InputError(f"--task-folder {options.task_folder}: no such folder")
     if options.tasks is not None:
         _harness()
-    return run(MODULE, arguments, options, options.dp, partial(_work, options))
+    return run(MODULE, arguments, options, partial(_work, options))
 
 
 def _harness() -> Any:

@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import re
 import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -23,7 +24,7 @@ from megalite.checkpoint.store.host_group import HostGroup
 from megalite.checkpoint.store.manifest import MANIFEST
 from megalite.checkpoint.store.state import State
 from megalite.config.convert import to_plain
-from megalite.config.schema import Batch, Config, Data, Model, Parallel, Train
+from megalite.config.schema import Batch, Config, Data, Experts, Model, Parallel, Train
 from megalite.data.tokenizer import Tokenizer, load_tokenizer
 from megalite.inference.generate import Drawn, Request
 from megalite.inference.prompts import CHARACTERS_PER_TOKEN
@@ -32,7 +33,17 @@ from megalite.train.folder.starts import keep_tokenizer
 from megalite_tools.checkpoint.generate import main
 
 # Strong weights, so that what follows depends on what came before; a vocabulary padded beyond the tokenizer's 320.
-MODEL = Model(layers=2, width=16, heads=2, kv_heads=1, ffn=24, vocab_size=512, sequence_length=24, init_std=1.0)
+MODEL = Model(
+    layers=2,
+    width=16,
+    heads=2,
+    kv_heads=1,
+    ffn=24,
+    vocab_size=512,
+    sequence_length=24,
+    init_std=1.0,
+    experts=Experts(4, width=16),
+)
 Generate = Callable[..., tuple[int, str, str]]
 PROMPT = "The quick brown fox"
 
@@ -431,13 +442,23 @@ def test_a_document_may_be_gone_beyond(
 @pytest.mark.timeout(120)
 def test_local_ranks_write_what_one_writes(run: Path, prompts: Path, generate: Generate) -> None:
     options = [run, "--prompts", prompts, "--tokens", 5, "--batch", 3]
-    expected = generate(*options)[1]
+    _, expected, told = generate(*options)
     command = ["-m", "megalite_tools.checkpoint.generate", *map(str, options), "--device", "cpu"]
-    found = start([*command, "--pp", "2"], 100)
+    found = start([*command, "--pp", "2", "--ep", "2"], 100)
     assert (found.returncode, found.stdout) == (0, expected), found.stderr
+    assert re.findall(r"(\d+) tokens,", found.stderr) == re.findall(r"(\d+) tokens,", told)
     refused = start([*command, "--tp", "2"], 100)
     assert refused.returncode == 2
     assert "--tp 2: must divide model.kv_heads = 1" in refused.stderr
+
+
+@pytest.mark.timeout(120)
+def test_a_copy_without_a_prompt_joins_until_the_text_ends(run: Path, tokenizer_file: Path, generate: Generate) -> None:
+    options = [run, "--prompt", PROMPT, "--tokens", 5]
+    expected = generate(*options)[1]
+    command = ["-m", "megalite_tools.checkpoint.generate", *map(str, options), "--device", "cpu"]
+    found = start([*command, "--ep", "4"], 100)
+    assert (found.returncode, found.stdout) == (0, expected), found.stderr
 
 
 @pytest.mark.parametrize(
@@ -445,7 +466,8 @@ def test_local_ranks_write_what_one_writes(run: Path, prompts: Path, generate: G
     [
         (["--batch", "0"], "--batch 0: must be at least 1"),
         (["--samples", "0"], "--samples 0: must be at least 1"),
-        (["--tp", "0"], "--tp, --pp and --dp must be at least 1"),
+        (["--tp", "0"], "--tp, --pp, --ep and --dp must be at least 1"),
+        (["--tp", "2", "--ep", "3"], "--ep 3: must be a multiple of --tp = 2, whose ranks have different experts"),
         (["--prompts", "-", "--pp", "2"], "standard input is for a single rank"),
         (["--prompts", "nowhere"], "--prompts nowhere: cannot be read"),
     ],

@@ -14,7 +14,7 @@ from commands import in_process
 from toy_jobs import make, one_rank, save
 from warm_start import run as start
 
-from megalite.config.schema import Batch, Config, Data, Model, Parallel, Train
+from megalite.config.schema import Batch, Config, Data, Experts, Model, Parallel, Train
 from megalite.data.store import StoreWriter
 from megalite.data.tokenizer import load_tokenizer
 from megalite.train.folder.lock import Lock
@@ -22,7 +22,17 @@ from megalite.train.folder.records import read_records
 from megalite.train.folder.starts import keep_tokenizer
 from megalite_tools.experiment.evaluate import MODULE, main
 
-MODEL = Model(layers=2, width=16, heads=2, kv_heads=2, ffn=24, vocab_size=512, sequence_length=24, init_std=0.5)
+MODEL = Model(
+    layers=2,
+    width=16,
+    heads=2,
+    kv_heads=2,
+    ffn=24,
+    vocab_size=512,
+    sequence_length=24,
+    init_std=0.5,
+    experts=Experts(4, width=16),
+)
 Evaluate = Callable[..., tuple[int, str, str]]
 TEXTS = ["The quick brown fox", "jumps over the lazy dog. " * 5, "Pack my box", "def area(width, height):"]
 
@@ -91,7 +101,7 @@ def test_a_run_that_goes_on_keeps_its_metrics_for_itself(evaluate: Evaluate, run
 
 @pytest.mark.timeout(180)
 def test_ranks_share_the_work(evaluate: Evaluate, run: Path, tmp_path: Path) -> None:
-    """Tasks too, on two replicas of two ranks each."""
+    """Tasks too, on two replicas of two ranks each, which share out the experts."""
     pytest.importorskip("lm_eval")
     (tmp_path / "data.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
     (tmp_path / "toy.yaml").write_text(f"""
@@ -106,7 +116,7 @@ doc_to_target: 1
 metric_list: [{{metric: acc}}]
 """)
     options = [run, "--data", run / "store", "--tasks", "toy", "--task-folder", tmp_path, "--device", "cpu"]
-    ranks = ["--tp", "2", "--dp", "2", "--json", tmp_path / "shared.json"]
+    ranks = ["--tp", "2", "--dp", "2", "--ep", "4", "--json", tmp_path / "shared.json"]
     offline = {**os.environ, "HF_DATASETS_OFFLINE": "1", "HF_HUB_OFFLINE": "1"}
     done = start(["-m", MODULE, *map(str, [*options, *ranks])], 150, env=offline)
     assert done.returncode == 0, done.stderr
@@ -141,7 +151,8 @@ def test_without_the_harness_the_command_says_what_to_install(
         (["--data", "nowhere"], "nowhere.idx: no such file"),
         (["--data", "a", "--limit", "0"], "--limit 0: must be at least 1"),
         (["--data", "a", "--fewshot", "-1"], "--fewshot -1: must be at least 0"),
-        (["--data", "a", "--dp", "0"], "--tp, --pp and --dp must be at least 1"),
+        (["--data", "a", "--dp", "0"], "--tp, --pp, --ep and --dp must be at least 1"),
+        (["--data", "a", "--dp", "3", "--ep", "2"], "--dp 3: must be a multiple of 2, the copies that share out"),
         (["--data", "a", "--json", "."], "is a folder"),
         (["--tasks", "a", "--task-folder", "nowhere"], "--task-folder nowhere: no such folder"),
     ],

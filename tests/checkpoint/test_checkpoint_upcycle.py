@@ -40,6 +40,11 @@ EXACT = {  # the dense feed-forward has 48 hidden features
     "slices, sigmoid, with a scale": ("llama", Experts(8, 4, width=12, scores="sigmoid", scale=4.0)),
     "groups": ("llama", Experts(8, 4, width=24, scores="sigmoid", groups=2, active_groups=1, correction_rate=0.001)),
     "groups of half copies, two at a time": ("llama", Experts(8, 4, width=12, groups=4, active_groups=2)),
+    "a shared expert": ("llama", Experts(4, 2, width=32, shared_width=16)),
+    "a gated one beside slices": (
+        "qwen3",
+        Experts(8, 4, width=20, first_dense=1, scores="sigmoid", shared_width=8, shared_gate=True),
+    ),
     "in turn": ("llama", Experts(8, 4, width=24, force_balance=True)),
 }
 INEXACT = {
@@ -127,6 +132,22 @@ def test_experts_are_slices_and_routers_of_a_group_equal(tmp_path: Path) -> None
     assert all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items() if name in theirs)
 
 
+def test_a_shared_expert_has_the_first_features_and_others_the_rest(tmp_path: Path) -> None:
+    found = dense("llama", tmp_path)
+    experts = Experts(4, 2, width=16, scale=0.5, shared_width=16, shared_gate=True)
+    ours, theirs = tensors(with_experts(found, experts, noise=0.01)), tensors(found)
+    plain = tensors(with_experts(found, experts))
+    own = "layers.2.mlp."
+    for name in ("gate", "up"):
+        assert torch.equal(ours[f"{own}shared.{name}.weight"], theirs[f"{own}{name}.weight"][:16])
+    assert torch.equal(ours[f"{own}shared.down.weight"], theirs[f"{own}down.weight"][:, :16] * 2)  # half of it counts
+    assert not ours[f"{own}shared_gate.weight"].any()
+    for expert in range(4):
+        rows = slice(16 + expert % 2 * 16, 32 + expert % 2 * 16)
+        assert torch.equal(plain[f"{own}experts.up.weight"][expert], theirs[f"{own}up.weight"][rows])
+        assert torch.equal(plain[f"{own}experts.down.weight"][expert], theirs[f"{own}down.weight"][:, rows] * 4)
+
+
 def test_routers_have_a_mean_of_0_and_follow_from_the_seed(tmp_path: Path) -> None:
     found = dense("llama", tmp_path)
     one, other = (tensors(with_experts(found, Experts(512, 2), seed=seed)) for seed in (0, 1))
@@ -192,10 +213,11 @@ def test_transformers_computes_the_same(name: str, family: str | None, tmp_path:
 def test_any_kind_is_read_and_written(kind: str, tmp_path: Path) -> None:
     found = dense("llama tied, all heads", tmp_path)
     convert(found, plan_of(kind, found, tmp_path / "there", Wanted(tp=2)), tmp_path / "there", {})
-    made = with_experts(open_weights(f"{tmp_path}/there"), Experts(8, 4, width=12, first_dense=1), noise=0.01)
+    experts = Experts(8, 4, width=10, first_dense=1, shared_width=8)
+    made = with_experts(open_weights(f"{tmp_path}/there"), experts, noise=0.01)
     convert(made, plan_of(kind, made, tmp_path / "out", Wanted(tp=2)), tmp_path / "out", {})
     written = open_weights(f"{tmp_path}/out")
-    expected = tensors(with_experts(found, Experts(8, 4, width=12, first_dense=1), noise=0.01))
+    expected = tensors(with_experts(found, experts, noise=0.01))
     assert written.model == made.model
     assert written.kind == kind
     assert all(torch.equal(tensor, expected[name]) for name, tensor in tensors(written).items())
@@ -265,7 +287,15 @@ def test_unfinished_work_with_another_seed_is_thrown_away(tmp_path: Path, monkey
             'model.experts.gate = "clamped": must be swiglu, as the source\'s feed-forward is one; leave it out',
         ),
         (["--upcycle", "model.experts.biases=true"], "has nothing of which layers.0.mlp.router.bias could be made"),
-        (["--upcycle", "model.experts.shared_width=8"], "has nothing of which layers.0.mlp.shared"),
+        (
+            ["--upcycle", "model.experts.shared_width=48"],
+            "model.experts.shared_width = 48: must be less than the source's model.ffn = 48, of which other experts",
+        ),
+        (
+            ["--upcycle", "model.experts.shared_width=8"],
+            "model.experts.width = 48: must divide the source's model.ffn = 48 - 8 of a shared expert, so that",
+        ),
+        (["--upcycle", "model.experts.width=24", "model.experts.shared_gate=true"], "has no meaning without model.exp"),
         (["--upcycle-noise", "0.1"], "--upcycle-noise 0.1: has no meaning without --upcycle"),
     ],
 )

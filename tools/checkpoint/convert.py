@@ -159,8 +159,9 @@ def _upcycled(found: Weights, options: argparse.Namespace) -> Weights:
 
 def _tell_of_upcycling(way: Upcycling, terminal: Terminal) -> None:
     """Say before anything is written what experts will be, and whether the model will compute the same."""
-    copies = f"{way.experts.count} experts of a layer are {way.experts.count // way.slices} copies"
-    terminal.line(f"upcycle: {copies} of its feed-forward" + f", of {way.slices} slices each" * (way.slices > 1))
+    copies = f"{way.experts.count} experts of a layer are {way.experts.count // way.slices} copies of its feed-forward"
+    less = f" but for {way.shared} features, which are the shared expert's" * (way.shared > 0)
+    terminal.line(f"upcycle: {copies}{less}" + f", of {way.slices} slices each" * (way.slices > 1))
     if reasons := list(way.inexact()):
         warn(f"--upcycle: the logits will not be those of the source: {'; '.join(reasons)}")
     else:

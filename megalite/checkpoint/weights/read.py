@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from itertools import groupby
 from pathlib import Path
@@ -109,7 +109,7 @@ class Reader:
 def reader_of(found: Weights) -> Reader:
     """Make a reader of weights of any format and check all positions. Raises DamagedError if one is impossible."""
     if found.dense is not None and found.upcycling is not None:
-        return UpcycledReader(found, reader_of(found.dense), found.upcycling)
+        return UpcycledReader(found, found.dense, found.upcycling)
     if found.dense is not None and found.merging is not None:
         return MergedReader(
             found, reader_of(found.dense), reader_of(found.merging.factors), adapter_of(found.merging.adapter).scale
@@ -124,9 +124,13 @@ def reader_of(found: Weights) -> Reader:
 class UpcycledReader(Reader):
     """The weights `found`, which a `dense` model's become when they are read; see `maps.upcycled`."""
 
-    def __init__(self, found: Weights, dense: Reader, way: Upcycling) -> None:
+    def __init__(self, found: Weights, dense: Weights, way: Upcycling) -> None:
         super().__init__(found.path, found.index, found.sizes, found.source, found.links)
-        self.dense, self.way = dense, way
+        self.way = way
+        self.dense = {  # the same tensors, multiplied for those who take slices of them
+            factor: reader_of(replace(dense, factors=_multiplied(dense, factor)))
+            for factor in {1.0, way.factor, way.shared_factor}
+        }
         self.weights = {PREFIX + name: weight for name, weight in weights(found.model).items()}
 
     def check(self, names: Iterable[str]) -> None:
@@ -135,10 +139,12 @@ class UpcycledReader(Reader):
     def fill_parts(self, parts: Iterable[tuple[str, Tensor, Sequence[int]]]) -> None:
         """Fill parts of tensors, those of experts with slices of the dense model's, with `noise` added."""
         parts = list(parts)
-        self.dense.fill_parts(piece for part in parts for piece in self._read(*part))
+        pieces = [piece for part in parts for piece in self._read(*part)]
+        for factor, reader in self.dense.items():
+            reader.fill_parts(piece for its_factor, piece in pieces if its_factor == factor)
         for name, part, offset in parts:
             weight, key = self.weights[name], f"{self.way.seed}/{name.removeprefix(PREFIX)}"
-            if weight.role == ROUTER:
+            if weight.role == ROUTER and name.endswith(".router.weight"):
                 for row, target in enumerate(part, offset[0]):
                     place = (row // self.way.slices * self.way.slices, offset[1])
                     std = standard_deviation(self.way.model, ROUTER)
@@ -150,16 +156,26 @@ class UpcycledReader(Reader):
                 fill_normal(noise, weight.shape, tuple(offset), self.way.noise, f"{key}/noise")
                 part.add_(noise)
 
-    def _read(self, name: str, part: Tensor, offset: Sequence[int]) -> Iterator[tuple[str, Tensor, Sequence[int]]]:
-        """The parts of dense tensors that `part` is made of."""
+    def _read(
+        self, name: str, part: Tensor, offset: Sequence[int]
+    ) -> Iterator[tuple[float, tuple[str, Tensor, Sequence[int]]]]:
+        """The parts of dense tensors that `part` is made of, and the factor of each."""
         role = self.weights[name].role
         if not role.of_expert:
-            yield from [(name, part, offset)] * (role not in BEGUN)
+            factor = self.way.shared_factor if dense_name(name) != name else 1.0
+            yield from [(factor, (dense_name(name), part, offset))] * (role not in BEGUN)
             return
         for expert, matrix in enumerate(part, offset[0]):
             row, column = offset[1:]
-            first = expert % self.way.slices * self.way.width
-            yield dense_name(name), matrix, (row, column + first) if role.into_stream else (row + first, column)
+            first = self.way.shared + expert % self.way.slices * self.way.width
+            place = (row, column + first) if role.into_stream else (row + first, column)
+            yield self.way.factor, (dense_name(name), matrix, place)
+
+
+def _multiplied(found: Weights, factor: float) -> Mapping[str, float]:
+    """The factors of weights, with those of matrices `down` of feed-forwards multiplied."""
+    downs = (name for name in found.index.tensors if name.endswith(".mlp.down.weight"))
+    return {**found.factors, **{name: factor * found.factors.get(name, 1.0) for name in downs}}
 
 
 class MergedReader(Reader):

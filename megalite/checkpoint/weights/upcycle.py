@@ -27,16 +27,12 @@ def upcycled(found: Weights, model: Model, noise: float = 0.0, seed: int = 0) ->
     def stored(name: str, weight: Weight) -> Stored:
         if weight.role in BEGUN:
             dtype = found.dtype if weight.role == ROUTER else "float32"
-        elif weight.role.of_expert:
-            dtype = found.index.tensors[PREFIX + dense_name(name)].dtype
-        else:
+        elif dense_name(name) == name:
             return found.index.tensors[PREFIX + name]
+        else:
+            dtype = found.index.tensors[PREFIX + dense_name(name)].dtype
         return Stored(dtype, weight.shape, np.empty((0, 2 + 2 * len(weight.shape)), np.int64))
 
-    factors = dict(found.factors)
-    for name, weight in weights(model).items():
-        if weight.role.of_expert and weight.role.into_stream:
-            factors[PREFIX + dense_name(name)] = way.factor * found.factors.get(PREFIX + dense_name(name), 1.0)
     return replace(
         found,
         model=model,
@@ -46,5 +42,5 @@ def upcycled(found: Weights, model: Model, noise: float = 0.0, seed: int = 0) ->
         trained=False,
         factors={},
         upcycling=way,
-        dense=replace(found, factors=factors),
+        dense=found,
     )

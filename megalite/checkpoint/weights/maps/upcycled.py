@@ -2,9 +2,12 @@
 
     f  hidden width of the dense feed-forward    E, K  experts, those of a token    g  slices of f, one for an expert
 
+A shared expert has the first features of f, and the others are those of which slices are. So feed-forwards are divided
+in LLaMA-MoE v2 (arXiv 2411.15708) and CMoE (arXiv 2502.04416), which choose features by what they do with some text.
 Expert e is slice e mod g of the feed-forward, so g neighbours, a virtual group (arXiv 2410.07524), are one copy of it.
 Rows of the router are random with a mean of 0, and equal within a group, so that its experts are chosen together: a
-token takes K/g whole copies. Matrices `down` are multiplied by what makes the scores of each slice add up to 1.
+token takes K/g whole copies. Matrices `down` are multiplied by what makes the scores of each slice add up to 1. The
+gate of a shared expert begins at 0, a score of one half.
 """
 
 from collections.abc import Iterator
@@ -40,12 +43,22 @@ class Upcycling:
         return self.experts.width or self.model.ffn
 
     @property
+    def shared(self) -> int:
+        """Hidden features of the shared expert."""
+        return self.experts.shared_width or 0
+
+    @property
     def slices(self) -> int:
-        return self.dense.ffn // self.width
+        return (self.dense.ffn - self.shared) // self.width
+
+    @property
+    def shared_factor(self) -> float:
+        """Factor of the matrix `down` of a shared expert."""
+        return 2.0 if self.experts.shared_gate else 1.0
 
     @property
     def factor(self) -> float:
-        """Factor of matrices `down`."""
+        """Factor of matrices `down` of other experts."""
         if self.experts.normalize:
             total = 1.0
         else:  # the sum of a token's scores where a router gives all the same
@@ -88,7 +101,7 @@ def upcycling(dense: Model, model: Model, noise: float, seed: int) -> Upcycling:
 
 def dense_name(name: str) -> str:
     """The name of the dense weight that the weight called `name` is made of, a slice of it if it is of experts."""
-    return name.replace(".experts.", ".")
+    return name.replace(".experts.", ".").replace(".shared.", ".")
 
 
 def _differences(found: Upcycling) -> Iterator[Problem]:
@@ -104,9 +117,13 @@ def _sizes(found: Upcycling) -> Iterator[Problem]:
         rule = "must be swiglu, as the source's feed-forward is one"
         yield Problem("model.experts.gate", rule, "leave it out", found.experts.gate)
     ffn, width, count = found.dense.ffn, found.width, found.experts.count
-    if ffn % width:
-        rule = f"must divide the source's model.ffn = {ffn}, so that experts are slices of it"
-        yield Problem("model.experts.width", rule, f"use {listing(divisors(ffn, width))}", width)
+    if found.shared >= ffn:
+        rule = f"must be less than the source's model.ffn = {ffn}, of which other experts have the rest"
+        yield Problem("model.experts.shared_width", rule, f"use {ffn // 2}", found.shared)
+    elif (rest := ffn - found.shared) % width:
+        less = f" - {found.shared} of a shared expert" if found.shared else ""
+        rule = f"must divide the source's model.ffn = {ffn}{less}, so that experts are slices of it"
+        yield Problem("model.experts.width", rule, f"use {listing(divisors(rest, width))}", width)
     elif count % found.slices:
         rule = f"must be a multiple of {found.slices}, since so many experts are one copy of the source's feed-forward"
         yield Problem("model.experts.count", rule, f"use {listing(multiples(count, found.slices, 1 << 20))}", count)

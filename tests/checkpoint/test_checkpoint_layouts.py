@@ -185,12 +185,15 @@ WHOLE = Layout(pp=2, dp_shard=2, cp=2)  # four ranks share out all experts
 def test_experts_go_on_where_other_ranks_share_them_out(
     optimizer: str, momentum: str, count: int, before: Layout, after: Layout, ranks: Ranks, tmp_path: Path
 ) -> None:
-    """States to the bit, each with its own expert; and the curve of a run that was always in the second layout."""
-    model = replace(MODEL, experts=Experts(count, 3, 12, balance_loss=0.1))
+    """States and corrections to the bit, each with its own expert; the curve is that of a run in the second layout.
+
+    With pipelines, states are on the host.
+    """
+    model = replace(MODEL, experts=Experts(count, 3, 12, balance_loss=0.1, correction_rate=0.003))
 
     def configured(layout: Layout) -> Config:
         config = config_of(layout, model)
-        return replace(config, optim=replace(config.optim, name=optimizer, clip_norm=0.0))
+        return replace(config, optim=replace(config.optim, name=optimizer, clip_norm=0.0, offload=layout.pp > 1))
 
     other = configured(after)
     wrote = ranks.run(train_and_save, configured(before), tmp_path, 2)
@@ -201,6 +204,7 @@ def test_experts_go_on_where_other_ranks_share_them_out(
     assert [name for name, tensor in expected.items() if not tensor.equal(loaded[name])] == []
     states = expected[f"layers.1.mlp.experts.gate.weight {momentum}"]
     assert len({tuple(state.flatten().tolist()) for state in states}) == count
+    assert expected["layers.1.mlp.router.correction"].any()
     assert read[0][2] == pytest.approx(straight[0][0][2:], rel=1e-13)
     resumed, whole = assemble([there for *_, there in read]), assemble([there for _, there in straight])
     for name, tensor in resumed.items():

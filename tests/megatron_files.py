@@ -16,7 +16,7 @@ from torch import Tensor
 from megalite.checkpoint.weights.formats.opened import Weights
 from megalite.checkpoint.weights.maps.strips import PREFIX
 from megalite.checkpoint.weights.read import reader_of
-from megalite.config.schema import Experts, Model
+from megalite.config.schema import Attention, Experts, Latent, Model, RopeScaling
 from megalite.plan.model.weights import weights
 
 Ours = dict[str, Tensor]
@@ -31,6 +31,17 @@ MODELS = {
     "biases": replace(SMALL, qkv_bias=True),
     "head norms": replace(SMALL, qk_norm=True, qkv_bias=True, tie_embeddings=True),
     "few tokens": replace(SMALL, vocab_size=100),  # at a tensor-parallel size of 4, two ranks have padding only
+}
+LATENT = {"kv_heads": 8, "head_width": 10, "rotary_width": 4}
+YARN = RopeScaling("yarn", 4.0, original_length=16, mscale=0.7, mscale_all_dim=1.2)
+MODELS |= {
+    "latent attention": replace(SMALL, **LATENT, attention=Attention(latent=Latent(12, 6, 3))),
+    "latent attention, yarn": replace(
+        SMALL,
+        **LATENT,
+        rope_scaling=replace(YARN, mscale=None, mscale_all_dim=None),
+        attention=Attention(latent=Latent(None, 6, 4)),
+    ),
 }
 MIXED = {
     "experts": replace(SMALL, experts=Experts(count=6, active=2, width=8)),
@@ -58,6 +69,14 @@ MIXED = {
             correction_rate=0.01,
             shared_width=16,
         ),
+    ),
+    "latent attention, experts after a dense layer": replace(
+        SMALL,
+        **LATENT,
+        tie_embeddings=True,
+        rope_scaling=YARN,
+        attention=Attention(latent=Latent(12, 6, 3)),
+        experts=Experts(count=6, width=8, first_dense=1, scores="sigmoid", correction_rate=0.001, shared_width=8),
     ),
     "experts in groups": replace(SMALL, experts=Experts(count=6, width=8, groups=3, active_groups=2)),
 }
@@ -113,6 +132,7 @@ def arguments(model: Model, tp: int = 1, pp: int = 1, virtual: int = 1) -> dict[
         "position_embedding_type": "rope",
         "use_rope_scaling": False,
         **expert_arguments(model),
+        **latent_arguments(model),
         "init_method_std": 0.02,
         "tensor_model_parallel_size": tp,
         "pipeline_model_parallel_size": pp,
@@ -121,6 +141,30 @@ def arguments(model: Model, tp: int = 1, pp: int = 1, virtual: int = 1) -> dict[
         "load": Path("a/folder"),
         "betas": (0.9, 0.95),
         "consumed_train_samples": 640,
+    }
+
+
+def latent_arguments(model: Model) -> dict[str, Any]:
+    latent, scaling = model.attention.latent, model.rope_scaling
+    if latent is None:
+        return {}
+    told: dict[str, Any] = {"rope_type": "rope"}
+    if scaling is not None:
+        told = {
+            "rope_type": "yarn",
+            "rotary_scaling_factor": scaling.factor,
+            "original_max_position_embeddings": scaling.original_length,
+            "mscale": scaling.mscale or 1.0,
+            "mscale_all_dim": scaling.mscale_all_dim or 0.0,
+        }
+    return told | {
+        "multi_latent_attention": True,
+        "q_lora_rank": latent.query_rank,
+        "kv_lora_rank": latent.key_rank,
+        "qk_head_dim": model.head_size - model.rotary_size,
+        "qk_pos_emb_head_dim": model.rotary_size,
+        "v_head_dim": latent.value_width,
+        "qk_layernorm": True,
     }
 
 
@@ -189,7 +233,10 @@ def layer(
         yield f"{theirs}.linear_fc1.weight", torch.cat([gate, up])
         yield f"{theirs}.linear_fc2.weight", own(f"{name}.down.weight").chunk(tp, 1)[rank]
 
-    for kind in ("weight", "bias") if model.qkv_bias else ("weight",):
+    latent = model.attention.latent is not None
+    if latent:
+        yield from latent_attention(model, own, tp, rank)
+    for kind in () if latent else ("weight", "bias") if model.qkv_bias else ("weight",):
         whole = qkv(model, *(own(f"attention.{name}.{kind}") for name in "qkv"))
         yield f"self_attention.linear_qkv.{kind}", whole.chunk(tp)[rank]
     yield "self_attention.linear_proj.weight", own("attention.o.weight").chunk(tp, 1)[rank]
@@ -211,15 +258,41 @@ def layer(
                 yield f"mlp.experts.{place}", matrix
     else:
         yield from feed_forward("mlp", "mlp")
+    apart = local or latent
     yield (
-        ("input_layernorm.weight" if local else "self_attention.linear_qkv.layer_norm_weight"),
+        ("input_layernorm.weight" if apart else "self_attention.linear_qkv.layer_norm_weight"),
         own("attention_norm.weight"),
     )
+    if latent:
+        for name in ("q", "kv") if f"layers.{number}.attention.q_norm.weight" in ours else ("kv",):
+            place = f"{name}_layernorm.weight" if local else f"linear_{name}_up_proj.layer_norm_weight"
+            yield f"self_attention.{place}", own(f"attention.{name}_norm.weight")
     apart = local or mixes(model, number)
     yield ("pre_mlp_layernorm.weight" if apart else "mlp.linear_fc1.layer_norm_weight"), own("mlp_norm.weight")
     if model.qk_norm:
         yield "self_attention.q_layernorm.weight", own("attention.q_norm.weight")
         yield "self_attention.k_layernorm.weight", own("attention.k_norm.weight")
+
+
+def latent_attention(model: Model, own: Callable[[str], Tensor], tp: int, rank: int) -> Iterator[tuple[str, Tensor]]:
+    """Of every head the features that do not turn come first, in keys those that all heads share."""
+    latent, turning = model.attention.latent, model.rotary_size
+    assert latent is not None
+
+    def heads(*names: str) -> list[Tensor]:
+        return [own(f"attention.{name}.weight").unflatten(0, (model.heads, -1)) for name in names]
+
+    def cut(each: Tensor) -> Tensor:
+        return each.flatten(0, 1).chunk(tp)[rank]
+
+    if latent.query_rank is not None:
+        yield "self_attention.linear_q_down_proj.weight", own("attention.q_down.weight")
+    (queries,) = heads("q" if latent.query_rank is None else "q_up")
+    place = "linear_q_proj" if latent.query_rank is None else "linear_q_up_proj"
+    yield f"self_attention.{place}.weight", cut(torch.cat([queries[:, turning:], queries[:, :turning]], 1))
+    down = [own(f"attention.{name}.weight") for name in ("kv_down", "k_shared")]
+    yield "self_attention.linear_kv_down_proj.weight", torch.cat(down)
+    yield "self_attention.linear_kv_up_proj.weight", cut(torch.cat(heads("k_up", "v_up"), 1))
 
 
 def stage(
@@ -235,7 +308,7 @@ def stage(
         for name, tensor in layer(model, ours, number, tp, rank, local, experts):
             state[f"decoder.layers.{here}.{name}"] = tensor
         if not local:
-            state[f"decoder.layers.{here}.self_attention.linear_qkv._extra_state"] = None
+            state[f"decoder.layers.{here}.self_attention.linear_proj._extra_state"] = None
     if last:
         state["decoder.final_layernorm.weight"] = ours["head.norm.weight"]
         if not model.tie_embeddings or not first:

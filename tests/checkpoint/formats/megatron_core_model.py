@@ -21,9 +21,11 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.optimizer.optimizer import FP32Optimizer
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
+from megatron.core.transformer import multi_latent_attention
+from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.moe import moe_utils
-from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron_files import MIXED, MODELS, arguments, expert_arguments, padded
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+from megatron_files import MIXED, MODELS, arguments, expert_arguments, latent_arguments, padded
 
 from megalite.config.schema import Model
 
@@ -36,6 +38,7 @@ def main(action: str, folder: Path, logits: Path, case: str, tp: int, pp: int, e
     torch.Tensor.cuda = lambda self, *_: self
     filesystem_async._process_memory = lambda: 0
     CudaRNGStatesTracker.fork = lambda *_: nullcontext()
+    multi_latent_attention.HAVE_TE = False
     moe_utils.te_general_gemm = None  # looked up, though it is not imported without Transformer Engine
     dist.init_process_group("gloo")
     apart = {"expert_model_parallel_size": ep, "expert_tensor_parallel_size": 1} if ep > 1 else {}
@@ -84,25 +87,32 @@ def trained(gpt: GPTModel) -> FP32Optimizer:
     return optimizer
 
 
+class Attention(DotProductAttention):
+    """Takes widths of keys and values as that of Transformer Engine does: they are those of its inputs."""
+
+    def __init__(self, *args: Any, k_channels: int = 0, v_channels: int = 0, **options: Any) -> None:
+        super().__init__(*args, **options)
+
+
 def build(model: Model, tp: int, pp: int, **more: Any) -> GPTModel:
     experts = {key: value for key, value in expert_arguments(model).items() if key != "expert_model_parallel_size"}
     experts["num_moe_experts"] = experts.pop("num_experts")
     if model.experts is not None:
         experts |= {"moe_aux_loss_coeff": 0.0, "moe_token_dispatcher_type": "allgather"}
-    config = TransformerConfig(
+    if model.attention.latent is not None:
+        more |= latent_arguments(model) | {"kv_channels": model.attention.latent.value_width}
+        more |= {"rotary_base": model.rope_theta, "num_query_groups": model.heads}
+    config = (TransformerConfig if model.attention.latent is None else MLATransformerConfig)(
         num_layers=model.layers,
         hidden_size=model.width,
         num_attention_heads=model.heads,
-        num_query_groups=model.kv_heads,
         ffn_hidden_size=model.ffn,
-        kv_channels=model.head_size,
         normalization="RMSNorm",
         layernorm_epsilon=model.norm_eps,
         gated_linear_unit=True,
         activation_func=torch.nn.functional.silu,
         add_bias_linear=False,
         add_qkv_bias=model.qkv_bias,
-        qk_layernorm=model.qk_norm,
         tensor_model_parallel_size=tp,
         pipeline_model_parallel_size=pp,
         pipeline_dtype=torch.float32,
@@ -115,11 +125,14 @@ def build(model: Model, tp: int, pp: int, **more: Any) -> GPTModel:
         gradient_accumulation_fusion=False,
         params_dtype=torch.float32,
         **experts,
-        **more,
+        **{"num_query_groups": model.kv_heads, "kv_channels": model.head_size, "qk_layernorm": model.qk_norm, **more},
     )
+    layers = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm")
+    for layer in layers.layer_specs:
+        layer.submodules.self_attention.submodules.core_attention = Attention
     return GPTModel(
         config,
-        get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm"),
+        layers,
         vocab_size=padded(model.vocab_size, tp),
         max_sequence_length=model.sequence_length,
         pre_process=parallel_state.is_pipeline_first_stage(),

@@ -137,7 +137,6 @@ REFUSED = {
     "zero-centred norms": ({"apply_layernorm_1p": True}, r"norms of 1 \+ weight"),
     "a part of RoPE": ({"rotary_percent": 0.5}, "turns a part of every head"),
     "GELU": ({"swiglu": False}, "another activation than SwiGLU"),
-    "latent attention": ({"multi_latent_attention": True}, "latent attention"),
     "no number": ({"hidden_size": "64"}, "hidden_size = '64': must be a whole number"),
     "a number of no float": ({"rotary_base": 10**400}, "rotary_base = .*: must be a number"),
     "no number at all": ({"norm_epsilon": float("nan")}, "must be a number"),

@@ -393,9 +393,8 @@ def test_latent_attention_that_megalite_lacks_is_refused(change: dict[str, Any],
     assert told in str(raised.value)
 
 
-@pytest.mark.parametrize("kind", ["megatron", "megatron-dist", "meta"])
-def test_latent_attention_is_read_from_and_written_to_hugging_face_alone(kind: str, tmp_path: Path) -> None:
-    elsewhere = "model.attention.latent is read from and written to hf and megalite alone"
+def test_files_of_meta_have_no_latent_attention(tmp_path: Path) -> None:
+    kind, elsewhere = "meta", r"no original Llama has model\.attention\.latent; use another kind of files"
     for name in ("deepseek_v3, without experts", "llama"):
         CASES[name].save(tmp_path / name)
     found, other = (open_weights(str(tmp_path / name)) for name in ("deepseek_v3, without experts", "llama"))

@@ -10,7 +10,6 @@ from megalite.base.files import is_file, is_folder
 from megalite.checkpoint.store.disk import damage_of, read_whole
 from megalite.checkpoint.weights.formats.inert_pickle import Made
 from megalite.checkpoint.weights.maps.megatron_arguments import model_of
-from megalite.checkpoint.weights.maps.models import refuse_latent
 from megalite.config.schema import Model
 
 TRACKER = "latest_checkpointed_iteration.txt"  # holds the number of the latest iteration, or `release`
@@ -54,7 +53,6 @@ def arguments_in(content: Any) -> dict[str, Any] | None:
 def told_model(path: Path, file: str, arguments: Mapping[str, Any] | None, given: Model | None) -> Model:
     """The given model, or that of the arguments in `file`. Raises InputError if there is neither."""
     if given is not None:
-        refuse_latent(given, str(path))
         return given
     if arguments is None:
         raise InputError(f"{path}: {file} has no arguments that tell the model; give its configuration")

@@ -67,6 +67,7 @@ from megalite.checkpoint.weights.maps.megatron import (
 )
 from megalite.checkpoint.weights.maps.megatron_experts import STACKED
 from megalite.checkpoint.weights.maps.megatron_extra_states import extra_states
+from megalite.checkpoint.weights.maps.megatron_latent import FUSED_NORMS
 from megalite.checkpoint.weights.maps.megatron_training import arguments_beside, content_of, training_of
 from megalite.checkpoint.weights.maps.models import dtype_of, is_correction
 from megalite.checkpoint.weights.maps.strips import PREFIX, Table, Theirs, under_our_names
@@ -86,6 +87,7 @@ SYNONYMS = ((NORM_BEFORE_EXPERTS, FC1_NORM), MASTERS)
 MOMENTS = {f"optimizer.state.{name}.": f"optimizer.{name}." for name in ("exp_avg", "exp_avg_sq")}
 KINDS = {**dict.fromkeys(("", *MASTERS), PREFIX), **MOMENTS}  # begin names of theirs, and of ours
 STATE_DTYPE = "float32"  # data type of states
+REPEATED = ((FC1_NORM, NORM_BEFORE_EXPERTS), *FUSED_NORMS.items())  # the first of names is left out if both are there
 FILE_BYTES = 1 << 32  # bytes of a file that we write, about
 
 
@@ -166,7 +168,7 @@ def _chosen(states: bool, seen: set[Any], names: Names) -> list[Any]:
         name
         for name in names
         if (states and name.startswith(wanted)) or (not name.startswith(OTHER_PREFIXES) and known_as(name) is not None)
-        if FC1_NORM not in name or name.replace(FC1_NORM, NORM_BEFORE_EXPERTS) not in names  # else it is there twice
+        if not any(name != name.replace(*pair) and name.replace(*pair) in names for pair in REPEATED)
     ]
 
 
@@ -304,7 +306,8 @@ def plan(found: Weights, split: Split = WHOLE_MODEL, dtype: str | None = None) -
     def finish(written: Mapping[str, Written]) -> dict[str, bytes]:
         notes = {name.removeprefix(f"{folder}/"): file.note for name, file in written.items() if file.note}
         states = dict.fromkeys(extra_states(model), _StorageInfo(empty, 0, written[f"{folder}/{empty}"].file.bytes))
-        return {f"{folder}/{METADATA}": _metadata(described, notes, states)}
+        synonyms = SYNONYMS if model.attention.latent is None else (*SYNONYMS, *REPEATED)
+        return {f"{folder}/{METADATA}": _metadata(described, notes, states, synonyms)}
 
     beside_them, copied = taken_along(found)
     texts = beside_them | {
@@ -375,7 +378,10 @@ def _output(name: str, parts: Sequence[OutputPart]) -> Output:
 
 
 def _metadata(
-    described: Mapping[str, tuple[tuple[int, ...], str]], files: Mapping[str, Note], states: Mapping[str, _StorageInfo]
+    described: Mapping[str, tuple[tuple[int, ...], str]],
+    files: Mapping[str, Note],
+    states: Mapping[str, _StorageInfo],
+    synonyms: Sequence[tuple[str, str]],
 ) -> bytes:
     """The index of DCP, of tensors given by shape and data type. Some are in it under both the names that they have."""
     chunks: dict[str, list[ChunkStorageMetadata]] = {name: [] for name in described}
@@ -388,7 +394,7 @@ def _metadata(
         name: TensorStorageMetadata(TensorProperties(dtype=getattr(torch, dtype)), torch.Size(shape), chunks[name])
         for name, (shape, dtype) in described.items()
     }
-    for one, other in SYNONYMS:
+    for one, other in synonyms:
         tensors |= {name.replace(one, other): kind for name, kind in tensors.items() if one in name}
         places |= {replace(at, fqn=at.fqn.replace(one, other)): place for at, place in places.items() if one in at.fqn}
     places |= {MetadataIndex(name): place for name, place in states.items()}

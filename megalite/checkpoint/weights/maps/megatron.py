@@ -20,7 +20,8 @@ from megalite.checkpoint.weights.maps.megatron_experts import (
     of_experts,
     of_feed_forward,
 )
-from megalite.checkpoint.weights.maps.models import has_experts, refuse_latent
+from megalite.checkpoint.weights.maps.megatron_latent import FUSED_NORMS, KV_NORM, MAKING_LATENTS, Q_NORM, of_latents
+from megalite.checkpoint.weights.maps.models import has_experts
 from megalite.checkpoint.weights.maps.strips import Strip, Table, Theirs, part, piled, stacked
 from megalite.config.schema import Model
 from megalite.plan.parts.part import Weight
@@ -31,20 +32,22 @@ EMBEDDING, FINAL_NORM, OUTPUT = (
     "decoder.final_layernorm.weight",
     "output_layer.weight",
 )
-LAYERS = "decoder.layers."
+LAYERS, INPUT_NORM = "decoder.layers.", "input_layernorm.weight"
 QKV, FC1, FC2 = "self_attention.linear_qkv", "mlp.linear_fc1", "mlp.linear_fc2"
 NORM_BEFORE_EXPERTS, FC1_NORM = f"{NORM}.weight", f"{FC1}.layer_norm_weight"
 REPLICATED_TENSORS = {  # tensors of a layer that every tensor-parallel rank has, and ours
     f"{QKV}.layer_norm_weight": "attention_norm.weight",
-    "self_attention.q_layernorm.weight": "attention.q_norm.weight",
+    Q_NORM: "attention.q_norm.weight",
     "self_attention.k_layernorm.weight": "attention.k_norm.weight",
     FC1_NORM: "mlp_norm.weight",
     ROUTER: "mlp.router.weight",
+    KV_NORM: "attention.kv_norm.weight",
     CORRECTION: "mlp.router.correction",
     f"{SHARED}.gate_weight": "mlp.shared_gate.weight",
 }
 SPELLINGS = {  # names of a layer's tensors: in Megatron-Core without Transformer Engine, then before Megatron-Core
-    "input_layernorm.weight": f"{QKV}.layer_norm_weight",
+    INPUT_NORM: f"{QKV}.layer_norm_weight",
+    **FUSED_NORMS,
     NORM_BEFORE_EXPERTS: FC1_NORM,
     "input_norm.weight": f"{QKV}.layer_norm_weight",
     "post_attention_norm.weight": FC1_NORM,
@@ -97,7 +100,6 @@ def padded(vocabulary: int, tp: int) -> int:
 
 def check_split(model: Model, split: Split) -> None:
     """Raises InputError where the model cannot be divided so."""
-    refuse_latent(model, "Megatron's files")
     sizes = {"heads": model.heads, "kv_heads": model.kv_heads}
     if not all(has_experts(model)):
         sizes["ffn"] = model.ffn
@@ -130,21 +132,22 @@ def layer_table(model: Model, ours: Mapping[str, Weight], number: int, share: Sh
         height = sum(strip.height for strip in strips)
         return Theirs((height, *ours[f"{own}attention.q.{kind}"].shape[1:]), tuple(strips))
 
-    table = {
-        f"{QKV}.weight": fused("weight"),
-        **({f"{QKV}.bias": fused("bias")} if model.qkv_bias else {}),
-        "self_attention.linear_proj.weight": share.columns(f"{own}attention.o.weight", ours),
-    }
+    latent = model.attention.latent is not None
+    if latent:
+        attention = of_latents(model, own, ours, share)
+    else:
+        attention = {f"{QKV}.weight": fused("weight"), **({f"{QKV}.bias": fused("bias")} if model.qkv_bias else {})}
+    table = {**attention, "self_attention.linear_proj.weight": share.columns(f"{own}attention.o.weight", ours)}
     mixed = f"{own}mlp.router.weight" in ours
     if mixed:
         table |= of_experts(own, ours, share)
     else:
         table |= of_feed_forward("mlp", f"{own}mlp", ours, share)
     present = {name: own + inside for name, inside in REPLICATED_TENSORS.items() if own + inside in ours}
-    return table | {
-        NORM_BEFORE_EXPERTS if mixed and name == FC1_NORM else name: stacked([(there, ours[there])])
-        for name, there in present.items()
-    }
+    apart = {FC1_NORM: NORM_BEFORE_EXPERTS} if mixed else {}
+    if latent:
+        apart |= {f"{QKV}.layer_norm_weight": INPUT_NORM, **{name: fused for fused, name in FUSED_NORMS.items()}}
+    return table | {apart.get(name, name): stacked([(there, ours[there])]) for name, there in present.items()}
 
 
 def vocabulary(name: str, weight: Weight, size: int, share: Share = ALL) -> Theirs:
@@ -218,5 +221,5 @@ def places(split: Split) -> Iterator[tuple[int, int, int]]:
 
 def replicated(name: str) -> bool:
     """Return whether every tensor-parallel rank has the whole of this tensor."""
-    found = LAYER.fullmatch(name)
-    return name == FINAL_NORM or (found is not None and SPELLINGS.get(found[2], found[2]) in REPLICATED_TENSORS)
+    found, whole = LAYER.fullmatch(name), {*REPLICATED_TENSORS, *MAKING_LATENTS}
+    return name == FINAL_NORM or (found is not None and SPELLINGS.get(found[2], found[2]) in whole)

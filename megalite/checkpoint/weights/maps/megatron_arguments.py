@@ -8,6 +8,7 @@ from megalite.base.errors import InputError, listing
 from megalite.checkpoint.weights.maps.fields import Fields
 from megalite.checkpoint.weights.maps.megatron import VOCABULARY_STEP, Split
 from megalite.checkpoint.weights.maps.megatron_experts import expert_arguments, experts
+from megalite.checkpoint.weights.maps.megatron_latent import latent, latent_arguments
 from megalite.checkpoint.weights.maps.models import checked, lost
 from megalite.config.schema import Attention, Model, RopeScaling
 
@@ -26,7 +27,6 @@ NEUTRAL_VALUES: dict[str, tuple[Any, str]] = {  # the only value that megalite's
     "swiglu": (True, "means another activation than SwiGLU"),
     "add_bias_linear": (False, "means biases of all linear layers"),
     "apply_layernorm_1p": (False, "means norms of 1 + weight"),
-    "multi_latent_attention": (False, "means latent attention"),
     "rotary_percent": (1.0, "turns a part of every head only"),
     "rotary_interleaved": (False, "turns neighbouring elements of a head"),
     "rotary_seq_len_interpolation_factor": (None, "stretches positions"),
@@ -80,7 +80,7 @@ def model_of(arguments: Mapping[str, Any], file: str) -> Model:
         experts=experts(fields, fields.layers("num_layers")),
         init_std=fields.number("init_method_std"),
     )
-    return checked(model, fields.file)
+    return checked(replace(model, **latent(fields, model.attention)), fields.file)
 
 
 def arguments_of(model: Model, split: Split, size: int, dtype: str) -> dict[str, Any]:
@@ -121,6 +121,7 @@ def arguments_of(model: Model, split: Split, size: int, dtype: str) -> dict[str,
         "hidden_dropout": 0.0,
         "init_method_std": model.init_std,
         **expert_arguments(model),
+        **latent_arguments(model),
         "mtp_num_layers": None,
         "tensor_model_parallel_size": split.tp,
         "pipeline_model_parallel_size": split.pp,

@@ -5,18 +5,23 @@ from itertools import product
 
 from megalite.checkpoint.weights.maps.megatron import FC1, FC2, LAYERS, QKV, alike
 from megalite.checkpoint.weights.maps.megatron_experts import NORM, SHARED, STACKED
+from megalite.checkpoint.weights.maps.megatron_latent import MAKING_LATENTS, OF_LATENTS
 from megalite.checkpoint.weights.maps.models import has_experts
 from megalite.config.schema import Model
 
-STATEFUL_MODULES = (QKV, "self_attention.linear_proj", "self_attention.core_attention")
+STATEFUL_MODULES = ("self_attention.linear_proj", "self_attention.core_attention")
 
 
 def extra_states(model: Model) -> Iterator[str]:
     """The names of states that modules may ask for: Megatron loads no folder that lacks one."""
     norms = ("self_attention.q_layernorm", "self_attention.k_layernorm") if model.qk_norm else ()
+    attention = [QKV]
+    if model.attention.latent is not None:
+        matrices = (name.removesuffix(".weight") for name in (*OF_LATENTS, *MAKING_LATENTS))
+        attention = ["input_layernorm", *matrices]
     for number, mixed in enumerate(has_experts(model)):
         prefix, places, sizes = (LAYERS, (number,), (model.layers,)) if alike(model) else (f"{LAYERS}{number}.", (), ())
-        for name in (*STATEFUL_MODULES, *norms, *((NORM,) if mixed else (FC1, FC2))):
+        for name in (*attention, *STATEFUL_MODULES, *norms, *((NORM,) if mixed else (FC1, FC2))):
             yield _state_of(f"{prefix}{name}", places or (0,), sizes or (1,))
         if mixed and model.experts is not None and model.experts.shared_width is not None:
             for name in (FC1, FC2):

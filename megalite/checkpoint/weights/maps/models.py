@@ -85,6 +85,4 @@ def refuse_experts(model: Model, files: str) -> None:
 def refuse_latent(model: Model, files: str) -> None:
     """Raises InputError for a model with latent attention, of which these files are neither read nor written."""
     if model.attention.latent is not None:
-        raise InputError(
-            f"{files}: model.attention.latent is read from and written to hf and megalite alone; use one of these"
-        )
+        raise InputError(f"{files}: no original Llama has model.attention.latent; use another kind of files")

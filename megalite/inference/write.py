@@ -49,7 +49,7 @@ def stream(tokenizer: Tokenizer, prompt: Prompt, drawn: Iterable[Drawn]) -> None
     continuation: Continuation | None = None
     for item in drawn:
         if item.finish == "stop":
-            break
+            continue  # the last, but ranks that share out experts make passes until none has any
         new.append(item.token)
         continuation = continuation or Continuation(tokenizer, prompt, item.request.tokens)
         text = continuation.text(new)

@@ -2,7 +2,7 @@
 
 import io
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -95,6 +95,20 @@ def test_answers_continue_their_prompts(tokenizer: Tokenizer, whole: str, capsys
         (request,), _ = requests(prompts[:1], tokenizer, tokenizer.eod, 64, 60, 1)
         stream(tokenizer, prompts[0], drawing(request, after))
         assert before + capsys.readouterr().out == known + "\n"
+
+
+def test_all_is_drawn_of_a_text_that_stops(tokenizer: Tokenizer, capsys: pytest.CaptureFixture[str]) -> None:
+    """What follows may wait for it: copies of the model that share out its experts."""
+    (request,), _ = requests([Prompt("--prompt", "")], tokenizer, tokenizer.eod, 64, 60, 1)
+    joined = []
+
+    def drawn() -> Iterator[Drawn]:
+        yield from (Drawn(request, 5, None), Drawn(request, 6, "stop"))
+        joined.append(True)
+
+    stream(tokenizer, Prompt("--prompt", ""), drawn())
+    assert capsys.readouterr().out == tokenizer.decode([5]) + "\n"
+    assert joined
 
 
 def test_a_document_begins_without_a_blank(tokenizer: Tokenizer) -> None:

@@ -155,8 +155,6 @@ def _write(options: argparse.Namespace, draw: Draw, prompts: list[Prompt], place
         lines: list[str] = []
         write_lines(prompts, options.samples, tokenizer, drawn, lines.append)
         write_whole(options.out, "".join(lines))
-    for _ in drawn:  # which ranks that have more are waiting for
-        pass
     print(reduce(Timing.beside, timings), file=sys.stderr)
     return ExitCode.DONE
 

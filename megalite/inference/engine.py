@@ -67,7 +67,7 @@ class Engine:
         """Make passes here; after them, join those of replicas that have more. Collective over these."""
         try:
             yield
-        except InputError:  # of the text, which others do not have
+        except InputError:  # an error in a text that others do not have
             self._join()
             raise
         self._join()

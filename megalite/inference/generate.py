@@ -49,7 +49,7 @@ class Timing:
     first: float | None = None  # seconds until the first token of all
 
     def beside(self, other: "Timing") -> "Timing":
-        """This and another, of other texts in the same time."""
+        """Join this timing with another of the same time, whose texts are others."""
         return Timing(
             self.prompt_tokens + other.prompt_tokens,
             max(self.prompt_seconds, other.prompt_seconds),

@@ -49,13 +49,15 @@ def stream(tokenizer: Tokenizer, prompt: Prompt, drawn: Iterable[Drawn]) -> None
     continuation: Continuation | None = None
     for item in drawn:
         if item.finish == "stop":
-            continue  # the last, but ranks that share out experts make passes until none has any
+            break
         new.append(item.token)
         continuation = continuation or Continuation(tokenizer, prompt, item.request.tokens)
         text = continuation.text(new)
         if text.startswith(shown) and not text.endswith("\ufffd"):
             show(text[len(shown) :])
             shown = text
+    for _ in drawn:  # ranks that share out experts make passes until none has any
+        pass
     if text.startswith(shown):  # with half a character, if the text ends there
         show(text[len(shown) :])
     print()

@@ -32,8 +32,8 @@ FUSED_NORMS = {  # with Transformer Engine, and without
     f"{ATTENTION}linear_q_up_proj.layer_norm_weight": Q_NORM,
     f"{ATTENTION}linear_kv_up_proj.layer_norm_weight": KV_NORM,
 }
-STRIPS = 2  # of a head, in each tensor of OF_LATENTS
-NORM_EPS = 1e-6  # of our norms of latents; Megatron has one for all norms
+STRIPS = 2  # strips that a head has in each tensor of OF_LATENTS
+NORM_EPS = 1e-6  # as norms of latents have it; Megatron has one for all norms
 DEFAULTS = {  # values that Megatron takes for arguments that are not there
     "rope_type": "yarn",
     "rotary_scaling_factor": 40.0,

@@ -15,11 +15,11 @@ from torch import Tensor
 from megalite.parallel.hashes import splitmix, start_of
 from megalite.plan.parts.adapted import BLOCK
 
-BITS = 32  # of a hash that decide
+BITS = 32  # bits of a hash that decide
 
 
 class _Running(threading.local):
-    numbers: Tensor | None = None  # of the tokens that a thread computes; forward and backward may take turns
+    numbers: Tensor | None = None  # numbers of tokens that a thread computes; forward and backward may take turns
 
 
 _running = _Running()

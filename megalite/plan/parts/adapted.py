@@ -25,7 +25,7 @@ from megalite.plan.parts.sizes import Sizes
 from megalite.plan.parts.swiglu import SwiGLUPart
 from megalite.plan.parts.transfers import Transfers, over
 
-HASH_BYTES = 3 * 8  # of whole numbers in an element's hash, while it is made
+HASH_BYTES = 3 * 8  # bytes of whole numbers while an element's hash is made
 BLOCK = 1 << 20  # elements whose hashes are made at a time
 
 TARGETS: dict[str, Target] = {  # by the name of a matrix inside of its part
@@ -208,7 +208,7 @@ class Adapted:
             # The output's gradient is kept for the second factor, and that between them for the first.
             put_off += rows * outputs + rows * self.adapter.rank * (sizes.t if pair.scatters else 1)
         taken, twice = moment.temporaries + between, self._input(sizes, here[0]) if here else 0
-        if here:  # what factors have seen is gone by then
+        if here:  # inputs with features dropped are gone by then
             taken += self._dropping(sizes, here[0])
         last = bool(here) and here[0].scatters
         if last:  # the gathered gradient of the output is gone

@@ -14,7 +14,7 @@ from megalite.config.schema import Adapter, Config, Model
 from megalite.plan.model.weights import held_weights, weights
 from megalite.plan.parts.adapted import factor_names, target
 
-BEGIN = "base_model.model."  # of every name in PEFT's files
+BEGIN = "base_model.model."  # a beginning that every name in PEFT's files has
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ def modules(family: Family, model: Model) -> dict[str, Module]:
 
 
 def table(family: Family, model: Model, adapter: Adapter) -> Table:
-    """How the tensors of PEFT's file are made of our factors. Raises InputError for those that it has no names for."""
+    """The tensors of PEFT's file, as made of our factors. Raises InputError for those that it has no names for."""
     held = held_weights(Config(model=model, adapter=adapter).model)
     found: dict[str, Theirs] = {}
     for name, module in modules(family, model).items():

@@ -128,7 +128,7 @@ def _plain(path: Path, name: str) -> str:
 def _chunks(
     there: Mapping[str, Stored], wanted: Mapping[str, Module], files: tuple[str, ...], rank: int, model: Model
 ) -> Iterator[Chunk]:
-    """Where our factors lie. Matrices that are one module share its first factor."""
+    """Places of our factors. Matrices that are one module share its first factor."""
     ours = weights(model)
     for first, second, _, module in named(wanted):
         inputs, outputs = ours[module.ours[0]].shape[1], sum(strip.height for strip in module.rows)

@@ -27,6 +27,7 @@ COMPLETEP: Overrides = {
 TIED: Overrides = {"model.tie_embeddings": True}
 WIDE: Overrides = {**TIED, "model.width": 1024, "model.ffn": 512, "model.sequence_length": 256}
 ZERO2: Overrides = {"parallel.data.mode": "zero2"}
+ZERO3: Overrides = {"parallel.data.mode": "zero3"}
 NARROW: Overrides = {"parallel.data.reduce_precision": "bf16"}
 FP8: Overrides = {"train.precision": "fp8"}
 ROWWISE: Overrides = {"train.float8_recipe": "rowwise"}
@@ -129,6 +130,10 @@ CASES: dict[str, tuple[Overrides, int]] = {  # name -> overrides and the pipelin
     "attention most of all, documents": ({**ATTENTION, **DOCUMENTS}, 0),
     "attention most of all, ring": ({**ATTENTION, "parallel.cp": 4}, 0),
     "attention most of all, split backward": ({**ATTENTION, **PIPELINE, "parallel.pipeline.schedule": "zb_h1"}, 0),
+    "attention most of all, norms of heads, split backward": (
+        {**ATTENTION, **PIPELINE, "parallel.pipeline.schedule": "zb_h1", "model.qk_norm": True},
+        0,
+    ),
     "fp8, zero1, tp": ({**FP8, **SHARDED, "parallel.tp": 2, "parallel.data.mode": "zero1"}, 0),
     "fp8, recompute full": ({**FP8, **SHARDED, "train.recompute": "full", "batch.micro": 4}, 0),
     "fp8, selective, split backward": (
@@ -212,6 +217,20 @@ CASES: dict[str, tuple[Overrides, int]] = {  # name -> overrides and the pipelin
         0,
     ),
     "zbv": ({"parallel.pipeline.schedule": "zbv", "parallel.data.mode": "zero1", **SHARDED, **PIPELINE}, 0),
+    "zb_h1, zero3": ({**ZERO3, "parallel.pipeline.schedule": "zb_h1", **SHARDED, **PIPELINE}, 0),
+    "zb_h1, zero3, last stage": ({**ZERO3, "parallel.pipeline.schedule": "zb_h1", **SHARDED, **PIPELINE}, 1),
+    "zb_h1, zero3, micro-batch of 4": (
+        {
+            **ZERO3,
+            "parallel.pipeline.schedule": "zb_h1",
+            **SHARDED,
+            **PIPELINE,
+            "batch.micro": 4,
+            "batch.global": 32,
+        },
+        0,
+    ),
+    "zbv, zero3": ({**ZERO3, "parallel.pipeline.schedule": "zbv", **SHARDED, **PIPELINE}, 0),
     "zb_h1, tied, last stage": ({**TIED, "parallel.pipeline.schedule": "zb_h1", **SHARDED, **PIPELINE}, 1),
     "zbv, tied": ({**TIED, "parallel.pipeline.schedule": "zbv", **SHARDED, **PIPELINE}, 0),
     "zbv, tied, zero2": ({**TIED, "parallel.pipeline.schedule": "zbv", **ZERO2, **SHARDED, **PIPELINE}, 0),

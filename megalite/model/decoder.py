@@ -71,15 +71,14 @@ class Layer(nn.Module):
             return Norm(weights[f"{name}.weight"], model.norm_eps, tp, kernels, factor)
 
         self.attention_norm = norm("attention_norm", of_first)
-        frozen = kind.adapter is not None
-        attends = attention(model.width, kind.attention, frozen)
+        attends = attention(model.width, kind)
         self.attention: Attention | LatentAttention
         if isinstance(attends, GroupedQueryPart):
             self.attention = Attention(attends, model.norm_eps, kind.rope is not None, tp, kernels, of_rest)
         else:
             self.attention = LatentAttention(attends, tp, kernels, of_rest)
         self.mlp_norm = norm("mlp_norm", of_first)
-        part = feed_forward(model.width, kind.feed_forward, frozen)
+        part = feed_forward(model.width, kind.feed_forward, kind.adapter is not None)
         self.mlp: MLP | Experts
         if isinstance(part, SwiGLUPart):
             self.mlp = MLP(part, tp, kernels, of_rest)

@@ -10,7 +10,7 @@ FSDP2's own hooks gather layers one after another. In modes that keep weights, a
 earlier, and its RESHARD frees the weights. Its REDUCE says after which backward gradients are reduced.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Literal, cast
@@ -75,10 +75,26 @@ def shard(
             mp_policy=policy,
         )
     stage.fsdp_groups = [module for module in stage.modules() if isinstance(module, FSDPModule)]  # type: ignore[assignment]
+    _gathers_nothing_ahead(next(module for module in _children_first(stage) if isinstance(module, FSDPModule)))
     for group in _groups(stage):
         if meshes[cast(nn.Module, group)].size() > 1:  # one rank would divide by 1, in another pass over its gradients
             group.set_gradient_divide_factor(1.0)
         group.set_force_sum_reduction_for_comms(True)
+
+
+def _gathers_nothing_ahead(first: FSDPModule) -> None:
+    """Let backward of the group that forward uses first gather no other one.
+
+    Each backward gathers the group before it in the list of all that forward has used, micro-batch after micro-batch.
+    Before the first stands the last one, which would stay in memory until another pass needs it.
+    """
+    first.set_modules_to_backward_prefetch([first])
+
+
+def _children_first(module: nn.Module) -> Iterator[nn.Module]:
+    for child in module.children():
+        yield from _children_first(child)
+    yield module
 
 
 def gather(stage: object) -> None:

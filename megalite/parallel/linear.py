@@ -120,7 +120,8 @@ class _Linears(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors  # asked for once: full recompute unpacks them
-        x, weights = saved[: ctx.inputs], saved[ctx.inputs :]
+        # Put off with the graph that has made it, x would keep the stage's input until W.
+        x, weights = tuple(each.detach() for each in saved[: ctx.inputs]), saved[ctx.inputs :]
         group, product, factor, params = ctx.group, ctx.product, ctx.factor, ctx.params
         wanted, prepared = ctx.needs_input_grad[6:], [product.prepare_gradient(grad) for grad in grads]
         trained = [(param, grad) for param, grad, each in zip(params, prepared, wanted, strict=False) if each]

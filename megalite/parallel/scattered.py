@@ -70,7 +70,7 @@ class _Promised(torch.autograd.Function):
             gathered, ranks, lambda grad: (PLAIN_PRODUCT.input_gradient(grad, (weight,), None, factor),)
         )
         if kept:
-            by_piece = partial(_by_piece, kept[0], n, ranks)
+            by_piece = partial(_by_piece, kept[0].detach(), n, ranks)  # without its graph, as `linears` puts it off
             make = partial(accumulate, [(ctx.param, (whole.flatten(0, 1),))], by_piece, PLAIN_PRODUCT, factor)
             if ctx.gradients is None or not ctx.gradients.later(make):
                 make()

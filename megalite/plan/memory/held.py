@@ -78,8 +78,6 @@ class Held:
                 kept = states.kept(count, trained) // group.shards + states.copied(count, trained)
                 self._hold("parameters", component, part.times * kept)
                 self._hold(kind, component, part.times * (states.p * (moments + copies) // group.shards))
-        if states.frees and part.with_stage:
-            self._hold_weights("gathered weights", stage, index, states.w)
 
     def _saved(self, stage: int, index: int) -> int:
         """Bytes of a part in a checkpoint. A background save copies them to host memory, which it keeps."""

@@ -13,12 +13,14 @@ from megalite.schedule.actions import Action
 
 
 class Gradients(NamedTuple):
-    """State of a stage's gradients in a walk, by index in a `PartKey`: the fields of `Walk` of the same names."""
+    """State of a stage's gradients in a walk, by index in a `PartKey`, and of an embedding that stays with it: the
+    fields of `Walk` of the same names."""
 
     whole: frozenset[int] = frozenset()
     sharded: tuple[tuple[int, int], ...] = ()
     shared: tuple[tuple[int, int], ...] = ()
     reducing: int = 0
+    staying: bool = False
 
 
 class Effect(NamedTuple):
@@ -84,6 +86,7 @@ class Total(Walk):
             tuple((index, self.sharded[stage, index]) for index in every if (stage, index) in self.sharded),
             tuple((index, self.shared[stage, index]) for index in every if (stage, index) in self.shared),
             self.reducing[stage],
+            stage in self.staying,
         )
 
     def _set(self, stage: int, state: Gradients) -> None:
@@ -97,6 +100,8 @@ class Total(Walk):
         for index, size in state.shared:
             self.shared[stage, index] = size
         self.reducing[stage] = state.reducing
+        self.staying.discard(stage)
+        self.staying |= {stage} if state.staying else set()
 
     def _keep(self, part: Unit) -> None:
         self.total += part.kept_bytes

@@ -33,6 +33,7 @@ class Walk(Held):
         super().__init__(plan, m, pp)
         self.reductions = reductions(self.table, pp)
         self.fetched: Counter[tuple[int, PartKey]] = Counter()  # by micro-batch and part: layers fetched from the host
+        self.staying: set[int] = set()  # stages with a tied embedding that is gathered now, until a backward ends
         self.whole: set[PartKey] = set()  # parts with gradients that are not reduced yet
         self.sharded: dict[PartKey, int] = {}  # parts with reduced gradients, and the bytes of an element
         self.shared: Counter[PartKey] = Counter()  # bytes of the buffer in which replicas sum a part, until its next
@@ -91,6 +92,7 @@ class Walk(Held):
 
     def _forward(self, action: Action) -> Iterator[int]:
         """Action F. Yields its temporaries whenever it gives way, as `_backward` does."""
+        self._stay(action.stage, True)
         self._hold("activations", "attention", self.sizes.turns)
         if action.stage > 0 and not self._offloads_input(action.stage):
             self._hold("activations", "between stages", -self.sizes.stream)  # counted as the first layer's input
@@ -115,8 +117,10 @@ class Walk(Held):
     def _backward(self, action: Action) -> Iterator[int]:
         """Action B or I. After I, the tensors from which weight gradients are made stay until W."""
         split, states = action.kind is Kind.I, self.states
+        self._stay(action.stage, True)
         reduction = self.reductions[action]
         parts = self.parts[action.stage]
+        received = self.sizes.stream if action.stage < self.table.stages - 1 else 0
         # An embedding that the head of its stage uses too: the head's gradient waits, and is added to the look-up's.
         gradient = states.r if states.copies else states.w
         waiting = gradient * parts[0].weights.gradients if parts[0].with_stage and not parts[0].copy else 0
@@ -133,8 +137,8 @@ class Walk(Held):
                 self._fetch(action, index, part.times)
                 self._fetch(action, index - 1, 1)
             made = sums = 0
-            # Until the last layer has added to it, the gradient of its output is the received one, held anyway.
-            given = self.sizes.stream if index == len(parts) - 1 and action.stage < self.table.stages - 1 else 0
+            # Bytes of the stream's gradient that are held anyway: the last layer is given the received one.
+            held = received if index == len(parts) - 1 else 0
             for moment in part.backward:
                 begun = 0 if puts_off else self._new_sums(key, moment)
                 is_sum = states.copies > 0 and moment.summed is not None  # which counts as begun from then on
@@ -142,16 +146,21 @@ class Walk(Held):
                 sums += 0 if is_sum else begun
                 again = part.again[moment.name]
                 summed = waiting if index == 0 else 0
-                taken = moment.temporaries - given
+                taken = moment.temporaries - held
                 # The two gradients of a tied copy make one, which is its float32 sum.
                 new = made + (summed or sums if states.copies else sums + summed)
                 self._see(taken + new + again + beside, gathered, moment.name)
                 # Full recompute begins after the first pause, and what has arrived is used after the second.
                 for missing in part.missing[: moment.pauses] if moment.where == "remade" else [0] * moment.pauses:
                     yield taken + new + again + beside + gathered - missing
-                if moment.name == "gate and up":
-                    given = 0
                 self._release(part, moment, puts_off)
+                if puts_off and moment.weights and moment.of_stream:  # which W needs too
+                    if held:
+                        self._hold("activations", "between stages", -received)
+                        received = 0
+                    held = self.sizes.stream
+                if moment.adds:
+                    held = 0
                 sums += begun if is_sum else 0
                 if moment.name == EXPERTS_DONE and len(groups) > 1:
                     gathered -= self._gathered_experts(part)
@@ -162,6 +171,8 @@ class Walk(Held):
                 if puts_off and moment.weights:
                     put_off = PutOff(key, moment, part.put_off[moment.name])
                     self.put_off.setdefault((action.stage, action.micro), []).append(put_off)
+            if index == 0:
+                self._stay(action.stage, False)
             if waiting and index in (0, len(parts) - 1):
                 self._hold("gradients", "waiting", waiting if index else -waiting)
             if puts_off:
@@ -177,8 +188,7 @@ class Walk(Held):
             self._see()
             if self._offloads_input(action.stage):
                 self._hold("activations", "between stages", -self.sizes.stream)
-        if action.stage < self.table.stages - 1:
-            self._hold("activations", "between stages", -self.sizes.stream)
+        self._hold("activations", "between stages", -received)
 
     def _weight_gradients(self, action: Action) -> None:
         """Action W: make the weight gradients that the layers of a stage have put off, then reduce as FSDP2 does."""
@@ -215,6 +225,16 @@ class Walk(Held):
                     copies = self.states.w * (weights.total + weights.recut)
                     self._see(copies + gradients * backward, gathered, GATHERING)
                 gradients += part.rows
+
+    def _stay(self, stage: int, gathered: bool) -> None:
+        """Gather a tied embedding that stays with its stage, or free it, if that is not done yet."""
+        part, each = self.parts[stage][0], self.states.w
+        if not (self.states.frees and part.with_stage) or (stage in self.staying) == gathered:
+            return
+        self.staying ^= {stage}
+        if gathered and self.states.shards > 1:
+            self._see(each * part.weights.total, each * part.weights.total, GATHERING)
+        self._hold_weights("gathered weights", stage, 0, each if gathered else -each)
 
     def _gathered(self, part: Unit) -> int:
         """Bytes of weights that are gathered only while `part` is in use."""

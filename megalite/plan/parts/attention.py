@@ -29,6 +29,7 @@ class GroupedQueryPart(Gathered):
     width: int
     kind: GroupedQuery
     frozen: bool = False
+    rotary: bool = True  # positions turn queries and keys
 
     name = title = "attention"
     takes = "projections"
@@ -97,9 +98,15 @@ class GroupedQueryPart(Gathered):
         columns, into = self.casts(sizes, q + k + v, o)
         put_off = sum(size for name, size in (("q", q), ("k", k), ("v", v)) if gradients[f"{name}.weight"])
         return (
-            Moment("output", max(own, gathered) + o + into, output, put_off=gathered or sizes.stream),
+            Moment(
+                "output",
+                max(own, gathered) + o + into,
+                output,
+                put_off=gathered or sizes.stream,
+                of_stream=not (own or gathered or into),
+            ),
             Moment("attention", o + self._memory(sizes).backward),
-            Moment("rope", q * (2 + sizes.z // sizes.w) + k + v),
+            Moment("rope", self._turning(sizes, q, k, v)),
             Moment(
                 "projections",
                 sizes.linear(q + k + v, self.trains_columns) + columns,
@@ -108,6 +115,14 @@ class GroupedQueryPart(Gathered):
                 again=gathered,
             ),
         )
+
+    def _turning(self, sizes: Sizes, q: int, k: int, v: int) -> int:
+        """Bytes in backward of the norms and the rotation of queries, which are last, and gradients of keys, values."""
+        wide = q * sizes.z // sizes.w
+        if self.kind.norms is not None:  # whose input is freed, of keys
+            return q + 3 * wide + v
+        halves = 2 * wide + q + (q // 2 if sizes.z > sizes.w else 0)  # products of each half of queries, and their sums
+        return (halves if self.rotary else q) + k + v
 
     def forward_transfers(self, sizes: Sizes, cp: int, phase: str) -> Transfers:
         found = super().forward_transfers(sizes, cp, phase) + self._sums(sizes, phase)

@@ -125,7 +125,13 @@ class LatentPart(Weighted):
             of_q, again = self._of_latent(sizes, self.kind.query_rank, of_queries)
         latents = sizes.split(sum(self.latents.values()) + heads.rotary_width)
         return (
-            Moment("output", max(own, gathered) + o, output, put_off=gathered or stream),
+            Moment(
+                "output",
+                max(own, gathered) + o,
+                output,
+                put_off=gathered or stream,
+                of_stream=not (own or gathered),
+            ),
             Moment("attention", o + self._memory(sizes).backward),
             Moment("rope", q * (2 + sizes.z // sizes.w) + own_k + k + v),
             Moment("keys and values", q + own_k + v + kv, of_keys, put_off=own_k + v, again=of_kv),

@@ -5,7 +5,7 @@ from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from megalite.config.layers import GroupedQuery, Latent, LayerKind, Mixture, SwiGLU
+from megalite.config.layers import GroupedQuery, LayerKind, Mixture, SwiGLU
 from megalite.plan.parts import roles
 from megalite.plan.parts.adapted import Adapted
 from megalite.plan.parts.attention import GroupedQueryPart
@@ -18,9 +18,12 @@ from megalite.plan.parts.swiglu import SwiGLUPart
 from megalite.plan.parts.transfers import Transfers
 
 
-def attention(width: int, kind: GroupedQuery | Latent, frozen: bool = False) -> GroupedQueryPart | LatentPart:
-    """The attention of a layer of the residual stream's `width`. frozen: its weights are not trained."""
-    return GroupedQueryPart(width, kind, frozen) if isinstance(kind, GroupedQuery) else LatentPart(width, kind, frozen)
+def attention(width: int, kind: LayerKind) -> GroupedQueryPart | LatentPart:
+    """The attention of a layer of `kind` in a residual stream of `width` features."""
+    frozen = kind.adapter is not None
+    if isinstance(kind.attention, GroupedQuery):
+        return GroupedQueryPart(width, kind.attention, frozen, rotary=kind.rope is not None)
+    return LatentPart(width, kind.attention, frozen)
 
 
 def feed_forward(width: int, kind: SwiGLU | Mixture, frozen: bool = False) -> SwiGLUPart | ExpertsPart:
@@ -38,12 +41,11 @@ class Layer:
     @cached_property
     def parts(self) -> tuple[Part, Part]:
         """Attention and feed-forward."""
-        kind, frozen = self.kind, self.frozen
-        first = attention(self.width, kind.attention, frozen)
-        second = feed_forward(self.width, kind.feed_forward, frozen)
-        return (
-            (first, second) if kind.adapter is None else (Adapted(first, kind.adapter), Adapted(second, kind.adapter))
-        )
+        kind = self.kind
+        parts = attention(self.width, kind), feed_forward(self.width, kind.feed_forward, self.frozen)
+        if kind.adapter is None:
+            return parts
+        return Adapted(parts[0], kind.adapter), Adapted(parts[1], kind.adapter)
 
     @property
     def frozen(self) -> bool:
@@ -139,6 +141,7 @@ class Layer:
             found += part.backward(sizes, own=sizes.stream if after else 0)
             if before:  # its gradient is beside that of the stream
                 found.append(Moment(before, sizes.norm))
+            found[-1] = replace(found[-1], adds=True)
         return tuple(
             replace(
                 moment,

@@ -158,9 +158,11 @@ class Moment:
     temporaries: int
     weights: int = 0  # bytes of weight gradients made here; they stay until the unit has all of its weight gradients
     put_off: int = 0  # bytes of output gradients that a split backward keeps until W
+    of_stream: bool = False  # these are the gradient of the residual stream itself
     again: int = 0  # temporaries of W when it makes the weight gradients that were put off
     # Bytes of new float32 sums in place of `weights`, where weights have copies; 0: forward keeps the sum already.
     summed: int | None = None
+    adds: bool = False  # ends with another gradient of the residual stream, to which the part has added
     pauses: int = 0  # times that a pass waits for rows of other ranks here, and one beside it has its turn
     # Only in layers whose tensors are "remade" by full recompute, or "kept" on the device; empty: in all.
     where: Literal["", "remade", "kept"] = ""

@@ -63,7 +63,13 @@ class SwiGLUPart(Gathered):
         put_off = f * ((gate > 0) + (up > 0))
         taken = sizes.linear(2 * f, self.trains_columns) + columns
         return (
-            Moment("down", max(own, gathered) + f + into, down, put_off=gathered or sizes.stream),
+            Moment(
+                "down",
+                max(own, gathered) + f + into,
+                down,
+                put_off=gathered or sizes.stream,
+                of_stream=not (own or gathered or into),
+            ),
             Moment("swiglu", 3 * f),
             Moment("gate and up", taken, gate + up, put_off=put_off, again=gathered),
         )

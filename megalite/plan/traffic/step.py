@@ -82,8 +82,6 @@ class StepTransfers:
         matrices_only = kind is Kind.W and stage not in self.added_up
         self.found.update(self.weights[stage].reduces(reduction.replicas, matrices_only))
         self.added_up.discard(stage)
-        if reduction.last:
-            self.gathering[stage].end()
 
     def _forward(self, stage: int) -> Transfers:
         found: Transfers = Counter()

@@ -137,50 +137,26 @@ class WeightTraffic:
 class Gathering:
     """Groups of a stage that FSDP2's hooks gather in a step with zero3.
 
-    A group is freed after it was used in forward, one that stays with the stage only in backward; each is gathered
-    where it is needed and not there. Backward of a group gathers one more ahead of its use: the group that was used
-    before it in forward. FSDP2 keeps one list of uses for all micro-batches until the last backward of a step. So if
-    forward has run before, the first group of a micro-batch also gathers the last group, for which the next forward
-    need not gather it. The rest of the list is thrown away at the end of a step.
+    A group is freed after it was used, one that stays with the stage only after backward. Each is gathered where it is
+    needed and not there.
     """
 
     def __init__(self, groups: Sequence[Group]) -> None:
         self.groups = groups
-        staying = [index for index, group in enumerate(groups) if group.with_stage]
-        self.order = [index for index in range(len(groups)) if index not in staying] + staying
-        self.there: set[int] = set()  # groups that are gathered, or being gathered
-        self.uses: list[int] = []  # groups by use in forward
-        self.latest: list[list[int]] = [[] for _ in groups]  # by group: the uses that had no backward yet
+        self.staying = False  # the groups that stay with the stage are there
 
     def forward(self) -> list[Group]:
         """Groups that a forward action gathers."""
-        gathered = [group for index, group in enumerate(self.groups) if index not in self.there]
-        self.there = {index for index, group in enumerate(self.groups) if group.with_stage}
-        for index in self.order:
-            self.latest[index].append(len(self.uses))
-            self.uses.append(index)
+        gathered, self.staying = self._missing(), True
         return gathered
 
     def backward(self) -> list[Group]:
-        """The groups that a backward action gathers."""
-        gathered = []
-        for index in reversed(self.order):
-            use = self.latest[index].pop()
-            for needed in (index, self.uses[use - 1] if use else index):
-                if needed not in self.there:
-                    self.there.add(needed)
-                    gathered.append(self.groups[needed])
-            if not self.groups[index].with_stage:
-                self.there.discard(index)
-        self.there -= {index for index, group in enumerate(self.groups) if group.with_stage}
+        """Groups that a backward action gathers."""
+        gathered, self.staying = self._missing(), False
         return gathered
 
-    def end(self) -> None:
-        """The last gradients of a step are reduced: FSDP2 forgets the uses, and what it has gathered ahead."""
-        self.there.clear()
-        self.uses.clear()
-        for uses in self.latest:
-            uses.clear()
+    def _missing(self) -> list[Group]:
+        return [group for group in self.groups if not (group.with_stage and self.staying)]
 
 
 def share(rows: int, shards: int, position: int) -> int:

@@ -28,6 +28,7 @@ TIED: Overrides = {"model.tie_embeddings": True}
 WIDE: Overrides = {**TIED, "model.width": 1024, "model.ffn": 512, "model.sequence_length": 256}
 ZERO2: Overrides = {"parallel.data.mode": "zero2"}
 ZERO3: Overrides = {"parallel.data.mode": "zero3"}
+FEW_TOKENS: Overrides = {"model.sequence_length": 64}  # weights take more
 NARROW: Overrides = {"parallel.data.reduce_precision": "bf16"}
 FP8: Overrides = {"train.precision": "fp8"}
 ROWWISE: Overrides = {"train.float8_recipe": "rowwise"}
@@ -231,6 +232,10 @@ CASES: dict[str, tuple[Overrides, int]] = {  # name -> overrides and the pipelin
         0,
     ),
     "zbv, zero3": ({**ZERO3, "parallel.pipeline.schedule": "zbv", **SHARDED, **PIPELINE}, 0),
+    "zbv, zero2, few tokens": (
+        {**ZERO2, **FEW_TOKENS, "parallel.pipeline.schedule": "zbv", **SHARDED, **PIPELINE},
+        1,
+    ),
     "zb_h1, tied, last stage": ({**TIED, "parallel.pipeline.schedule": "zb_h1", **SHARDED, **PIPELINE}, 1),
     "zbv, tied": ({**TIED, "parallel.pipeline.schedule": "zbv", **SHARDED, **PIPELINE}, 0),
     "zbv, tied, zero2": ({**TIED, "parallel.pipeline.schedule": "zbv", **ZERO2, **SHARDED, **PIPELINE}, 0),
@@ -301,6 +306,14 @@ CASES: dict[str, tuple[Overrides, int]] = {  # name -> overrides and the pipelin
     "experts, zero2": ({**EXPERTS, **ZERO2, "parallel.dp_shard": 4}, 0),
     "experts, zero3, muon": ({**EXPERTS, "optim.name": "muon", "parallel.dp_shard": 4}, 0),
     "experts, zbv, zero2": ({**EXPERTS, **ZERO2, "parallel.pipeline.schedule": "zbv", **SHARDED, **PIPELINE}, 0),
+    "experts, zb_h1, zero3, few tokens": (
+        {**EXPERTS, **ZERO3, **FEW_TOKENS, "parallel.pipeline.schedule": "zb_h1", **SHARDED, **PIPELINE},
+        0,
+    ),
+    "experts apart, zb_h1, zero2, few tokens": (
+        {**APART, **ZERO2, **FEW_TOKENS, "parallel.pipeline.schedule": "zb_h1", **PIPELINE},
+        0,
+    ),
     "experts, ring, balance loss, fp32": (
         {**EXPERTS, **BALANCED, "parallel.cp": 2, "train.precision": "fp32", "model.experts.scores": "sigmoid"},
         0,

@@ -204,6 +204,7 @@ class Activations(Sizes):
         several = list(weights)
         trained = [weight for weight in several if weight.trained]
         last_recut = list(filter(self._recut, trained))[-1:]
+        sizes = [self._gradient(weight) for weight in trained]
         newest = {id(weight): weight for weight in (*trained[-1:], *last_recut)}.values()
         return Weights(
             Parameters.of(several, elements),
@@ -211,6 +212,7 @@ class Activations(Sizes):
             Parameters.of(several, states),
             Parameters.of(several, copies),
             newest=sum(map(self._gradient, newest)),
+            twice=max((size - sum(sizes[at + 1 :]) for at, size in enumerate(sizes)), default=0),
             recut=sum(map(self._recut, several)),
             last_recut=sum(map(self._gradient, last_recut)),
         )

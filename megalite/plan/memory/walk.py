@@ -206,9 +206,10 @@ class Walk(Held):
         self._see(made.total())
         for index, part in self._through(action.stage):
             if part.puts_off:
-                made.pop((action.stage, index), None)
-                for group in self._groups(action.stage, index):
-                    self._add_up(part, group, made.total())
+                left = made.pop((action.stage, index), 0)
+                for group in reversed(self._groups(action.stage, index)):
+                    left = max(0, left - self.states.w * group.weights.gradients)
+                    self._add_up(part, group, made.total() + left)
         if self.reductions[action].now:
             self._reduce_all(action)
         self._end_reductions(action)
@@ -311,7 +312,7 @@ class Walk(Held):
             self._hold_group("gradients", part, group, states.r)
             self.whole.add(group.key)
         if states.r != states.w and not states.copies:
-            new = 0 if summed else states.w * group.weights.gradients
+            new = 0 if summed else states.w * group.weights.twice
             self._see(new + beside, what=GRADIENT_SUMMATION)
 
     def _reduce_all(self, action: Action) -> None:

@@ -349,7 +349,9 @@ class Walk(Held):
         if held != each:
             self._hold_group("gradients", part, group, each - held, sharded=True)
             self.sharded[key] = each
-        if states.replicas and not waits and states.r != states.p:
+        # The first gradient is the buffer itself, and so is a sum that has waited for the replicas.
+        is_gradient = states.r == states.p and not (held and self.table.splits_backward)
+        if states.replicas and not waits and not is_gradient:
             self._share(key, part.times * reduced)
 
     def _end_reductions(self, action: Action) -> None:

@@ -241,6 +241,10 @@ CASES: dict[str, tuple[Overrides, int]] = {  # name -> overrides and the pipelin
     "zbv, tied, zero2": ({**TIED, "parallel.pipeline.schedule": "zbv", **ZERO2, **SHARDED, **PIPELINE}, 0),
     "1f1b, replicas, bf16 reduction": ({**ZERO2, **NARROW, **HYBRID, **PIPELINE}, 0),
     "zb_h1, replicas": ({**ZERO2, "parallel.pipeline.schedule": "zb_h1", **HYBRID, **PIPELINE}, 0),
+    "zb_h1, replicas, many micro-batches": (
+        {**ZERO2, "parallel.pipeline.schedule": "zb_h1", **HYBRID, **PIPELINE, "batch.global": 32},
+        0,
+    ),
     "zb_h1, replicas, bf16 reduction": (
         {**ZERO2, **NARROW, "parallel.pipeline.schedule": "zb_h1", **HYBRID, **PIPELINE},
         0,
@@ -292,6 +296,21 @@ CASES: dict[str, tuple[Overrides, int]] = {  # name -> overrides and the pipelin
     "experts, full, balance loss": ({**EXPERTS, **BALANCED, "train.recompute": "full"}, 0),
     "experts, a shared one": ({**EXPERTS, **SHARED}, 0),
     "experts, a shared one, full": ({**EXPERTS, **SHARED, "train.recompute": "full"}, 0),
+    "experts, narrow, selective, a shared one": (
+        {**NARROW_EXPERTS, **SHARED, "train.recompute": "selective"},
+        0,
+    ),
+    "experts, narrow, full, a shared one, zb_h1": (
+        {
+            **NARROW_EXPERTS,
+            **SHARED,
+            **PIPELINE,
+            "batch.global": 32,
+            "parallel.pipeline.schedule": "zb_h1",
+            "train.recompute": "full",
+        },
+        0,
+    ),
     "experts of later layers, full, dualpipev": (
         {
             **EXPERTS,
@@ -364,6 +383,18 @@ CASES: dict[str, tuple[Overrides, int]] = {  # name -> overrides and the pipelin
     "experts apart, narrow, zb_h1": ({**PIPELINE, **NARROW_APART, "parallel.pipeline.schedule": "zb_h1"}, 0),
     "experts apart, narrow, selective, a shared one": (
         {**PIPELINE, **NARROW_APART, **SHARED, "train.recompute": "selective"},
+        0,
+    ),
+    "experts apart, narrow, full, a shared one": ({**NARROW_APART, **SHARED, "train.recompute": "full"}, 0),
+    "experts apart, narrow, selective, a shared one, zb_h1": (
+        {
+            **PIPELINE,
+            **NARROW_APART,
+            **SHARED,
+            "batch.global": 128,
+            "parallel.pipeline.schedule": "zb_h1",
+            "train.recompute": "selective",
+        },
         0,
     ),
     "experts apart, muon": ({**APART, "optim.name": "muon"}, 0),

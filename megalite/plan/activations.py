@@ -83,7 +83,7 @@ class Activations(Sizes):
         passing = (*remade, *cheap, *offloaded)
         where = "remade" if mode == "full" else "fetched" if offloaded else "kept"
         of_last = layer.parts[-1]
-        made = sum(kept.bytes for kept in passing if kept.component == of_last.name) + layer.dropped(self)
+        made = [kept for kept in (*passing, *layer.dropped(self)) if kept.component == of_last.name]
         late = sum(kept.bytes for kept in stays if kept.of_arrivals)
         return Unit(
             "layer",

@@ -18,9 +18,9 @@ Item = tuple[str, str]  # a kind of `plan.memory`, or HOST, and a component of t
 class Weights:
     """Numbers of elements: parameters, those that are trained, all optimizer states, and copies beside these states.
 
-    newest: of gradients that FSDP2 still holds while it reduces those of all weights. twice: of gradients that are there
-    in both precisions at most, while FSDP2 widens one after the other, beside all wide ones. recut: of weights that it shards
-    along another dimension than the first, and copies once more to put shards together; last_recut: of the last one.
+    newest: of gradients that FSDP2 still holds while it reduces those of all weights. twice: of gradients that are
+    there beside all wide ones at most, while FSDP2 widens one after the other. recut: of weights that it shards along
+    another dimension than the first, and copies once more to put shards together; last_recut: of the last one.
     """
 
     parameters: Parameters

@@ -9,7 +9,7 @@ of W's input by two ways, and adds them.
 """
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -177,13 +177,13 @@ class Adapted:
             return self.part.room(sizes)
         return sizes.tokens // sizes.t
 
-    def forward(self, sizes: Sizes, passing: int) -> int:
+    def forward(self, sizes: Sizes, passing: Sequence[Kept]) -> int:
         """Temporaries of the part, and what the adapter of its last matrix adds, if that is as large as its output."""
         last = next((pair for pair in self.pairs if pair.moment == "down"), None)
         alone = last is not None and (last.weight.role.of_expert or sizes.t == 1)
         added = self._rows(sizes, last) * last.weight.shape[-2] * sizes.w if last is not None and alone else 0
         dropping = 0 if last is None else self._dropping(sizes, last)
-        return self.part.forward(sizes, passing + max(added, dropping))
+        return self.part.forward(sizes, [*passing, Kept("adapters", max(added, dropping), "down")])
 
     def pauses(self, sizes: Sizes) -> tuple[Pause, ...]:
         return self.part.pauses(sizes)

@@ -18,7 +18,7 @@ whatever is chosen. Sums of a token's rows go back.
 """
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from types import MappingProxyType
@@ -124,17 +124,26 @@ class ExpertsPart(Weighted):
         for kept in self.shared.kept(sizes):
             moment = f"{SHARED} {kept.for_weights}" if kept.for_weights else ""
             yield replace(kept, until=f"{SHARED} {kept.until}", for_weights=moment)
+        moments = [f"{SHARED} gate and up"]
         if self.kind.shared_gate:
+            moments.append(f"{SHARED} gate")
             yield Kept("mlp", sizes.stream + 2 * sizes.statistic, f"{SHARED} gate")
+        for moment in moments:  # selective recompute makes the tokens again for each
+            yield Kept("mlp", sizes.stream, moment, for_weights=moment, cheap=True, recipe=True)
 
-    def forward(self, sizes: Sizes, passing: int) -> int:
+    def forward(self, sizes: Sizes, passing: Sequence[Kept]) -> int:
         rows, _ = self._rows(sizes)
+        of_shared = sum(kept.bytes for kept in passing if kept.until.startswith(SHARED) and not kept.recipe)
+        own = sum(kept.bytes for kept in passing if not kept.until.startswith(SHARED))
         parallel, gathered = sizes.config.parallel, self._gathered(sizes)
         summed = _summing(sizes, gathered) if gathered else 2 * sizes.stream + sizes.stream * sizes.z // sizes.w
         # Results that come back, beside those that were sent back.
         exchanged = 2 * (gathered or rows) if parallel.ep > 1 else 0
+        sent = (gathered or rows) if parallel.ep > 1 else 0  # on their way, beside the shared expert
+        if self.shared is not None and parallel.ep == 1:  # its output waits for that of the others
+            rows += sizes.stream
         # Layers that recompute still hold their input.
-        return max(rows + passing, rows + summed, exchanged) - (1 if passing else 2) * sizes.stream
+        return max(rows + own, rows + summed, exchanged, sent + of_shared) - (1 if passing else 2) * sizes.stream
 
     def pauses(self, sizes: Sizes) -> tuple[Pause, ...]:
         if sizes.config.parallel.ep == 1:
@@ -152,11 +161,16 @@ class ExpertsPart(Weighted):
         # The gradient of what all return is held until the shared expert has used it.
         held, given = (own, sizes.stream) if self.shared is not None else (0, 0)
         apart, gathered = sizes.config.parallel.ep > 1, self._gathered(sizes)
-        sent = gathered or rows
+        sent, summed = gathered or rows, _summing(sizes, sizes.stream)
         there = gathered or 2 * rows  # gradients to experts, on their way
-        # Full recompute begins when a gradient of rows is there, and makes what experts return once more.
+        # Experts that are all here take tokens after the shared one, so they give gradients of these before it.
+        early = self.shared is not None and not apart
+        # Beside the shared expert's backward: that gradient, or those of rows on their way, and what its gate has made.
+        beside = sizes.stream if early else 2 * sent + sizes.stream * self.kind.shared_gate
+        # Full recompute begins when a gradient of rows is there, and makes once more what experts and the shared one
+        # return.
         return (
-            Moment("made again", own + 2 * rows, where="remade", pauses=2 * apart),
+            Moment("made again", own + 2 * rows + given, where="remade", pauses=2 * apart),
             *([Moment("gradients to experts", own + there, where="kept", pauses=1)] if apart else []),
             *([Moment("gradients of rows", own + rows + gathered, where="kept")] if gathered else []),
             Moment("down", own + rows + hidden, down, put_off=rows),
@@ -164,12 +178,13 @@ class ExpertsPart(Weighted):
             Moment("gate and up", held + 2 * hidden + rows, gate + up, put_off=2 * hidden),
             *([Moment("gradients of tokens", held + rows + _summing(sizes, gathered))] if gathered else []),
             *([Moment("gradients back", held + 2 * sent, pauses=1)] if apart else []),
-            *self._shared_backward(sizes, own, 2 * sent if apart else rows, gradients["shared_gate"]),
-            Moment("router", sent + 2 * sizes.stream + given, router, put_off=self._logits(sizes)),
+            *([Moment("gradients of rows", held + rows + summed)] if early else []),
+            *self._shared_backward(sizes, own, beside, gradients["shared_gate"]),
+            Moment("router", (0 if early else sent) + summed + given, router, put_off=self._logits(sizes)),
         )
 
     def _shared_backward(self, sizes: Sizes, own: int, rows: int, gate: int) -> Iterator[Moment]:
-        """Moments of the shared expert, with gradients of rows on their way back. gate: bytes of its gradient."""
+        """Moments of the shared expert. rows: bytes of gradients of rows or tokens beside. gate: of its gradient."""
         if self.shared is None:
             return
         if self.kind.shared_gate:

@@ -1,8 +1,9 @@
 """Transfers of a part that tensor parallelism splits by columns, then by rows."""
 
 from collections import Counter
+from collections.abc import Sequence
 
-from megalite.plan.parts.part import Weighted
+from megalite.plan.parts.part import Kept, Weighted
 from megalite.plan.parts.roles import RoleKind
 from megalite.plan.parts.sizes import Sizes
 from megalite.plan.parts.transfers import Transfers
@@ -36,8 +37,8 @@ class Gathered(Weighted):
         into = whole + inputs // sizes.w + once_more[1] if sizes.in_8_bits(self.weights(), into_stream=True) else 0
         return columns, into
 
-    def forward(self, sizes: Sizes, passing: int) -> int:
-        return sizes.gathered + passing
+    def forward(self, sizes: Sizes, passing: Sequence[Kept]) -> int:
+        return sizes.gathered + sum(kept.bytes for kept in passing)
 
     def forward_transfers(self, sizes: Sizes, cp: int, phase: str) -> Transfers:
         return sizes.over_tp("all_gather", f"{phase}: gather of the input of {self.title}", sizes.pieces)

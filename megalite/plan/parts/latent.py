@@ -10,7 +10,7 @@ grouped-query attention, and latents before and after their norms.
 """
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -101,8 +101,8 @@ class LatentPart(Weighted):
             found.append(Kept("attention", sizes.split(size), moment, for_weights=moment, cheap=True))
         return tuple(found)
 
-    def forward(self, sizes: Sizes, passing: int) -> int:
-        return sizes.gathered + passing
+    def forward(self, sizes: Sizes, passing: Sequence[Kept]) -> int:
+        return sizes.gathered + sum(kept.bytes for kept in passing)
 
     def pauses(self, sizes: Sizes) -> tuple[Pause, ...]:
         return ()

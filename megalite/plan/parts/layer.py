@@ -9,7 +9,7 @@ from megalite.config.layers import GroupedQuery, LayerKind, Mixture, SwiGLU
 from megalite.plan.parts import roles
 from megalite.plan.parts.adapted import Adapted
 from megalite.plan.parts.attention import GroupedQueryPart
-from megalite.plan.parts.experts import SHARED, ExpertsPart
+from megalite.plan.parts.experts import ExpertsPart
 from megalite.plan.parts.latent import LatentPart
 from megalite.plan.parts.part import Kept, Moment, Part, Product, Weight
 from megalite.plan.parts.roles import RoleKind
@@ -87,12 +87,22 @@ class Layer:
         """The matrix products of a forward pass on one of `tp` ranks."""
         return [product for part in self.parts for product in part.products(tokens, tp)]
 
-    def kept(self, sizes: Sizes, with_input: bool = False, every: bool = False) -> tuple[Kept, ...]:
-        """The tensors that a layer without recompute keeps for backward.
+    def kept(self, sizes: Sizes, with_input: bool = False) -> tuple[Kept, ...]:
+        """The tensors that a layer without recompute keeps for backward. with_input: its input, even if not needed."""
+        return tuple(self._needed(self._made(sizes, with_input), self._moments_of_weights(sizes), with_input))
 
-        with_input: its input, even if not needed. every: also what it would keep if all weights were trained.
-        """
-        made = {moment.name for moment in self.backward(sizes) if moment.put_off}
+    def dropped(self, sizes: Sizes) -> list[Kept]:
+        """Tensors that forward makes, and does not keep, as weights whose gradients need them are not trained."""
+        trained = self._moments_of_weights(sizes)
+        alone = (kept for kept in self._made(sizes) if kept.until == kept.for_weights and not kept.recipe)
+        return [kept for kept in alone if kept.for_weights not in trained]
+
+    def _moments_of_weights(self, sizes: Sizes) -> set[str]:
+        """The moments that make gradients of matrices."""
+        return {moment.name for moment in self.backward(sizes) if moment.put_off}
+
+    def _made(self, sizes: Sizes, with_input: bool = False) -> list[Kept]:
+        """The tensors of a forward pass that backward needs if all weights are trained."""
         found = list[Kept]()
         for part in self.parts:
             first, (before, after) = part is self.parts[0], self._moments(part)
@@ -111,14 +121,7 @@ class Layer:
                     found.append(Kept("norms", sizes.stream, norm, given=given))
                     found.append(Kept("norms", sizes.statistic, norm))
             found += part.kept(sizes)
-        return tuple(found if every else self._needed(found, made, with_input))
-
-    def dropped(self, sizes: Sizes) -> int:
-        """Bytes that the last part makes in forward, and does not keep, as weights that need them are not trained."""
-        found = self.kept(sizes, every=True), self.kept(sizes)
-        last = [[kept for kept in each if kept.component == self.parts[-1].name] for each in found]
-        whole, left = (sum(kept.bytes for kept in each if not kept.until.startswith(SHARED)) for each in last)
-        return whole - left  # a shared expert's are gone when the last tokens come back
+        return found
 
     def _needed(self, found: Iterable[Kept], made: Container[str], with_input: bool) -> Iterator[Kept]:
         """The tensors without those that only gradients of weights need which are not trained.

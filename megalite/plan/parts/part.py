@@ -5,7 +5,7 @@ and the module read the same value, so a tensor of a part is described in one pl
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import ClassVar, Literal, NamedTuple, Protocol
@@ -205,10 +205,10 @@ class Part(Protocol):
     def kept(self, sizes: Sizes) -> tuple[Kept, ...]:
         """Tensors that a forward pass keeps for backward, the part's input aside."""
 
-    def forward(self, sizes: Sizes, passing: int) -> int:
+    def forward(self, sizes: Sizes, passing: Sequence[Kept]) -> int:
         """Temporaries when a forward pass makes its output, but for two as large as that.
 
-        passing: bytes of tensors that backward needs, but that forward does not keep on the device.
+        passing: tensors of the part that backward needs, but that forward does not keep on the device.
         """
 
     def pauses(self, sizes: Sizes) -> tuple[Pause, ...]:

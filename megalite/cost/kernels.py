@@ -26,6 +26,7 @@ MISALIGNMENT_FACTOR = 2.0  # how much longer such products take
 # Watts that a FLOP/s takes, that of bf16 being 1. In fp8, twice as many lower clocks three quarters as far as in bf16,
 # as NVIDIA's runs on H100, B200, GB200 and GB300 show.
 POWER = {"fp8": 0.375}
+OVERLAP_EXPONENT = 3  # higher: the longer of device and host decides more sharply; from Megatron's layers
 PEAK_SHARE = 0.8  # share of the peak that a matrix product reaches at best, where nobody has measured it
 
 
@@ -98,3 +99,8 @@ def _tiled(m: int, n: int, k: int, batch: int, multiprocessors: int) -> float:
             each = 2 * rows * columns * depth * (1 + SPLIT_COST * (parts - 1))
             found.append(waves * multiprocessors * each / share)
     return min(found)
+
+
+def launched(device: float, host: float) -> float:
+    """Seconds of kernels that the host launches one by one: those that are shorter than a launch wait for it."""
+    return (device**OVERLAP_EXPONENT + host**OVERLAP_EXPONENT) ** (1 / OVERLAP_EXPONENT)

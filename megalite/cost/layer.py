@@ -15,10 +15,11 @@ from megalite.config.attention_kernels import PADDING
 from megalite.config.layers import Heads
 from megalite.cost.cluster import Cluster
 from megalite.cost.constants import FITTED_CONSTANTS, Constants
-from megalite.cost.kernels import VECTOR_ELEMENTS, Kernels
+from megalite.cost.kernels import VECTOR_ELEMENTS, Kernels, launched
 from megalite.cost.network import Group, Net
 from megalite.cost.program import HOST_BACKWARD_RATIO, TABLE_KERNELS, Program, attention_shares, machine_of
 from megalite.cost.share import Share
+from megalite.cost.turns import LayerPass, Stretch
 from megalite.plan.parts.adapted import bare
 from megalite.plan.parts.experts import ExpertsPart
 from megalite.plan.parts.part import Product
@@ -28,7 +29,6 @@ from megalite.plan.recompute_modes import Mode
 MERGE_BYTES = (12, 8)  # for each element of attention's result, to add what other ranks' keys give: forward, backward
 ROUTED_BYTES = 4  # for each element of a token and of its rows, forward or backward: it is read once, and written once
 LOOKUP_ELEMENTS = 6  # read and written for each of the embedding's output, forward and backward
-OVERLAP_EXPONENT = 3  # higher: the longer of device and host decides more sharply; from Megatron's layers
 # Share of the network's rate at which tokens are sent once to each node. DeepEP's README (0297fc8) tells 90, 81, 61 and
 # 61 GB/s on two and on four nodes with networks of 50, and counts what stays on a node.
 ONCE_SHARE = 0.88
@@ -73,13 +73,15 @@ class LayerTime:
     """Times of one layer and micro-batch.
 
     backward: what is recomputed included. weights: of it, the seconds that make the gradients of weights. inputs: all
-    else of it by itself, with all launches: as long at least as what weights leave of the whole.
+    else of it by itself, with all launches: as long at least as what weights leave of the whole. turns: forward and
+    backward as they take turns with others.
     """
 
     forward: Seconds
     backward: Seconds
     weights: float
     inputs: Seconds
+    turns: tuple[LayerPass, LayerPass]
 
 
 class LayerModel:
@@ -110,21 +112,46 @@ class LayerModel:
         program, recompute = self.program, recompute or self.share.recompute
         forward, backward, weights, uncovered = self._alone
         host = program.host + (program.experts_host if self.share.passed.active else 0.0)
-        launched = host, host * HOST_BACKWARD_RATIO
+        launches = host, host * HOST_BACKWARD_RATIO
         if recompute == "full":
             again = forward if program.remade_results else forward._replace(experts=forward.experts / 2)
-            backward, launched = backward + again, (launched[0], launched[1] + launched[0])
+            backward, launches = backward + again, (launches[0], launches[1] + launches[0])
         elif recompute == "selective" and program.repeats is None:
             backward += Seconds(attention=forward.attention)
         elif recompute == "selective":
             backward += Seconds(products=(program.repeats or 0.0) * forward.products, passes=forward.passes)
         halved = backward._replace(products=backward.products - weights, tensor=backward.tensor + uncovered)
-        inputs = _launched(halved, launched[1])
-        forward, backward = _launched(forward, launched[0]), _launched(backward, launched[1])
+        inputs = _launched(halved, launches[1])
+        turns = self._turns(forward, backward, launches, recompute)
+        forward, backward = _launched(forward, launches[0]), _launched(backward, launches[1])
         if program.waits:
             waits = Seconds(host=program.waits)
             forward, backward = forward + waits, backward + waits if recompute == "full" else backward
-        return LayerTime(forward, backward, weights, inputs)
+        return LayerTime(forward, backward, weights, inputs, turns)
+
+    def _turns(
+        self, forward: Seconds, backward: Seconds, launches: tuple[float, float], recompute: Mode
+    ) -> tuple[LayerPass, LayerPass]:
+        """Both passes, without launches, as they take turns: each gives way when it has sent numbers of rows, or rows.
+
+        Forward's last stretch are the products of experts, backward's first. Between them rows come and go.
+        """
+        alone = [each.total - each.experts for each in (forward, backward)]
+        if not (sent := self._dispatch() / 2):
+            return LayerPass((), alone[0], launches[0]), LayerPass((), alone[1], launches[1])
+        forward_of, *backward_of = self._of_product
+        grouped = [product for product in self.share.products(_aligned(self.share.tokens)) if product.groups > 1]
+        there, back = (
+            sum(passed(product) for product in grouped for passed in each) for each in ([forward_of], backward_of)
+        )
+        own, own_back = (sum(map(passed, self._shared)) for passed in self._of_product[:2])
+        before, rest = alone[0] - there - own, alone[1] - back - own_back
+        rows = Stretch(back, sent, own_back)
+        first = LayerPass((Stretch(before), Stretch(0.0, sent, own), Stretch(there, sent)), 0.0, launches[0])
+        if recompute != "full":
+            return first, LayerPass((Stretch(0.0, sent), rows), rest, launches[1])
+        again = Stretch(before, sent, own), Stretch(there, sent)
+        return first, LayerPass((*again, rows), rest - alone[0], launches[1])
 
     @cached_property
     def _alone(self) -> tuple[Seconds, Seconds, float, float]:
@@ -369,6 +396,6 @@ def _aligned(tokens: int) -> int:
 
 
 def _launched(device: Seconds, host: float) -> Seconds:
-    """Seconds of kernels that the host launches one by one: those that are shorter than a launch wait for it."""
+    """`launched` of kernels by what takes them."""
     alone = device.total
-    return device + Seconds(host=(alone**OVERLAP_EXPONENT + host**OVERLAP_EXPONENT) ** (1 / OVERLAP_EXPONENT) - alone)
+    return device + Seconds(host=launched(alone, host) - alone)

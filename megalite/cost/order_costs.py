@@ -6,7 +6,8 @@ take longer than the whole, transfers, and weights and gradients that are exchan
 
 from megalite.config.schema import Config
 from megalite.cost.cluster import load_cluster
-from megalite.cost.predict import Trial, seconds_of
+from megalite.cost.predict import Trial
+from megalite.cost.rank_seconds import seconds_of
 from megalite.cost.schedule_tables import costs_of
 from megalite.cost.stages import Timer, transfer_seconds
 from megalite.plan.automatic import Costing

@@ -4,7 +4,6 @@ The pipeline's own table runs on a clock with the times of its stages (`schedule
 and end of a long step are run: in between, every micro-batch adds as much as the one before.
 """
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -12,15 +11,14 @@ from functools import cached_property
 from megalite.base.errors import InputError
 from megalite.config.schema import Config, Place
 from megalite.cost.cluster import Cluster
-from megalite.cost.layer import KINDS, Seconds
+from megalite.cost.layer import KINDS
 from megalite.cost.link_clocks import groups, times, total
 from megalite.cost.muon import TORCH_SURPLUS, muon_matrices, muon_parameters, muon_seconds
-from megalite.cost.schedule_tables import PICTURE_ROUNDS, Cost, costs_of, enough
+from megalite.cost.rank_seconds import busy_of, pace_of, passes_of, seconds_of, table_of_step
+from megalite.cost.schedule_tables import PICTURE_ROUNDS, costs_of, enough
 from megalite.cost.slowest_gpu import waiting
 from megalite.cost.stages import (
     HOST_SHARE,
-    UNSPLIT_SCHEDULES,
-    ZERO_BUBBLES,
     Shared,
     StageTime,
     Timer,
@@ -31,7 +29,6 @@ from megalite.plan.activations import Activations
 from megalite.plan.model.size import flops_per_token
 from megalite.plan.pipeline import micro_batches
 from megalite.plan.resolved import Plan, resolve
-from megalite.schedule.actions import Action, Kind, Table
 from megalite.schedule.generate import NAMES
 from megalite.schedule.simulate import Timeline, simulate
 
@@ -178,7 +175,7 @@ class Trial:
     @cached_property
     def pace(self) -> float:
         """Seconds of a micro-batch on the slowest rank."""
-        return _pace(self.plan, self.stages)
+        return pace_of(self.plan, self.stages)
 
     def _run(self, m: int) -> tuple[float, float]:
         config, tables = self.plan.config, self.timer.tables
@@ -199,8 +196,8 @@ def predict(config: Config, cluster: Cluster, timer: Timer | None = None, plan: 
     trial, m = Trial(plan, timer), micro_batches(config)
     stages, makespan, update = trial.stages, trial.makespan, trial.update
     tail = trial.begun[0] - trial.begun[1] + trial.makespan - trial.clocked
-    split = _split(plan, timer, m)
-    busy = [_busy(plan, stages, split, rank, m) for rank in range(config.parallel.pp)]
+    counts = passes_of(plan, timer, m)
+    busy = [busy_of(plan, stages, counts, rank, m) for rank in range(config.parallel.pp)]
     busiest = max(busy, key=lambda seconds: seconds.total)
     parts = {kind: getattr(busiest, kind) for kind in KINDS}
     parts |= {"data": parts["data"] + tail, "bubble": 0.0}
@@ -242,35 +239,11 @@ def _refuse_impossible(found: Prediction) -> None:
 def timeline(prediction: Prediction, timer: Timer) -> Timeline:
     """Return when every action runs in a step that is cut short after PICTURE_ROUNDS, for pictures."""
     config = prediction.config
-    table = _table(prediction.plan, timer, enough(config, micro_batches(config), PICTURE_ROUNDS))
+    table = table_of_step(prediction.plan, timer, enough(config, micro_batches(config), PICTURE_ROUNDS))
     of = costs_of(table)
     return simulate(
         table, lambda action: seconds_of(of(action), prediction.stages), transfer_seconds(config, timer.net)
     )
-
-
-def _table(plan: Plan, timer: Timer, m: int) -> Table:
-    """The schedule of a step of `m` micro-batches; of a named one, only what ranks compute, gather and reduce."""
-    named = plan.config.parallel.pipeline.schedule in NAMES
-    return timer.tables.of(plan.config, m) if named else plan.table(m)
-
-
-def _pace(plan: Plan, stages: Sequence[StageTime]) -> float:
-    """Seconds that another micro-batch adds at least to a long step: a rank's passes, or its reductions, if they take
-    longer and pile up."""
-    schedule, mode = plan.config.parallel.pipeline.schedule, plan.config.parallel.data_mode
-    whole = schedule in UNSPLIT_SCHEDULES
-    most = 0.0
-    for rank in range(plan.config.parallel.pp):
-        mine = [stages[stage] for stage in plan.stages_of(rank)]
-        back = (sum(stage.halves) if schedule in ZERO_BUBBLES else stage.backward.total for stage in mine)
-        computes = sum(stage.forward.total for stage in mine) + sum(back)
-        reduces = 0.0
-        if mode in ("zero2", "zero3"):
-            computes += whole * sum(stage.longer[False] for stage in mine)
-            reduces = (schedule in ZERO_BUBBLES) * sum(stage.reduce for stage in mine)
-        most = max(most, computes, reduces)
-    return most
 
 
 def sending_seconds(plan: Plan, stages: Sequence[StageTime], timer: Timer) -> float:
@@ -278,7 +251,7 @@ def sending_seconds(plan: Plan, stages: Sequence[StageTime], timer: Timer) -> fl
     config, placement, net = plan.config, plan.placement, timer.net
     m, last, pipeline = micro_batches(config), plan.stages - 1, groups(config)["pp"]
     each_time = m if config.parallel.data_mode in ("zero2", "zero3") else 1
-    splits = _table(plan, timer, min(m, enough(config, m))).splits_backward
+    splits = table_of_step(plan, timer, min(m, enough(config, m))).splits_backward
     by_stage = {
         id(stage): total(
             (
@@ -309,58 +282,6 @@ def sending_seconds(plan: Plan, stages: Sequence[StageTime], timer: Timer) -> fl
                 sent.append(net.links("messages", shared.of_copy, pipeline))
             found[key] = max(total(sent))
     return max(found.values())
-
-
-def seconds_of(cost: Cost, stages: Sequence[StageTime]) -> float:
-    """Seconds that an action takes."""
-    stage = stages[cost.stage]
-    match cost.kind:
-        case Kind.F:
-            return stage.forward.total
-        case Kind.B:
-            return stage.backward.total + (stage.longer[cost.last] if cost.reduces else 0.0)
-        case Kind.I:
-            return stage.halves[0]
-        case Kind.W:
-            return stage.halves[1]
-        case Kind.GATHER:
-            return stage.gather
-        case Kind.REDUCE:
-            return stage.reducing(cost.last) if cost.split else 0.0  # else it is in the backward pass
-    return 0.0
-
-
-def _split(plan: Plan, timer: Timer, m: int) -> Mapping[int, float]:
-    """Backward passes that are split in a step of `m` micro-batches, by stage. Empty where a schedule splits none."""
-    config = plan.config
-    few, pp = enough(config, m), config.parallel.pp
-    if not _table(plan, timer, few).splits_backward:
-        return {}
-
-    def counted(m: int) -> Counter[int]:
-        programs = _table(plan, timer, m).programs
-        return Counter(
-            item.stage for each in programs for item in each if isinstance(item, Action) and item.kind is Kind.I
-        )
-
-    found, before = counted(few), counted(few - pp) if few < m else Counter[int]()
-    return {stage: found[stage] + (m - few) * (found[stage] - before[stage]) / pp for stage in range(plan.stages)}
-
-
-def _busy(plan: Plan, stages: list[StageTime], split: Mapping[int, float], rank: int, m: int) -> Seconds:
-    """The time in which a rank computes in a step of `m` micro-batches, slowed by reductions beside it.
-
-    split: as `_split` gives it. Reductions run beside whole passes.
-    """
-    found = Seconds()
-    each_time = plan.config.parallel.data_mode in ("zero2", "zero3")
-    for stage in plan.stages_of(rank):
-        time = stages[stage]
-        longer = sum(time.halves) / time.backward.total - 1
-        found += (time.forward + time.backward) * m + time.backward * (longer * split.get(stage, 0.0))
-        if not split:
-            found += Seconds(data=time.longer[True] + (m - 1) * time.longer[False] * each_time)
-    return found
 
 
 def _update(plan: Plan, stages: Sequence[StageTime], timer: Timer) -> float:

@@ -45,7 +45,8 @@ class Cost(NamedTuple):
     """Actions that take equally long: of one kind, on one stage.
 
     reduces: whether gradients are reduced beside it, or by it. last: whether replicas are summed then, too. split:
-    whether it follows a W, beside which nothing was reduced.
+    whether it follows a W, beside which nothing was reduced. beside: of an F or B that takes turns with a pass of
+    another stage, that stage.
     """
 
     kind: Kind
@@ -53,6 +54,7 @@ class Cost(NamedTuple):
     reduces: bool = False
     last: bool = False
     split: bool = False
+    beside: int | None = None
 
 
 class Tables:
@@ -76,7 +78,7 @@ class Tables:
         """
         if config.parallel.pipeline.schedule not in NAMES:
             return table_of(config, m, self._costing)
-        times, paired = (placing_times(config), pairs_up(config)) if transfers else (None, False)
+        times, paired = placing_times(config) if transfers else None, pairs_up(config)
         key = *self._named(config, m), _when(config), transfers, times, paired
         if key not in self._tables:
             placement, orders = self.orders(config, m)
@@ -108,9 +110,9 @@ class Tables:
 
     def clock(self, config: Config, m: int) -> Clock[Cost]:
         """A clock for a step of `m` micro-batches under a named schedule."""
-        key = *self._named(config, m), _when(config)
+        key = *self._named(config, m), _when(config), (paired := pairs_up(config))
         if key not in self._clocks:
-            self._clocks[key] = named_clock(*self.orders(config, m), m, sharding_mode(config))
+            self._clocks[key] = named_clock(*self.orders(config, m), m, sharding_mode(config), paired)
         return self._clocks[key]
 
     def clock_of(self, table: Table) -> Clock[Cost]:
@@ -130,16 +132,18 @@ def _when(config: Config) -> tuple[bool, bool] | None:
     return (mode != "zero3", mode in ("zero2", "zero3")) if uses_fsdp(config) else None
 
 
-def named_clock(placement: Sequence[int], orders: Orders, m: int, mode: str | None) -> Clock[Cost]:
-    """The clock of a schedule whose gradients `mode` reduces; None: without FSDP2.
+def named_clock(
+    placement: Sequence[int], orders: Orders, m: int, mode: str | None, paired: bool = False
+) -> Clock[Cost]:
+    """The clock of a schedule whose gradients `mode` reduces; None: without FSDP2. paired: as in `Table`.
 
     It is that of the table which `plan.pipeline.sharded` makes of the orders, and is found without it.
     """
     splits = any(action.kind is Kind.W for action in orders[0])
     each_time, numbers = mode in ("zero2", "zero3"), dict[Cost, int]()
 
-    def numbered(kind: Kind, stage: int, *told: bool) -> int:
-        return numbers.setdefault(Cost(kind, stage, *told), len(numbers))
+    def numbered(cost: Cost) -> int:
+        return numbers.setdefault(cost, len(numbers))
 
     found = []
     for order in orders:
@@ -149,41 +153,54 @@ def named_clock(placement: Sequence[int], orders: Orders, m: int, mode: str | No
             last[stage] = index
         timed: list[Timed] = []
         gathers = [(max(0, index - 1), stage) for stage, index in first.items()] if mode not in (None, "zero3") else []
-        known = dict[tuple[Kind, int, bool], tuple[int, int]]()  # numbers of an action, and of the reduction after it
+        others = _partners(order) if paired else {}
+        known = dict[object, tuple[int, int]]()  # numbers of an action, and of the reduction after it
         for index, (kind, stage, micro) in enumerate(order):
             while gathers and gathers[0][0] <= index:
                 gathered = gathers.pop(0)[1]
-                timed.append((Kind.GATHER, gathered, micro, numbered(Kind.GATHER, gathered)))
-            key = kind, stage, ends = kind, stage, index == last[stage]
+                timed.append((Kind.GATHER, gathered, micro, numbered(Cost(Kind.GATHER, gathered))))
+            key = kind, stage, ends, beside = kind, stage, index == last[stage], others.get(index)
             if key not in known:
                 whole = kind is Kind.B
                 reduces = mode is not None and (whole or kind is Kind.W) and (each_time or ends)
                 replicas = ends or splits
-                number = numbered(kind, stage, *((reduces, reduces and replicas) if whole else ()))
-                after = numbered(Kind.REDUCE, stage, True, replicas, not whole) if reduces else -1
+                beside_it = whole and reduces
+                number = numbered(Cost(kind, stage, beside_it, beside_it and replicas, beside=beside))
+                after = numbered(Cost(Kind.REDUCE, stage, True, replicas, not whole)) if reduces else -1
                 known[key] = number, after
             number, after = known[key]
             timed.append((kind, stage, micro, number))
             if after >= 0:
                 timed.append((Kind.REDUCE, stage, micro, after))
         found.append(timed)
-    return Clock(found, placement, m, list(numbers))
+    return Clock(found, placement, m, list(numbers), paired)
+
+
+def _partners(order: Sequence[Action]) -> dict[int, int]:
+    """By place in an order, of those passes that take turns: the stage of the other."""
+    found, pairs = dict[int, int](), pairs_of([order])
+    for index, action in enumerate(order):
+        if (second := pairs.get(action)) is not None:
+            found[index], found[index + 1] = second.stage, action.stage
+    return found
 
 
 def costs_of(table: Table) -> Callable[[Action], Cost]:
     """By action of `table`: what its time depends on."""
     each = (reductions(table, rank) for rank in range(table.ranks))
     reduced = {action: found for rank in each for action, found in rank.items()}
+    others = {first: second.stage for first, second in table.pairs.items()}
+    others |= {second: first.stage for first, second in table.pairs.items()}
 
     def of(action: Action) -> Cost:
         kind, stage, micro = action
         if kind is Kind.B:
             found = reduced[action]
-            return Cost(kind, stage, found.now, found.now and found.replicas)
+            return Cost(kind, stage, found.now, found.now and found.replicas, beside=others.get(action))
         if kind is Kind.REDUCE:
             whole = reduced.get(Action(Kind.B, stage, micro))
             found = whole or reduced[Action(Kind.W, stage, micro)]
             return Cost(kind, stage, True, found.replicas, split=whole is None)
-        return Cost(kind, stage)
+        return Cost(kind, stage, beside=others.get(action))
 
     return of

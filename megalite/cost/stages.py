@@ -8,7 +8,7 @@ it takes the sum over its parts of what takes longer. The first gather of a pass
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -24,84 +24,22 @@ from megalite.cost.network import Collective, Group, Links, Net
 from megalite.cost.program import MEGALITE, Program
 from megalite.cost.schedule_tables import Tables
 from megalite.cost.share import Share, share_of
+from megalite.cost.stage_time import Piece, Sent, StageTime, Turns
+from megalite.cost.turns import LayerPass, StagePass
 from megalite.plan.activations import Activations
 from megalite.plan.automatic import OrderCosts
 from megalite.plan.automatic import costs_of as sizes_of
 from megalite.plan.memory.fit import GIB, TENSOR_SHARE
 from megalite.plan.parts.layer import Layer
 from megalite.plan.parts.sizes import PRECISION_BYTES
-from megalite.plan.pipeline import micro_batches, sharding_mode, uses_copies, uses_fsdp
+from megalite.plan.pipeline import micro_batches, pairs_up, sharding_mode, uses_copies, uses_fsdp
 from megalite.plan.recompute_modes import Mode
 from megalite.plan.resolved import Plan, resolve
-from megalite.schedule.problem import Beside, StageCosts
+from megalite.schedule.problem import Beside
 
-# Share by which halves of a backward pass take longer than the whole. In arXiv 2401.10241 (Zero Bubble), table 4 tells
-# how fast 1F1B and ZB-2p are, table 5 their bubbles; without these, ZB-2p is 2.4 % slower. Two thirds of a step are
-# backward.
-SPLIT_OVERHEAD = 0.035
 ZERO_BUBBLES = ("zb_h1", "zb_h2", "zbv")  # they split all backward passes; reductions follow each W
 UNSPLIT_SCHEDULES = ("1f1b", "gpipe", "interleaved_1f1b")  # backward passes are whole
 HOST_SHARE = 0.8  # share of the bandwidth to host memory that copies reach; an assumption
-
-
-class Sent(NamedTuple):
-    """Seconds that links are busy with what a rank of a stage sends: in the passes of a micro-batch, while weights are
-    gathered once a step, while gradients are reduced, and while replicas sum them."""
-
-    passes: Links
-    gather: Links
-    reduce: Links
-    replicas: Links
-
-
-@dataclass(frozen=True)
-class StageTime:
-    """Seconds of one stage and one micro-batch.
-
-    backward: of B, the whole backward pass. inputs, weights: of I and W, if it is split. gather: before the first F
-    of a step, where weights are gathered once. reduce: to reduce gradients over the shards. replicas: to sum them over
-    replicas then. longer: by how much a whole backward pass takes longer with the first beside it, and with both.
-    parameters: of a rank, before they are sharded. partial: elements of gradients on a rank that are partial sums over
-    tp. sent: on the links.
-    """
-
-    forward: Seconds
-    backward: Seconds
-    inputs: float
-    weights: float
-    gather: float
-    reduce: float
-    replicas: float
-    longer: tuple[float, float]
-    parameters: float
-    partial: int
-    sent: Sent
-
-    def reducing(self, last: bool) -> float:
-        """Seconds to reduce the gradients after one backward pass, and on the last of a step over replicas too."""
-        return self.reduce + (self.replicas if last else 0.0)
-
-    @property
-    def halves(self) -> tuple[float, float]:
-        """Seconds of the halves of a split backward: gradients of inputs (I) and of weights (W)."""
-        return (1 + SPLIT_OVERHEAD) * self.inputs, (1 + SPLIT_OVERHEAD) * self.weights
-
-    def as_costs(self, size: StageCosts) -> StageCosts:
-        """Return the costs for a search for an order, with the memory of `size`."""
-        return StageCosts(self.forward.total, self.backward.total, *self.halves, size.kept, size.waiting)
-
-
-@dataclass(frozen=True)
-class Piece:
-    """A unit gathered at once. inputs, weights: of backward, as in a layer's time; parameters: of a rank, before
-    sharding."""
-
-    part: Part
-    forward: Seconds
-    backward: Seconds
-    inputs: Seconds
-    weights: float
-    parameters: float
 
 
 class Timer:
@@ -232,7 +170,36 @@ class Timer:
             parameters,
             partial,
             Sent(*(total(each) for each in sent)),
+            self._turns(plan, stage, shared) if pairs_up(plan.config) else None,
         )
+
+    def _turns(self, plan: Plan, stage: int, shared: "Shared") -> Turns:
+        """Both passes of a stage as they take turns with others."""
+        zero3, nothing = shared.gathers and plan.config.parallel.data_mode == "zero3", self.net.nothing
+        layers: tuple[list[LayerPass], list[LayerPass]] = [], []
+        plain, gathered, moved, first, reduced = [0.0, 0.0], 0.0, 0.0, 0.0, [0.0, 0.0, 0.0]
+        links, reducing = ([nothing], [nothing]), ([nothing], [nothing], [nothing])
+        for piece, mode, count in self._pieces(plan, stage):
+            exchanges, of_pass = shared.moved(piece.part), self._links(plan.config, piece.part, mode)
+            first = first or exchanges.gathered * zero3
+            gathered += exchanges.gathered * zero3 * count
+            moved += piece.moved * count
+            copied = self.kernels.passes(shared.copied * (piece.parameters + exchanges.recut)) * zero3
+            added = self.kernels.passes(shared.added * piece.parameters + shared.recut * exchanges.recut)
+            for at, (alone, more) in enumerate(((piece.forward, copied), (piece.backward, copied + added))):
+                plain[at] += (more + (alone.total if piece.turns is None else 0.0)) * count
+                layers[at].extend([piece.turns[at]] * count if piece.turns is not None else [])
+                links[at].append(times(total((of_pass[at], *([exchanges.sent.gather] * zero3))), count))
+            for at, seconds in enumerate((0.0, exchanges.reduced, exchanges.reduced + exchanges.summed)):
+                reduced[at] += seconds * count
+                reducing[at].extend(
+                    times(each, count) for each in (exchanges.sent.reduce, exchanges.sent.replicas)[:at]
+                )
+        there, back = (
+            StagePass(tuple(layers[at]), plain[at], moved, gathered, first, total(links[at]), self.constants.beside)
+            for at in (0, 1)
+        )
+        return Turns(there, back, tuple(zip(reduced, map(total, reducing), strict=True)))
 
     def _with(self, compute: Seconds, communication: float, *links: Links) -> Seconds:
         """Compute, and how much longer it takes with communication beside it, and for links that both of them need."""
@@ -268,11 +235,11 @@ class Timer:
         time = self.layer(share_of(config, kind, mode))
         every, experts = _amount(config.model.width, kind)
         size = (every - experts) / config.parallel.tp + experts / config.parallel.ep
-        forward, backward, inputs = time.forward, time.backward, time.inputs
+        forward, backward, inputs, moved = time.forward, time.backward, time.inputs, 0.0
         if config.train.offload_activations:
             moved = Activations(config).layer_bytes(kind, mode) / (self.cluster.gpu.host * HOST_SHARE)
             forward, backward, inputs = (self._offloaded(each, moved) for each in (forward, backward, inputs))
-        return Piece(kind, forward, backward, inputs, time.weights, size)
+        return Piece(kind, forward, backward, inputs, time.weights, size, moved, time.turns)
 
     def _offloaded(self, compute: Seconds, moved: float) -> Seconds:
         """Compute beside a copy, which has an engine of its own."""

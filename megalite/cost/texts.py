@@ -4,6 +4,7 @@ from megalite.config.schema import Config
 from megalite.cost.predict import Prediction
 from megalite.cost.whole_run import DAY, HOUR
 from megalite.plan.automatic import OrderCosts
+from megalite.plan.pipeline import pairs_up
 
 MINUTE, MINUTES_THRESHOLD = 60.0, 999.5  # seconds; from MINUTES_THRESHOLD on, a time is written in minutes
 UNITS = (  # units of times: from how many seconds on, the seconds of one, and its name
@@ -52,6 +53,21 @@ def step_text(prediction: Prediction) -> str:
     middle = prediction.seconds
     low, high = seconds_text(prediction.low, middle), seconds_text(prediction.high, middle)
     return f"{seconds_text(middle)} ({low} – {high})"
+
+
+def turns_text(prediction: Prediction) -> str:
+    """Text on what passes of the busiest pipeline rank save by taking turns; "" where none do."""
+    if not pairs_up(prediction.config):
+        return ""
+    rank = prediction.busy.index(max(prediction.busy))
+    one, other = (prediction.stages[stage] for stage in prediction.plan.stages_of(rank))
+    turns = one.beside(other).total + other.beside(one).total
+    alone = one.forward.total + one.backward.total + other.forward.total + other.backward.total
+    return (
+        f"A forward of one stage and a backward pass of the rank's other stage take turns: while rows of one are on "
+        f"their way, the other computes. Both passes of both stages take {seconds_text(turns)} so on pipeline rank "
+        f"{rank}, and {seconds_text(alone)} one after the other (parallel.pipeline.overlap=false)."
+    )
 
 
 def searched_text(config: Config, costs: OrderCosts) -> str:

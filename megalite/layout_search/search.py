@@ -24,8 +24,8 @@ from megalite.cost.layout_choice import Choice
 from megalite.cost.predict import Prediction, Trial, predict
 from megalite.cost.schedule_tables import filled
 from megalite.cost.stages import Timer
+from megalite.layout_search.shape import Shape
 from megalite.layout_search.space import Space
-from megalite.layout_search.time_bounds import Shape
 from megalite.layout_search.uneven_splits import MAX_LIMIT_FACTOR
 from megalite.plan.memory.peak import Memory, each_rank
 from megalite.plan.memory.total import Total

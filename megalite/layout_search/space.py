@@ -14,16 +14,19 @@ from megalite.config.layers import layer_kinds
 from megalite.config.rules.numbers import every_divisor
 from megalite.config.rules.parallel import share_experts
 from megalite.config.schema import SCHEDULES, Config, DataMode, Place, place_of
+from megalite.cost.layer import LayerTime
 from megalite.cost.layout_choice import Choice, Method, Recomputed, mode_of
 from megalite.cost.share import share_of
 from megalite.cost.stages import UNSPLIT_SCHEDULES, Timer
 from megalite.layout_search.memory_bounds import Amount, Estimate, mixed
 from megalite.layout_search.pipeline_bounds import Passes
-from megalite.layout_search.time_bounds import VIRTUAL_STAGES, Least, Shape
+from megalite.layout_search.shape import Shape
+from megalite.layout_search.time_bounds import VIRTUAL_STAGES, Least
+from megalite.layout_search.turn_bounds import least_in_turns
 from megalite.layout_search.uneven_splits import MAX_LIMIT_FACTOR, Moves
-from megalite.plan.pipeline import of_file
+from megalite.plan.pipeline import can_pair, of_file
 from megalite.schedule.actions import MAX_ACTIONS, Table
-from megalite.schedule.generate import AUTO_SCHEDULE, NAMES, SPLIT_SCHEDULES, actions_of
+from megalite.schedule.generate import AUTO_SCHEDULE, NAMES, SPLIT_SCHEDULES, V_SCHEDULES, actions_of
 
 # Where in a choice the schedule begins, how states are shared out, and what is offloaded.
 SCHEDULE_INDEX, SHARING_INDEX, OFFLOADING_INDEX = map(
@@ -75,7 +78,7 @@ class Space:
         for kind in layer_kinds(config.model):
             self.kinds[kind] = self.kinds.get(kind, 0) + 1
         self._times: dict[tuple[object, ...], Passes] = {}
-        self._scheduled: dict[tuple[int, bool, int], Scheduled] = {}
+        self._scheduled: dict[tuple[object, ...], Scheduled] = {}
         self.estimate = Estimate(config, pins, self.kinds)
         self.least = Least(config, gpus, timer, pins, self.estimate, offload)
         self.moves = Moves(self.estimate, self.least, limit, missed)
@@ -104,19 +107,33 @@ class Space:
                             continue
                         for first in self._with_batches(tp, cp, method, pp, dp, modes[0]):
                             for ep in self._experts(tp, dp * cp * tp):
-                                if (fitting := self._fitting(first._replace(ep=ep), modes, limit)) is not None:
-                                    yield self._in_large(fitting), fitting
+                                for grouped in self._groups(first._replace(ep=ep)):
+                                    if (fitting := self._fitting(grouped, modes, limit)) is not None:
+                                        yield self._in_large(fitting), fitting
+
+    def _groups(self, first: Choice) -> list[Choice]:
+        """First layouts: one for schedules in which passes never take turns, and one for those in which they do."""
+        pairing = [first._replace(schedule=name) for name in V_SCHEDULES]
+        return [first, *(each for each in pairing if self._pairs_up(each))]
+
+    def _pairs_up(self, choice: Choice) -> bool:
+        """Return whether passes of a layout take turns."""
+        return self.config.parallel.pipeline.overlap and can_pair(choice.schedule, choice.ep)
 
     def _in_large(self, first: Choice) -> float:
         """Seconds of all layers' compute, shared by all ranks, if micro-batches were so large that nothing is rounded
         up and nothing waits for a launch."""
-        passes = self._passes(first._replace(micro=LARGE_MICRO_SIZE))
+        large = first._replace(micro=LARGE_MICRO_SIZE)
+        passes = self._turns(large) if self._pairs_up(first) else self._passes(large)
         sequences = self.config.batch.global_ / (first.replicas * first.shards)
         return ROUNDED_SHARE * sequences / LARGE_MICRO_SIZE * (passes.there + passes.back) / first.pp
 
     def shape(self, first: Choice) -> Shape:
         """The shape with this first layout."""
-        return self.least.shape(first, self._passes(first), self._schedules(first).split)
+        alone, splits = self._passes(first), self._schedules(first).split
+        if self._pairs_up(first):
+            return self.least.shape(first, self._turns(first), splits, alone)
+        return self.least.shape(first, alone, splits)
 
     def recomputing(self, shape: Shape, limit: float) -> Shape | None:
         """The shape that recomputes more, by one step, and so is not faster; None if there is none."""
@@ -128,6 +145,8 @@ class Space:
         """The layout with the first of `modes` with which it may fit into `limit` bytes; others are remembered."""
         for recompute in modes:
             first = first._replace(recompute=recompute)
+            if not self._schedules(first).names:
+                continue
             if self.estimate.of_states(first) <= limit and self._may_fit(first, limit):
                 return first
             self._too_large.append(first)
@@ -240,29 +259,51 @@ class Space:
         """Seconds of the model's passes for a micro-batch."""
         key = choice.tp, choice.ep, choice.cp, choice.method, choice.micro, choice.recompute
         if key not in self._times:
-            mode = "none" if mixed(self.config, self.pins, choice) else mode_of(choice)
-            config = self.estimate.sizes(choice).config
-            times = [self.timer.layer(share_of(config, kind, mode)) for kind in self.kinds]
-            embedding, head = self.timer.ends(share_of(config, next(iter(self.kinds))))
-            self._times[key] = Passes(
-                self.estimate.before([time.forward.total for time in times]),
-                self.estimate.before([time.backward.total for time in times]),
-                self.estimate.before([time.weights for time in times]),
-                tuple((time.forward.total, time.backward.total, time.weights) for time in times),
-                (embedding.forward.total, embedding.backward.total, embedding.weights),
-                (head.forward.total, head.backward.total, head.weights),
+            self._times[key] = self._timed(
+                choice, [(time.forward.total, time.backward.total) for time in self._layers(choice)]
             )
         return self._times[key]
+
+    def _turns(self, choice: Choice) -> Passes:
+        """Passes as they are at least where they take turns."""
+        key = choice.tp, choice.ep, choice.cp, choice.method, choice.micro, choice.recompute, "in turns"
+        if key not in self._times:
+            layers = list(zip(self._layers(choice), self.kinds.values(), strict=True))
+            self._times[key] = self._timed(choice, least_in_turns(layers, self.timer.constants.overlap))
+        return self._times[key]
+
+    def _layers(self, choice: Choice) -> list[LayerTime]:
+        """Times of a layer of each kind."""
+        mode = "none" if mixed(self.config, self.pins, choice) else mode_of(choice)
+        config = self.estimate.sizes(choice).config
+        return [self.timer.layer(share_of(config, kind, mode)) for kind in self.kinds]
+
+    def _timed(self, choice: Choice, passes: Sequence[tuple[float, float]]) -> Passes:
+        """Passes of the model, with those of a layer of each kind."""
+        weights = [time.weights for time in self._layers(choice)]
+        forward, backward = ([each[at] for each in passes] for at in (0, 1))
+        embedding, head = self.timer.ends(share_of(self.estimate.sizes(choice).config, next(iter(self.kinds))))
+        before = self.estimate.before
+        return Passes(
+            before(forward),
+            before(backward),
+            before(weights),
+            tuple(zip(forward, backward, weights, strict=True)),
+            (embedding.forward.total, embedding.backward.total, embedding.weights),
+            (head.forward.total, head.backward.total, head.weights),
+        )
 
     def _schedules(self, first: Choice) -> Scheduled:
         """The schedules that a shape can have."""
         m = first.micro_batches(self.config.batch.global_)
-        key = first.pp, first.recompute == "full", m
+        key = first.pp, first.recompute == "full", m, (paired := self._pairs_up(first)), first.ep > 1
         if key not in self._scheduled:
             names = [
                 (name, virtual)
                 for name, virtual in self._named(first)
-                if self._can_be_placed(first.pp, m, name, virtual) and _can_be_planned(first.pp, m, name, virtual)
+                if self._pairs_up(first._replace(schedule=name)) == paired
+                and self._can_be_placed(first.pp, m, name, virtual)
+                and _can_be_planned(first.pp, m, name, virtual)
             ]
             most, layers = inf if names else 0.0, set[tuple[int, ...]]()
             parameters = Amount(most, most)

@@ -5,7 +5,6 @@ way of a micro-batch takes, and what is exchanged beside or between them.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any, get_args
 
@@ -14,12 +13,13 @@ from megalite.cost.layout_choice import Choice
 from megalite.cost.network import Group
 from megalite.cost.predict import state_seconds
 from megalite.cost.schedule_tables import ROUNDS, Cost, enough
-from megalite.cost.stages import SPLIT_OVERHEAD, UNSPLIT_SCHEDULES, ZERO_BUBBLES, Shared, Timer
-from megalite.layout_search.memory_bounds import SINGLE_REDUCTION_MODES, Amount, Estimate, mixed
+from megalite.cost.stage_time import SPLIT_OVERHEAD
+from megalite.cost.stages import UNSPLIT_SCHEDULES, ZERO_BUBBLES, Timer
+from megalite.layout_search.exchange_bounds import Exchanges
+from megalite.layout_search.memory_bounds import SINGLE_REDUCTION_MODES, Amount, Estimate
 from megalite.layout_search.pipeline_bounds import (
     Exchanged,
     Longer,
-    Moved,
     Passes,
     Turns,
     Waits,
@@ -30,6 +30,7 @@ from megalite.layout_search.pipeline_bounds import (
     summed,
 )
 from megalite.layout_search.rank_waits import Ranks
+from megalite.layout_search.shape import Shape
 from megalite.schedule.actions import Kind
 from megalite.schedule.clock import Clock
 from megalite.schedule.generate import NAMES, SPLIT_SCHEDULES, V_SCHEDULES
@@ -37,28 +38,6 @@ from megalite.schedule.orders import first_rounds
 
 VIRTUAL_STAGES = (2, 3, 4, 6, 8)  # stages of a rank under interleaved_1f1b
 PLACES: tuple[Place, ...] = get_args(Place)
-
-
-@dataclass(frozen=True, eq=False)  # which makes it a quick key
-class Shape:
-    """Layouts that share everything that decides the time of layers.
-
-    hop: seconds to send a micro-batch's activations to the next pipeline rank. computes: seconds until the last
-    backward pass of a step has ended, at least. update: those of the optimizer in the best of the layouts.
-    """
-
-    choice: Choice  # choice of its first layout
-    micro_batches: int
-    dp: int
-    passes: Passes
-    hop: float
-    computes: float
-    update: float
-
-    @property
-    def bound(self) -> float:
-        """Seconds of the whole step at least."""
-        return self.computes + self.update
 
 
 class Least:
@@ -77,14 +56,13 @@ class Least:
         self._interleaved: dict[tuple[object, ...], list[Turns]] = {}
         self._waits: dict[tuple[object, ...], Waits] = {}
         self._longest: dict[tuple[Clock[Cost], int], tuple[list[tuple[Cost, int]], int]] = {}
-        self._exchanged: dict[tuple[object, ...], Exchanged] = {}
-        self._exchanging: dict[tuple[object, ...], tuple[Shared, list[tuple[float, float, float]]]] = {}
-        self._longer_passes: dict[tuple[object, ...], Longer] = {}
+        self._exchanges = Exchanges(config, timer, pins, estimate)
         both = [(1.0, 0.0), (0.0, 1.0)] if config.optim.name == "muon" else [(1.0, 0.0)]
         self._updating = {place: min(state_seconds(*each, place, timer) for each in both) for place in PLACES}
 
-    def shape(self, first: Choice, passes: Passes, splits: bool) -> Shape:
-        """The shape of a first layout. splits: whether its schedules may split backward passes."""
+    def shape(self, first: Choice, passes: Passes, splits: bool, alone: Passes | None = None) -> Shape:
+        """The shape of a first layout. splits: whether its schedules may split backward passes. alone: passes that do
+        not take turns; None: none do."""
         m, pp, hop = first.micro_batches(self.config.batch.global_), first.pp, self._hop(first)
         way = passes.split_way(1.0) if splits else passes.there + passes.back + (m - 1) * sum(passes.head[:2])
         way += 2 * (pp - 1) * hop
@@ -93,18 +71,18 @@ class Least:
         computes = max(way, m * busy, m * (passes.there + passes.back) / pp)
         states = (self._all.total + 2 * self._matrix) / pp / first.tp
         update = states / (first.replicas * first.shards * first.cp) * min(self._updating.values())
-        return Shape(first, m, first.shards, passes, hop, computes, update)
+        return Shape(first, m, first.shards, passes, alone is not None, alone or passes, hop, computes, update)
 
     def of_sharing(self, shape: Shape, choice: Choice) -> float:
         """Seconds of the best layout whose states are shared out so."""
-        pp, data, fewest = choice.pp, self._exchanges(choice), self._fewest()
+        pp, data, fewest = choice.pp, self._exchanges.of(choice), self._fewest()
         start = 0.0
         if choice.mode != "zero3":
             start = data.end.gathered + data.end.copied + fewest * data.least.copied
         edge = min(data.least.gathered, data.end.gathered) if choice.mode == "zero3" else 0.0
         waits = shape.passes.first_waits(pp, fewest, shape.hop + edge)
-        computes = max(shape.computes, start + waits + self._mean(shape, choice, data, False))
-        return max(computes, self._sent(shape, choice, data)) + self._update(choice, data)
+        computes = max(shape.computes, start + waits + self._exchanges.mean(shape, choice, False))
+        return max(computes, self._exchanges.sent(shape, choice)) + self._update(choice, data)
 
     def of_pipeline(self, shape: Shape, choice: Choice) -> float:
         """Seconds of the best layout with this schedule."""
@@ -128,8 +106,8 @@ class Least:
 
     def of_unsplit(self, shape: Shape, choice: Choice) -> float:
         """Seconds of a layout, whatever its split; all layers must be alike."""
-        data = self._exchanges(choice)
-        computes = self._slowest(shape, choice, self._longer(shape, choice, data))
+        data = self._exchanges.of(choice)
+        computes = self._slowest(shape, choice, self._exchanges.longer(shape, choice))
         start = 0.0 if choice.mode == "zero3" else data.end.gathered + data.end.copied + data.least.copied
         return max(shape.computes, start + computes) + self._update(choice, data)
 
@@ -138,7 +116,12 @@ class Least:
 
         more: by how much passes are longer.
         """
-        passes, m, pp, whole = shape.passes, shape.micro_batches, choice.pp, choice.schedule in UNSPLIT_SCHEDULES
+        passes, m, pp, whole = (
+            shape.passes,
+            shape.micro_batches,
+            choice.pp,
+            choice.schedule in UNSPLIT_SCHEDULES,
+        )
         halves, found = 1 + SPLIT_OVERHEAD * (choice.schedule in ZERO_BUBBLES), [passes.kinds[0], passes.embedding]
         longer = [(0.0, 0.0)] * 3 if more is None else [(more.there[0], more.back[0]), more.embedding, more.head]
         each = [
@@ -154,15 +137,15 @@ class Least:
 
     def layer(self, shape: Shape, choice: Choice) -> tuple[float, float]:
         """Seconds of a layer's forward and backward pass at least, under any split; all layers must be alike."""
-        more = self._longer(shape, choice, self._exchanges(choice))
+        more = self._exchanges.longer(shape, choice)
         forward, backward, _ = shape.passes.kinds[0]
         return forward + more.there[0], backward + more.back[0]
 
     def of_layout(self, shape: Shape, choice: Choice) -> float:
         """Seconds of a layout."""
-        m, data, waiting = shape.micro_batches, self._exchanges(choice), self._waits_of(shape, choice)
+        m, data, waiting = shape.micro_batches, self._exchanges.of(choice), self._waits_of(shape, choice)
         whole, halves = choice.schedule in UNSPLIT_SCHEDULES, 1 + SPLIT_OVERHEAD * (choice.schedule in ZERO_BUBBLES)
-        more, hop = self._longer(shape, choice, data), shape.hop
+        more, hop = self._exchanges.longer(shape, choice), shape.hop
         once, ends_once = self._once(shape, choice, data, whole)
         there, back = more.exceeding(waiting.all)
         if not whole:  # halves wait for the weights of their first layers
@@ -179,8 +162,8 @@ class Least:
         for turn in self._turns(shape, choice):
             most = max(most, self._turn(turn, m, more, hop, once))
         start = self._start(shape, choice, data)
-        computes = max(shape.computes, self._mean(shape, choice, data, whole), start + most)
-        sent = max(self._sent(shape, choice, data), self._reductions(shape, choice, data, choice.schedule))
+        computes = max(shape.computes, self._exchanges.mean(shape, choice, whole), start + most)
+        sent = max(self._exchanges.sent(shape, choice), self._reductions(shape, choice, data, choice.schedule))
         return max(computes, sent) + self._update(choice, data, waiting)
 
     def _once(self, shape: Shape, choice: Choice, data: Exchanged, whole: bool) -> tuple[list[float], float]:
@@ -190,11 +173,11 @@ class Least:
             return [0.0] * len(sums), 0.0
         reduced, added = data.end.reduced + data.end.summed, data.end.added
         ends = [passes.embedding[1], *([passes.head[1]] if len(self.estimate.split(choice)) == 1 else [])]
-        known = self._known(choice)
+        known = self._exchanges.known(shape, choice)
         return [
-            self._grown(alone + kind.added, each, known or alone)
+            self._exchanges.grown(alone + kind.added, each, known or alone)
             for (_, alone, _), kind, each in zip(passes.kinds, data.kinds, sums, strict=True)
-        ], sum(self._grown(end + added, reduced) for end in ends)
+        ], sum(self._exchanges.grown(end + added, reduced) for end in ends)
 
     def of_schedule(self, shape: Shape, choice: Choice) -> float:
         """Seconds of a layout of several pipeline ranks, from a chain of actions in its schedule.
@@ -203,26 +186,27 @@ class Least:
         others. Gathers between its actions are left out, and sums over replicas beside backward passes. Raises
         InputError for a schedule that cannot run.
         """
-        m, data = shape.micro_batches, self._exchanges(choice)
-        stages, hop = self._stages(shape, choice, data), shape.hop
+        m, data = shape.micro_batches, self._exchanges.of(choice)
+        alone, hop = self._stages(shape, choice, data, shape.alone), shape.hop
+        turns = self._stages(shape, choice, data, shape.passes) if shape.paired else alone
         config = choice.applied(self.config, self.pins)
         few = enough(config, m)
         clock = self.timer.tables.clock(config, few)
         key = clock, choice.tp  # the more of tp, the longer are passes relative to transfers
         if key not in self._longest:
-            found, hops = clock.longest([_seconds(cost, stages) for cost in clock.classes], hop)
+            found, hops = clock.longest([_seconds(cost, alone, turns) for cost in clock.classes], hop)
             self._longest[key] = [pair for pair in zip(clock.classes, found, strict=True) if pair[1]], hops
         chain, hops = self._longest[key]
-        computes = sum(count * _seconds(cost, stages) for cost, count in chain) + hops * hop
+        computes = sum(count * _seconds(cost, alone, turns) for cost, count in chain) + hops * hop
         if few < m:
-            computes += (m - few) * max(self._paces(stages, choice))
+            computes += (m - few) * max(self._paces(turns, choice))
         update = self._update(choice, data, self._waits_of(shape, choice))
         return self._start(shape, choice, data) + computes + update
 
-    def _stages(self, shape: Shape, choice: Choice, data: Exchanged) -> list[dict[Kind, float]]:
-        """Seconds of each stage's actions, at least."""
-        split, passes, more = self.estimate.split(choice), shape.passes, self._longer(shape, choice, data)
-        of_whole = self._longer(shape, choice, data, whole=True)
+    def _stages(self, shape: Shape, choice: Choice, data: Exchanged, passes: Passes) -> list[dict[Kind, float]]:
+        """Seconds of each stage's actions, at least. passes: of the shape."""
+        split, more = self.estimate.split(choice), self._exchanges.longer(shape, choice)
+        of_whole = self._exchanges.longer(shape, choice, whole=True)
         ranks, begins = self._ranks_of(choice), [0, *accumulate(split)]
         reduced = [each.reduced + each.summed for each in data.kinds]
         added = [each.added for each in data.kinds]
@@ -254,71 +238,6 @@ class Least:
             paces[rank] += seconds[Kind.F] + halves * (seconds[Kind.I] + seconds[Kind.W]) / (1 + SPLIT_OVERHEAD)
         return paces
 
-    def _mean(self, shape: Shape, choice: Choice, data: Exchanged, whole: bool) -> float:
-        """Seconds in which a rank computes, on average. whole: backward passes are not split."""
-        forward, backward = shape.passes.there, shape.passes.back
-        copied, added = data.all.copied + 2 * data.end.copied, data.all.added + 2 * data.end.added
-        gathered, constants, zero3 = (
-            data.all.gathered + 2 * data.end.gathered,
-            self.timer.constants,
-            choice.mode == "zero3",
-        )
-        reduced = (data.all.reduced + 2 * data.end.reduced) * (whole and choice.mode not in SINGLE_REDUCTION_MODES)
-        forward = constants.beside(forward + zero3 * copied, zero3 * gathered)
-        backward = constants.beside(backward + zero3 * copied + added, zero3 * gathered + reduced)
-        return shape.micro_batches * (forward + backward) / choice.pp
-
-    def _sent(self, shape: Shape, choice: Choice, data: Exchanged) -> float:
-        """Seconds for which the wires of data parallelism are busy with each micro-batch, on an average rank."""
-        if choice.mode in SINGLE_REDUCTION_MODES:
-            return 0.0
-        gathered = 2 * (data.all.gathered + 2 * data.end.gathered) * (choice.mode == "zero3")
-        return shape.micro_batches * (gathered + data.all.reduced + 2 * data.end.reduced) / choice.pp
-
-    def _longer(self, shape: Shape, choice: Choice, data: Exchanged, whole: bool | None = None) -> Longer:
-        """Seconds that copies, gathers and reductions of each micro-batch add to passes.
-
-        whole: whether backward passes are; None: as all are under the schedule.
-        """
-        whole = choice.schedule in UNSPLIT_SCHEDULES if whole is None else whole
-        key = shape, choice.mode, choice.replicas, whole, choice.offload_activations
-        if (known := self._longer_passes.get(key)) is not None:
-            return known
-        passes, zero3, is_known = shape.passes, choice.mode == "zero3", self._known(choice)
-        reduces = choice.mode not in SINGLE_REDUCTION_MODES and whole
-
-        def longer(alone: Sequence[float], moved: Moved, known: bool = True) -> tuple[float, float]:
-            copied, gathered = zero3 * moved.copied, zero3 * moved.gathered
-            back, sent = copied + moved.added, gathered + reduces * moved.reduced
-            return (
-                copied + self._grown(alone[0] + copied, gathered, known or alone[0]),
-                back + self._grown(alone[1] + back, sent, known or alone[1]),
-            )
-
-        layers = [longer(alone, moved, is_known) for alone, moved in zip(passes.kinds, data.kinds, strict=True)]
-        (there, back), edge = longer(passes.embedding, data.end), zero3 * data.end.gathered
-        found = self._longer_passes[key] = Longer(
-            tuple([each for each, _ in layers]),
-            tuple([each for _, each in layers]),
-            (there + edge, back + edge),
-            longer(passes.head, data.end),
-            tuple([zero3 * moved.gathered for moved in data.kinds]),
-        )
-        return found
-
-    def _grown(self, alone: float, sent: float, known: bool | float = True) -> float:
-        """Seconds by which a pass is longer for communication beside it, at least.
-
-        alone: what it takes at most without. known: True, or if that is not known, what it takes at least.
-        """
-        if known is True:
-            return self.timer.constants.beside(alone, sent) - alone
-        return self.timer.constants.overlap * min(known, sent)
-
-    def _known(self, choice: Choice) -> bool:
-        """Return whether passes of layers take as long as `Shape.passes` says, rather than longer."""
-        return not choice.offload_activations and not mixed(self.config, self.pins, choice)
-
     def _reductions(self, shape: Shape, choice: Choice, data: Exchanged, schedule: str) -> float:
         """Seconds until a rank's reductions after halves of backward passes have ended, which wait for each other.
 
@@ -337,7 +256,7 @@ class Least:
         (first, *others), passes = self.estimate.split(choice), shape.passes
         one, layers = not others, self._ranks_of(choice).works[0].layers
         start = data.end.gathered + (1 + one) * data.end.copied + summed(layers, [each.copied for each in data.kinds])
-        if not self._known(choice):
+        if not self._exchanges.known(shape, choice):
             return start
         computes = passes.forward[first] + passes.embedding[0] + one * passes.head[0]
         gathered = (1 + one) * data.end.gathered + summed(layers, [each.gathered for each in data.kinds])
@@ -420,34 +339,12 @@ class Least:
             )
         return self._ranks[key]
 
-    def _exchanges(self, choice: Choice) -> Exchanged:
-        """Seconds to exchange weights and gradients of a micro-batch."""
-        key = choice.tp, choice.ep, choice.cp, choice.replicas, choice.shards, choice.mode, choice.micro
-        if key not in self._exchanged:
-            if key[:-1] not in self._exchanging:
-                shared = Shared(choice.applied(self.config, self.pins), self.timer.net)
-                self._exchanging[key[:-1]] = (
-                    shared,
-                    [*map(shared.seconds, self.estimate.kinds), shared.seconds("embedding")],
-                )
-            (shared, seconds), passes = self._exchanging[key[:-1]], self.timer.kernels.passes
-            added, last, _ = shared.summed(choice.micro_batches(self.config.batch.global_))
-            sizes = *(amount.whole(choice) for amount in self.estimate.amounts), self._matrix
-            *layers, end = (
-                Moved(*sent, passes(shared.copied * (size / choice.tp)), passes(added * (size / choice.tp)))
-                for sent, size in zip(seconds, sizes, strict=True)
-            )
-            counts, fields = list(self.estimate.kinds.values()), list(zip(*layers, strict=True))
-            self._exchanged[key] = Exchanged(
-                tuple(layers),
-                Moved(*map(min, fields)),
-                end,
-                Moved(*(summed(counts, each) for each in fields)),
-                passes(last),
-            )
-        return self._exchanged[key]
 
+def _seconds(cost: Cost, alone: Sequence[Mapping[Kind, float]], turns: Sequence[Mapping[Kind, float]]) -> float:
+    """Seconds of an action at least. A reduction beside a backward pass has none of its own.
 
-def _seconds(cost: Cost, stages: Sequence[Mapping[Kind, float]]) -> float:
-    """Seconds of an action at least. A reduction beside a backward pass has none of its own."""
-    return 0.0 if cost.kind is Kind.REDUCE and not cost.split else stages[cost.stage].get(cost.kind, 0.0)
+    alone, turns: by stage, of actions that are alone and that take turns with others.
+    """
+    if cost.kind is Kind.REDUCE and not cost.split:
+        return 0.0
+    return (alone if cost.beside is None else turns)[cost.stage].get(cost.kind, 0.0)

@@ -15,11 +15,13 @@ from typing import NamedTuple
 
 from megalite.config.schema import SCHEDULES
 from megalite.cost.layout_choice import Choice
-from megalite.cost.stages import SPLIT_OVERHEAD, UNSPLIT_SCHEDULES, ZERO_BUBBLES
+from megalite.cost.stage_time import SPLIT_OVERHEAD
+from megalite.cost.stages import UNSPLIT_SCHEDULES, ZERO_BUBBLES
 from megalite.layout_search.memory_bounds import SINGLE_REDUCTION_MODES, Amount, Estimate
 from megalite.layout_search.micro_batches_in_flight import Flights, flights
 from megalite.layout_search.pipeline_bounds import ROUNDING
-from megalite.layout_search.time_bounds import Least, Shape
+from megalite.layout_search.shape import Shape
+from megalite.layout_search.time_bounds import Least
 from megalite.schedule.generate import NAMES
 
 MIN_LIMIT_FACTOR, MAX_LIMIT_FACTOR = 0.8, 1.3  # where layers are moved, the default split's estimate is between these

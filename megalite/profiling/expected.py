@@ -7,7 +7,8 @@ from typing import Any
 from megalite.base.json_shape import TEXT, Each, ValueKind
 from megalite.config.schema import Config
 from megalite.cost.cluster import Cluster
-from megalite.cost.predict import predict, seconds_of
+from megalite.cost.predict import predict
+from megalite.cost.rank_seconds import seconds_of
 from megalite.cost.schedule_tables import Cost
 from megalite.cost.stages import Timer, transfer_seconds
 from megalite.plan.resolved import Plan

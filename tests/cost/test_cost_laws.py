@@ -93,6 +93,37 @@ def drawn(draw: st.DrawFn) -> tuple[Config, str]:
     )
 
 
+@st.composite
+def drawn_in_turns(draw: st.DrawFn) -> tuple[Config, str]:
+    """One whose passes take turns, with any shared expert and dense layers."""
+    dp, pp, ep, m = *(draw(st.sampled_from([2, 4])) for _ in range(3)), draw(st.integers(4, 20))
+    values = {
+        "model.layers": 2 * pp + draw(st.integers(0, 6)),
+        "model.width": 128 * draw(st.integers(2, 48)),
+        "model.heads": 4,
+        "model.kv_heads": 4,
+        "model.ffn": 512,
+        "model.sequence_length": 2 ** draw(st.integers(7, 13)),
+        "model.experts.count": 16,
+        "model.experts.active": draw(st.integers(1, 8)),
+        "model.experts.width": 64 * draw(st.integers(1, 30)),
+        "model.experts.shared_width": draw(st.sampled_from(["null", 512])),
+        "model.experts.first_dense": draw(st.integers(0, 3)),
+        "parallel.experts.buffers": draw(st.sampled_from(["exact", "worst_case"])),
+        "parallel.pp": pp,
+        "parallel.dp_shard": dp * ep,
+        "parallel.ep": ep,
+        "parallel.pipeline.schedule": "dualpipev",
+        "parallel.data.mode": draw(st.sampled_from(["ddp", "zero1", "zero2", "zero3"])),
+        "batch.micro": 1,
+        "batch.global": dp * ep * m,
+        "train.recompute": draw(st.sampled_from(["none", "selective", "full"])),
+        "run.device": "cuda",
+    }
+    config = made([f"{key}={value}" for key, value in values.items()], dp * ep * pp)
+    return config, draw(st.sampled_from(known_clusters()))
+
+
 def made(keys: list[str], gpus: int) -> Config:
     """The configuration with these keys; one that cannot run is not looked at."""
     try:
@@ -123,7 +154,7 @@ def tied_matrix_on_a_rank_with_both_ends() -> tuple[Config, str]:
 
 
 @settings(max_examples=DRAWN, deadline=None)
-@given(drawn(), st.integers(0, 3))
+@given(st.one_of(drawn(), drawn_in_turns()), st.integers(0, 3))
 @example(tied_matrix_on_a_rank_with_both_ends(), 0)
 def test_no_step_is_faster_than_what_it_sends_on_any_link(case: tuple[Config, str], rank: int) -> None:
     config, timer = case[0], TIMERS[case[1]]
@@ -195,7 +226,7 @@ BETTER: dict[str, Callable[[Cluster], Cluster]] = {
 
 
 @settings(max_examples=DRAWN, deadline=None)
-@given(drawn(), st.sampled_from(sorted(BETTER)))
+@given(st.one_of(drawn(), drawn_in_turns()), st.sampled_from(sorted(BETTER)))
 def test_better_hardware_makes_no_step_slower(case: tuple[Config, str], what: str) -> None:
     config, cluster = case
     assert seconds(config, BETTER[what](load_cluster(cluster))) <= seconds(config, cluster) * ROUNDING
@@ -226,6 +257,22 @@ def test_fewer_tokens_make_no_step_slower(case: tuple[Config, str], what: str) -
     except InputError:
         assume(False)
     assert seconds(fewer, cluster) <= seconds(config, cluster) * ROUNDING
+
+
+@settings(max_examples=DRAWN, deadline=None)
+@given(drawn_in_turns(), st.integers(0, 3), st.booleans())
+def test_passes_in_turns_take_no_longer_than_alone(case: tuple[Config, str], rank: int, last: bool) -> None:
+    """Nor are they faster than what they compute."""
+    found = predict(case[0], TIMERS[case[1]].cluster, TIMERS[case[1]])
+    mine = found.plan.stages_of(rank % case[0].parallel.pp)
+    for one, other in (mine, mine[::-1]):
+        first, second = found.stages[one], found.stages[other]
+        both = first.forward + second.backward
+        assert first.beside(second).total <= both.total * ROUNDING
+        with_reduction = first.beside(second, True, last).total
+        assert first.beside(second).total <= with_reduction * ROUNDING
+        assert with_reduction <= (both.total + second.longer[last]) * ROUNDING
+        assert sum(getattr(both, kind) for kind in ("products", "attention", "passes")) <= with_reduction * ROUNDING
 
 
 @settings(max_examples=DRAWN, deadline=None)

@@ -17,11 +17,13 @@ from megalite.cost.cluster import Cluster, Link, load_cluster
 from megalite.cost.flows import flows
 from megalite.cost.layer import ROUTED_BYTES
 from megalite.cost.network import Group
-from megalite.cost.predict import HOST_BANDWIDTH, HOST_UPDATE_BYTES, Trial, predict, seconds_of, timeline
+from megalite.cost.predict import HOST_BANDWIDTH, HOST_UPDATE_BYTES, Trial, predict, timeline
 from megalite.cost.program import MEGALITE
+from megalite.cost.rank_seconds import seconds_of
 from megalite.cost.schedule_tables import Cost
 from megalite.cost.share import share_of
-from megalite.cost.stages import HOST_SHARE, SPLIT_OVERHEAD, Shared, Timer
+from megalite.cost.stage_time import SPLIT_OVERHEAD
+from megalite.cost.stages import HOST_SHARE, Shared, Timer
 from megalite.plan.parts.experts import ExpertsPart
 from megalite.plan.resolved import resolve
 from megalite.schedule.actions import Kind

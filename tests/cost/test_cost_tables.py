@@ -13,14 +13,14 @@ from megalite.schedule.generate import NAMES, orders_of
 
 
 @pytest.mark.parametrize("mode", [None, "ddp", "zero1", "zero2", "zero3"])
-@pytest.mark.parametrize("schedule", NAMES)
-def test_the_clock_of_a_named_schedule_is_that_of_its_table(schedule: str, mode: str | None) -> None:
+@pytest.mark.parametrize(("schedule", "paired"), [*((name, False) for name in NAMES), ("dualpipev", True)])
+def test_the_clock_of_a_named_schedule_is_that_of_its_table(schedule: str, paired: bool, mode: str | None) -> None:
     draw = random.Random(f"{schedule} {mode}")
     for p in range(1, 5):
         for m in (1, 2, 5, 9):
             placement, orders = orders_of(schedule, p, m)
-            table = sharded(Table(schedule, m, placement, orders), mode)
-            quick, slow = named_clock(placement, orders, m, mode), clock_of(table, costs_of(table))
+            table = sharded(Table(schedule, m, placement, orders, paired=paired), mode)
+            quick, slow = named_clock(placement, orders, m, mode, paired), clock_of(table, costs_of(table))
             # Freed weights have no cost, and a clock of its own leaves them out.
             seconds = {cost: draw.random() * (cost.kind is not Kind.RESHARD) for cost in slow.classes}
             assert {*quick.classes} == {cost for cost in slow.classes if cost.kind is not Kind.RESHARD}

@@ -21,12 +21,22 @@ GIB = 2**30
 TIMERS = {name: Timer(load_cluster(name)) for name in ("h100_sxm", "l40s", "rtx4090")}
 PINS = {"parallel.cp": 1, "parallel.data.mode": "zero1", "batch.micro": 1}
 SHARED = {"parallel.tp": 1, "parallel.cp": 1, "parallel.data.mode": "zero3", "batch.micro": 1}
+IN_TURNS = {**PINS, "parallel.tp": 1, "parallel.ep": 4, "parallel.pp": 2, "train.recompute": "none"}
 CASES = [  # model, keys, GPUs, cluster, GiB, pins, offload
     ("tiny_tied", ["batch.global=6"], 6, "h100_sxm", 72, {}, False),
     ("tiny_qwen", ["batch.global=12"], 4, "rtx4090", 21, PINS, False),
     ("mistral_7b_v0.1", ["batch.global=48", "model.layers=5"], 24, "l40s", 40, SHARED, False),
     ("llama3_8b", ["batch.global=4"], 4, "h100_sxm", 30, {**PINS, "parallel.pp": 2}, True),
     ("mixtral_8x7b", ["batch.global=16", "model.layers=5"], 8, "l40s", 40, {"batch.micro": 1, "parallel.cp": 8}, False),
+    (
+        "deepseek_v2_lite",
+        ["batch.global=32", "model.layers=9"],
+        8,
+        "l40s",
+        40,
+        {"batch.micro": 1, "parallel.ep": 4},
+        False,
+    ),
 ]
 
 

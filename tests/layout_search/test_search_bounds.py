@@ -17,12 +17,13 @@ from megalite.cost.stages import Timer
 from megalite.layout_search.micro_batches_in_flight import flight
 from megalite.layout_search.pipeline_bounds import halved, longest_path
 from megalite.layout_search.search import _all_ranks, _likely_fullest, _plan
+from megalite.layout_search.shape import Shape
 from megalite.layout_search.space import Space
-from megalite.layout_search.time_bounds import Shape
 from megalite.schedule.actions import Action, Kind
 from megalite.schedule.clock import clock_of
 from megalite.schedule.generate import NAMES, V_SCHEDULES, build, orders_of
 
+IN_TURNS = {"parallel.pipeline.schedule": "dualpipev"}
 SPACES = [  # model, keys, GPUs, cluster, pins, offload
     ("qwen3_32b", ["batch.global=64"], 32, "l40s", {"parallel.data.mode": "zero2", "parallel.pp": 4}, False),
     ("mistral_7b_v0.1", ["batch.global=24", "model.layers=11"], 12, "a100_40gb", {}, True),
@@ -43,6 +44,16 @@ SPACES = [  # model, keys, GPUs, cluster, pins, offload
         False,
     ),
     ("olmoe_1b_7b", ["batch.global=32", "optim.name=muon"], 8, "l40s", {"parallel.data.mode": "ddp"}, False),
+    ("deepseek_v2_lite", ["batch.global=96", "model.layers=11"], 16, "l40s", {**IN_TURNS, "parallel.ep": 4}, True),
+    ("qwen3_30b_a3b", ["batch.global=64", "model.layers=9"], 16, "h100_sxm", {**IN_TURNS, "batch.micro": 1}, False),
+    (
+        "deepseek_v3",
+        ["batch.global=96", "model.layers=12", "parallel.experts.buffers=worst_case", "train.recompute_every=2"],
+        16,
+        "rtx4090",
+        {**IN_TURNS, "parallel.data.mode": "zero3", "parallel.cp": 1},
+        False,
+    ),
 ]
 DRAWN = 14  # layouts of each space
 

@@ -1,5 +1,6 @@
 """The clock gives the times that `simulate` gives, whatever actions and transfers cost."""
 
+from functools import partial
 from random import Random
 
 import pytest
@@ -10,10 +11,14 @@ from schedule_cases import randoms, sharded_tables, small_tables
 from megalite.base.errors import InputError
 from megalite.schedule.actions import SHARDING, Action, Kind, Table
 from megalite.schedule.clock import clock_of
+from megalite.schedule.communication import add_sharding
+from megalite.schedule.generate import build
 from megalite.schedule.simulate import simulate
 
 transfers = st.sampled_from([0.0, 0.25, 3.0])
-some_tables = st.one_of(small_tables, sharded_tables)
+in_turns = st.builds(partial(build, "dualpipev", paired=True), st.integers(1, 4), st.integers(1, 13))
+sharded_in_turns = st.builds(add_sharding, in_turns, gather=st.booleans(), reduce_each=st.booleans())
+some_tables = st.one_of(small_tables, sharded_tables, in_turns, sharded_in_turns)
 
 
 def random_costs(table: Table, random: Random) -> dict[Action, float]:

@@ -16,12 +16,13 @@ from megalite.config.rules.validate import check
 from megalite.config.schema import Config
 from megalite.cost.layout_choice import Choice, choice_of
 from megalite.cost.predict import Prediction
-from megalite.cost.texts import PARTS, number, seconds_text, step_text, time_unit
+from megalite.cost.texts import PARTS, number, seconds_text, step_text, time_unit, turns_text
 from megalite.cost.whole_run import goodput
 from megalite.layout_search.time_bounds import VIRTUAL_STAGES
 from megalite.plan.memory.crowded import crowded
 from megalite.plan.memory.peak import KINDS, Memory, memory_of_ranks
 from megalite.plan.memory.rebalance import flatter_split
+from megalite.plan.pipeline import pairs_up
 from megalite.plan.split import split_of
 from megalite.schedule.generate import NAMES
 from megalite_launch.base.texts import memory_text
@@ -53,6 +54,8 @@ def explained(asked: Asked, config: Config, prediction: Prediction, memory: Memo
     ]
     if config.parallel.pp > 1:
         parts.append(("Pipeline stages, times of a micro-batch", _stages(prediction)))
+    if turns := turns_text(prediction):
+        parts.append(("Passes in turns", Text(turns)))
     if choice.split is not None:
         parts.append(("Layers of the stages", _split(asked, config, prediction, memory)))
     parts.append((f"Where memory goes, on pipeline rank {memory.pp} at its peak", _memory(memory, asked.limit)))
@@ -76,6 +79,10 @@ def changes(asked: Asked, config: Config) -> list[Change]:
             found.append(Change(text, other, *asked.predict(changed)))
         except InputError:
             continue
+    if pairs_up(config):
+        pipeline = replace(config.parallel.pipeline, overlap=False)
+        alone = replace(config, parallel=replace(config.parallel, pipeline=pipeline))
+        found.append(Change("parallel.pipeline.overlap=false", choice, *asked.predict(alone)))
     return found
 
 

@@ -192,6 +192,31 @@ def test_ranks_that_share_out_experts_are_searched_told_and_written(plan: Run, t
     assert "parallel.ep=2 " in alone, "a single change that helps"
 
 
+def test_passes_in_turns_are_told(plan: Run, tmp_path: Path) -> None:
+    keys = ["parallel.ep=4", "parallel.pp=2", "batch.global=32", "model.layers=8", "batch.micro=1"]
+    asked = (
+        "qwen3_30b_a3b",
+        *keys,
+        "--gpus",
+        "8",
+        "--as-is",
+        "--cluster",
+        "l40s",
+        "parallel.pipeline.schedule=dualpipev",
+    )
+    page = tmp_path / "plan.html"
+    turns = plan(*asked, "--explain", "--html", str(page))
+    told = re.search(
+        r"take turns: .* take [\d.]+ m?s so on pipeline rank \d, and [\d.]+ m?s one after the other",
+        re.sub(r"\s+", " ", turns),
+    )
+    assert told is not None
+    assert told.group(0) in page.read_text(encoding="utf-8").replace("&#x27;", "'")
+    alone = plan(*asked, "--explain", "parallel.pipeline.overlap=false")
+    assert "turns" not in alone
+    assert seconds(turns)[0] < seconds(alone)[0]
+
+
 def test_natural_routing_is_slower_and_told(plan: Run) -> None:
     few = ["mixtral_8x7b", "batch.global=16", "batch.micro=1", "model.layers=8", "parallel.ep=8", "--gpus", "8"]
     equal, unequal = (seconds(output := plan(*few, *options)) for options in ((), ("--routing", "natural")))

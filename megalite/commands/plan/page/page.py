@@ -20,7 +20,7 @@ from megalite.config.schema import Config
 from megalite.cost.flows import flows
 from megalite.cost.layout_choice import choice_of
 from megalite.cost.predict import Prediction, timeline
-from megalite.cost.texts import seconds_text, step_text
+from megalite.cost.texts import seconds_text, step_text, turns_text
 from megalite.layout_search.search import Found, Result, fullest_rank
 from megalite.plan.memory.peak import KINDS, Memory
 from megalite.plan.pipeline import micro_batches
@@ -189,8 +189,10 @@ def _timeline(asked: Asked, prediction: Prediction) -> list[str]:
     actions = sum(len(spans) for spans in drawn.spans)
     if actions > MAX_ACTIONS:
         return [paragraph(f"The timeline has {actions:,} actions, too many for a page. {_elsewhere(config)}")]
+    turns = turns_text(prediction)
     return [
         paragraph(told, "pale"),
+        *([paragraph(turns, "pale")] if turns else []),
         f'<div class="timeline">{wide(draw_svg(drawn.table, drawn, size_text(drawn.table)))}</div>',
     ]
 

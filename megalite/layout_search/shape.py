@@ -1,0 +1,31 @@
+"""A group of layouts whose layers take equally long. Imports no torch."""
+
+from dataclasses import dataclass
+
+from megalite.cost.layout_choice import Choice
+from megalite.layout_search.pipeline_bounds import Passes
+
+
+@dataclass(frozen=True, eq=False)  # which makes it a quick key
+class Shape:
+    """Layouts that share everything that decides the time of layers.
+
+    passes: at least. paired: whether their schedules have passes take turns. alone: passes that do not. hop: seconds to
+    send a micro-batch's activations to the next pipeline rank. computes: seconds until the last backward pass of a step
+    has ended, at least. update: those of the optimizer in the best of the layouts.
+    """
+
+    choice: Choice  # choice of its first layout
+    micro_batches: int
+    dp: int
+    passes: Passes
+    paired: bool
+    alone: Passes
+    hop: float
+    computes: float
+    update: float
+
+    @property
+    def bound(self) -> float:
+        """Seconds of the whole step at least."""
+        return self.computes + self.update

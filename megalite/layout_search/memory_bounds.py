@@ -12,7 +12,7 @@ from megalite.cost.held_bytes import StageBytes, most_held
 from megalite.cost.layout_choice import Choice, mode_of
 from megalite.cost.schedule_tables import Tables, filled
 from megalite.cost.stages import expert_parameters
-from megalite.layout_search.micro_batches_in_flight import flight
+from megalite.layout_search.micro_batches_in_flight import flight, flights
 from megalite.plan.activations import Activations
 from megalite.plan.model.size import layer_parameters
 from megalite.plan.parts.sizes import PRECISION_BYTES
@@ -51,8 +51,8 @@ class Each(NamedTuple):
     reduced: float
 
 
-class First(NamedTuple):
-    """The first rank of a pipeline.
+class Rank(NamedTuple):
+    """A rank of a pipeline.
 
     parameters: those of norms and of a second matrix of a tied embedding aside. stages: of each that counts, its layers
     by kind. most, beside: as in a `Flight`. single: whether the rank has one stage.
@@ -92,30 +92,32 @@ class Estimate:
         self._of_rank: dict[tuple[object, ...], Amount] = {}
         self._made_of: dict[tuple[object, ...], list[Alike]] = {}
         self._each_of: dict[tuple[object, ...], Each] = {}
-        self._firsts: dict[tuple[object, ...], First] = {}
+        self._fronts: dict[tuple[object, ...], list[Rank]] = {}
 
     def before(self, each: Sequence[N]) -> tuple[N, ...]:
         """By kind of layer, what each has: the sums of all layers before each, and at last of all."""
         return tuple(accumulate(map(each.__getitem__, self.order), initial=0))
 
     def memory(self, choice: Choice) -> float:
-        """Bytes that the fullest rank has at least: the first, with its activations, or one with an even share."""
+        """Bytes that the fullest rank has at least: one in front, with its activations, or one with an even share."""
         if choice.schedule not in NAMES:  # where stages are is not known
             return self.of_states(choice)
-        first = self.first(choice)
-        return self._needed(choice, first, *self._activations(choice, first))
+        return max(self._needed(choice, rank, *self._activations(choice, rank)) for rank in self.front(choice))
 
     def memories(self, layouts: Sequence[Choice]) -> list[float]:
         """`memory` of layouts that differ in data parallelism and offloading alone."""
         if len(layouts) < 2 or layouts[0].schedule not in NAMES:
             return [self.memory(choice) for choice in layouts]
-        first = self.first(layouts[0])
+        needed = [0.0] * len(layouts)
         each_way = {choice.offload_activations: choice for choice in layouts}
-        active = {offloads: self._activations(choice, first) for offloads, choice in each_way.items()}
-        return [self._needed(choice, first, *active[choice.offload_activations]) for choice in layouts]
+        for rank in self.front(layouts[0]):
+            active = {offloads: self._activations(choice, rank) for offloads, choice in each_way.items()}
+            of_rank = (self._needed(choice, rank, *active[choice.offload_activations]) for choice in layouts)
+            needed = list(map(max, needed, of_rank))
+        return needed
 
     def lightest(self, choice: Choice, parameters: Amount, layers: Iterable[Sequence[int]]) -> float:
-        """Lower bound of `memory` if the first rank has so many parameters and activations of one of `layers`: layers
+        """Lower bound of `memory` if a rank in front has so many parameters and activations of one of `layers`: layers
         of each kind, each counted for every micro-batch in flight."""
         held, kept = self.held(choice, parameters), 0
         if not choice.offload_activations:
@@ -123,12 +125,12 @@ class Estimate:
             kept = min([sum(map(mul, counts, by_kind)) for counts in layers], default=0)
         return held.states + held.gathered + kept
 
-    def _needed(self, choice: Choice, first: First, most: float, beside: float | None) -> float:
-        """Bytes with a first rank, and with its activations: at most, and while all of its gradients are there."""
-        states, gathered, whole, reduced = self.held(choice, first.parameters)
+    def _needed(self, choice: Choice, rank: Rank, most: float, beside: float | None) -> float:
+        """Bytes with a rank in front, and with its activations: at most, and while all of its gradients are there."""
+        states, gathered, whole, reduced = self.held(choice, rank.parameters)
         found = max(
-            self._even(choice, first.single),
-            states + reduced + gathered * first.single,
+            self._even(choice, rank.single),
+            states + reduced + gathered * rank.single,
             states + gathered + most,
         )
         if beside is not None:
@@ -146,14 +148,14 @@ class Estimate:
         states, gathered, _, reduced = self.held(choice, self._all)
         return max(states + gathered, states + reduced + gathered * single) / choice.pp
 
-    def _activations(self, choice: Choice, first: First) -> tuple[float, float | None]:
-        """Bytes of activations that the first rank holds: at most, and while all of its gradients are there."""
+    def _activations(self, choice: Choice, rank: Rank) -> tuple[float, float | None]:
+        """Bytes of activations that a rank holds: at most, and while all of its gradients are there."""
         if choice.offload_activations:
-            return 0.0, None if first.beside is None else 0.0
+            return 0.0, None if rank.beside is None else 0.0
         by_kind = self.kept(choice)
-        kept = min([sum(map(mul, counts, by_kind)) for counts in first.stages])
-        outside = self.sizes(choice).outside(1)[0] if first.single and choice.pp == 1 else 0
-        return first.most * kept + outside, None if first.beside is None else first.beside * kept
+        kept = min([sum(map(mul, counts, by_kind)) for counts in rank.stages])
+        outside = self.sizes(choice).outside(1)[0] if rank.single and choice.pp == 1 else 0
+        return rank.most * kept + outside, None if rank.beside is None else rank.beside * kept
 
     def of_actions(self, choice: Choice, tables: Tables, room: float) -> float:
         """Bytes that the fullest of some ranks has at least, by its actions; 0 where they are not counted.
@@ -231,18 +233,26 @@ class Estimate:
         """
         return self._even(choice, not any_schedule and self._virtual(choice) == 1)
 
-    def first(self, choice: Choice) -> First:
-        """The first rank, and what is in flight there: in a V, or with one stage a rank, on the first stage."""
+    def front(self, choice: Choice) -> list[Rank]:
+        """The first rank of a pipeline, and the second where layers differ, since the first may have all of the small
+        ones."""
         m = choice.micro_batches(self.config.batch.global_)
         key = choice.pp, choice.schedule, choice.virtual, choice.split, m
-        if key not in self._firsts:
-            virtual, ends = self._virtual(choice), list(accumulate(self.split(choice), initial=0))
-            counted = range(0, len(ends) - 1, choice.pp) if choice.schedule == "interleaved_1f1b" else range(1)
-            layers = [self.order[ends[stage] : ends[stage + 1]] for stage in counted]
-            stages = {tuple(each.count(kind) for kind in range(len(self.kinds))) for each in layers}
-            flying = flight(choice.schedule, choice.pp, m, virtual)
-            self._firsts[key] = First(self._parameters(choice, 0), tuple(stages), *flying, virtual == 1)
-        return self._firsts[key]
+        if key not in self._fronts:
+            virtual, kinds = self._virtual(choice), range(len(self.kinds))
+            ends = list(accumulate(self.split(choice), initial=0))
+            counts = [tuple(map(self.order[begin:end].count, kinds)) for begin, end in pairwise(ends)]
+            first = flight(choice.schedule, choice.pp, m, virtual)  # in a V, on the first stage
+            stages = counts[:: choice.pp] if choice.schedule == "interleaved_1f1b" else counts[:1]
+            found = [Rank(self._parameters(choice, 0), tuple({*stages}), *first, virtual == 1)]
+            if len(self.kinds) > 1 and choice.pp > 1 and choice.schedule in NAMES:
+                flying = flights(choice.schedule, choice.pp, m, virtual)
+                stages = [each for each, owner in zip(counts, self.owners(choice), strict=True) if owner == 1]
+                most = flying.most[1]
+                beside = most if flying.beside else None
+                found.append(Rank(self._parameters(choice, 1), tuple({*stages}), most, beside, virtual == 1))
+            self._fronts[key] = found
+        return self._fronts[key]
 
     def split(self, choice: Choice) -> Sequence[int]:
         """Layers of every stage."""

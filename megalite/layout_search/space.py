@@ -18,7 +18,7 @@ from megalite.cost.layer import LayerTime
 from megalite.cost.layout_choice import Choice, Method, Recomputed, mode_of
 from megalite.cost.share import share_of
 from megalite.cost.stages import UNSPLIT_SCHEDULES, Timer
-from megalite.layout_search.memory_bounds import Amount, Estimate, mixed
+from megalite.layout_search.memory_bounds import Amount, Estimate, Rank, mixed
 from megalite.layout_search.pipeline_bounds import Passes
 from megalite.layout_search.shape import Shape
 from megalite.layout_search.time_bounds import VIRTUAL_STAGES, Least
@@ -42,14 +42,14 @@ MIN_RANK_POSITIONS = 1024  # positions of a sequence that a context-parallel ran
 class Scheduled(NamedTuple):
     """The schedules of a shape.
 
-    names: each with its virtual stages. split: whether any may split backward passes. parameters: of the first rank at
-    least. layers: of one of its stages, by kind, each counted for every micro-batch in flight; any may be the fewest.
+    names: each with its virtual stages. split: whether any may split backward passes. front: of ranks of
+    `Estimate.front`, the parameters at least, and the layers of one stage, by kind, each counted for every micro-batch
+    in flight, of which any may be the fewest.
     """
 
     names: list[tuple[str, int | None]]
     split: bool
-    parameters: Amount
-    layers: frozenset[tuple[int, ...]]
+    front: list[tuple[Amount, frozenset[tuple[int, ...]]]]
 
 
 class Space:
@@ -154,9 +154,8 @@ class Space:
 
     def _may_fit(self, first: Choice, limit: float) -> bool:
         """Return whether a shape may fit into `limit` bytes with any schedule and split."""
-        schedules = self._schedules(first)
-        needed = self.estimate.lightest(first, schedules.parameters, schedules.layers)
-        return needed <= self.moves.missed * limit
+        room, lightest = self.moves.missed * limit, self.estimate.lightest
+        return all(lightest(first, *rank) <= room for rank in self._schedules(first).front)
 
     def tightest(self, limit: float) -> tuple[float, Choice] | None:
         """Bytes and first layout of the shape that needs least, among those that do not fit."""
@@ -305,17 +304,23 @@ class Space:
                 and self._can_be_placed(first.pp, m, name, virtual)
                 and _can_be_planned(first.pp, m, name, virtual)
             ]
-            most, layers = inf if names else 0.0, set[tuple[int, ...]]()
-            parameters = Amount(most, most)
+            fronts = list[list[Rank]]()
             for name, virtual in names:
                 if name not in NAMES:  # where its stages are is not known
-                    parameters, layers = Amount(0.0, 0.0), {(0,) * len(self.kinds)}
-                    continue
-                rank = self.estimate.first(first._replace(schedule=name, virtual=virtual))
-                parameters = Amount(*map(min, parameters, rank.parameters))
-                layers |= {tuple([rank.most * count for count in counts]) for counts in rank.stages}
+                    fronts = []
+                    break
+                fronts.append(self.estimate.front(first._replace(schedule=name, virtual=virtual)))
+            front = [
+                (
+                    Amount(*map(min, zip(*(rank.parameters for rank in ranks), strict=True))),
+                    frozenset(
+                        tuple([rank.most * count for count in counts]) for rank in ranks for counts in rank.stages
+                    ),
+                )
+                for ranks in zip(*fronts, strict=True)
+            ]
             splits = any(name not in UNSPLIT_SCHEDULES for name, _ in names)
-            self._scheduled[key] = Scheduled(names, splits, parameters, frozenset(layers))
+            self._scheduled[key] = Scheduled(names, splits, front)
         return self._scheduled[key]
 
     def _can_be_placed(self, pp: int, m: int, schedule: str, virtual: int | None) -> bool:

@@ -28,6 +28,7 @@ class Passes:
 
     forward, backward: of all layers before each, and at last of all. weights: likewise of backward, what a split one
     leaves to W. kinds, embedding, head: forward, backward, and of that the weights' share; of a layer of each kind.
+    launches: of the host, for all layers.
     """
 
     forward: tuple[float, ...]
@@ -36,6 +37,7 @@ class Passes:
     kinds: tuple[tuple[float, float, float], ...]
     embedding: tuple[float, float, float]
     head: tuple[float, float, float]
+    launches: float
 
     @cached_property
     def there(self) -> float:

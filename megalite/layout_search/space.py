@@ -14,12 +14,13 @@ from megalite.config.layers import layer_kinds
 from megalite.config.rules.numbers import every_divisor
 from megalite.config.rules.parallel import share_experts
 from megalite.config.schema import SCHEDULES, Config, DataMode, Place, place_of
+from megalite.cost.kernels import launched
 from megalite.cost.layer import LayerTime
 from megalite.cost.layout_choice import Choice, Method, Recomputed, mode_of
 from megalite.cost.share import share_of
 from megalite.cost.stages import UNSPLIT_SCHEDULES, Timer
 from megalite.layout_search.memory_bounds import Amount, Estimate, Rank, mixed
-from megalite.layout_search.pipeline_bounds import Passes
+from megalite.layout_search.pipeline_bounds import Passes, summed
 from megalite.layout_search.shape import Shape
 from megalite.layout_search.time_bounds import VIRTUAL_STAGES, Least
 from megalite.layout_search.turn_bounds import least_in_turns
@@ -122,11 +123,13 @@ class Space:
 
     def _in_large(self, first: Choice) -> float:
         """Seconds of all layers' compute, shared by all ranks, if micro-batches were so large that nothing is rounded
-        up and nothing waits for a launch."""
+        up, and of their launches."""
         large = first._replace(micro=LARGE_MICRO_SIZE)
         passes = self._turns(large) if self._pairs_up(first) else self._passes(large)
-        sequences = self.config.batch.global_ / (first.replicas * first.shards)
-        return ROUNDED_SHARE * sequences / LARGE_MICRO_SIZE * (passes.there + passes.back) / first.pp
+        share = ROUNDED_SHARE * first.micro / LARGE_MICRO_SIZE
+        layers = passes.forward[-1] + passes.backward[-1]
+        seconds = launched(share * layers, passes.launches) + share * (passes.there + passes.back - layers)
+        return first.micro_batches(self.config.batch.global_) * seconds / first.pp
 
     def shape(self, first: Choice) -> Shape:
         """The shape with this first layout."""
@@ -153,7 +156,7 @@ class Space:
         return None
 
     def _may_fit(self, first: Choice, limit: float) -> bool:
-        """Return whether a shape may fit into `limit` bytes with any schedule and split."""
+        """Return whether a shape, or with a way to share states, may fit with any schedule and split."""
         room, lightest = self.moves.missed * limit, self.estimate.lightest
         return all(lightest(first, *rank) <= room for rank in self._schedules(first).front)
 
@@ -181,7 +184,7 @@ class Space:
             for mode in self._modes(shape):
                 for replicas in self._replicas(shape, mode):
                     choice = shape.choice._replace(mode=mode, replicas=replicas, shards=shape.dp // replicas)
-                    if self.estimate.of_states(choice, any_schedule=True) <= limit:
+                    if self.estimate.of_states(choice, any_schedule=True) <= limit and self._may_fit(choice, limit):
                         found.append((self.least.of_sharing(shape, choice), choice))
                     else:
                         self._too_large.append(choice)
@@ -258,17 +261,18 @@ class Space:
         """Seconds of the model's passes for a micro-batch."""
         key = choice.tp, choice.ep, choice.cp, choice.method, choice.micro, choice.recompute
         if key not in self._times:
-            self._times[key] = self._timed(
-                choice, [(time.forward.total, time.backward.total) for time in self._layers(choice)]
-            )
+            layers = self._layers(choice)
+            passes = [(time.forward.total, time.backward.total) for time in layers]
+            self._times[key] = self._timed(choice, layers, passes)
         return self._times[key]
 
     def _turns(self, choice: Choice) -> Passes:
         """Passes as they are at least where they take turns."""
         key = choice.tp, choice.ep, choice.cp, choice.method, choice.micro, choice.recompute, "in turns"
         if key not in self._times:
-            layers = list(zip(self._layers(choice), self.kinds.values(), strict=True))
-            self._times[key] = self._timed(choice, least_in_turns(layers, self.timer.constants.overlap))
+            layers = self._layers(choice)
+            passes = least_in_turns(list(zip(layers, self.kinds.values(), strict=True)), self.timer.constants.overlap)
+            self._times[key] = self._timed(choice, layers, passes)
         return self._times[key]
 
     def _layers(self, choice: Choice) -> list[LayerTime]:
@@ -277,9 +281,10 @@ class Space:
         config = self.estimate.sizes(choice).config
         return [self.timer.layer(share_of(config, kind, mode)) for kind in self.kinds]
 
-    def _timed(self, choice: Choice, passes: Sequence[tuple[float, float]]) -> Passes:
+    def _timed(self, choice: Choice, layers: Sequence[LayerTime], passes: Sequence[tuple[float, float]]) -> Passes:
         """Passes of the model, with those of a layer of each kind."""
-        weights = [time.weights for time in self._layers(choice)]
+        weights = [time.weights for time in layers]
+        launches = [sum(each.launches for each in time.turns) for time in layers]
         forward, backward = ([each[at] for each in passes] for at in (0, 1))
         embedding, head = self.timer.ends(share_of(self.estimate.sizes(choice).config, next(iter(self.kinds))))
         before = self.estimate.before
@@ -290,6 +295,7 @@ class Space:
             tuple(zip(forward, backward, weights, strict=True)),
             (embedding.forward.total, embedding.backward.total, embedding.weights),
             (head.forward.total, head.backward.total, head.weights),
+            summed(list(self.kinds.values()), launches),
         )
 
     def _schedules(self, first: Choice) -> Scheduled:

@@ -1,7 +1,7 @@
 """The memory of a layout, estimated without its schedule: never more than a walk through it finds. Imports no torch."""
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate, pairwise
 from operator import mul
 from typing import Any, NamedTuple, TypeVar
@@ -65,6 +65,24 @@ class Rank(NamedTuple):
     single: bool
 
 
+class Lightest(NamedTuple):
+    """A rank in front under any of some schedules. parameters: at least. most, beside: as in `Rank`, but layers of one
+    stage, by kind, each counted for every micro-batch in flight, of which any may be the fewest; beside is empty if
+    gradients may not be there."""
+
+    parameters: Amount
+    most: frozenset[tuple[int, ...]]
+    beside: frozenset[tuple[int, ...]]
+
+    @staticmethod
+    def of(ranks: Sequence[Rank]) -> "Lightest":
+        """Combine ranks under each schedule."""
+        found = frozenset(_times(rank.most, counts) for rank in ranks for counts in rank.stages)
+        beside = frozenset(_times(rank.beside or 0, counts) for rank in ranks for counts in rank.stages)
+        parameters = Amount(*map(min, zip(*(rank.parameters for rank in ranks), strict=True)))
+        return Lightest(parameters, found, beside if all(rank.beside is not None for rank in ranks) else frozenset())
+
+
 class Estimate:
     """Bytes of the layouts of `config`.
 
@@ -116,14 +134,17 @@ class Estimate:
             needed = list(map(max, needed, of_rank))
         return needed
 
-    def lightest(self, choice: Choice, parameters: Amount, layers: Iterable[Sequence[int]]) -> float:
-        """Lower bound of `memory` if a rank in front has so many parameters and activations of one of `layers`: layers
-        of each kind, each counted for every micro-batch in flight."""
-        held, kept = self.held(choice, parameters), 0
-        if not choice.offload_activations:
-            by_kind = self.kept(choice)
-            kept = min([sum(map(mul, counts, by_kind)) for counts in layers], default=0)
-        return held.states + held.gathered + kept
+    def lightest(self, choice: Choice, lightest: Lightest) -> float:
+        """Lower bound of `memory` under any of some schedules."""
+        states, gathered, whole, reduced = self.held(choice, lightest.parameters)
+        by_kind = [0] * len(self.kinds) if choice.offload_activations else self.kept(choice)
+        most, beside = (
+            min([sum(map(mul, counts, by_kind)) for counts in each], default=0)
+            for each in (lightest.most, lightest.beside)
+        )
+        if lightest.beside:
+            most = max(most, beside + (whole if choice.mode in SINGLE_REDUCTION_MODES else reduced))
+        return states + gathered + most
 
     def _needed(self, choice: Choice, rank: Rank, most: float, beside: float | None) -> float:
         """Bytes with a rank in front, and with its activations: at most, and while all of its gradients are there."""
@@ -351,3 +372,7 @@ def mixed(config: Config, pins: Mapping[str, Any], choice: Choice) -> bool:
     """Return whether layers of a stage may recompute in different ways, so that the memory of any one way is only a
     bound."""
     return choice.recompute == "budget" or (config.train.recompute_every > 1 and "train.recompute" in pins)
+
+
+def _times(number: int, counts: Sequence[int]) -> tuple[int, ...]:
+    return tuple([number * count for count in counts])

@@ -19,7 +19,7 @@ from megalite.cost.layer import LayerTime
 from megalite.cost.layout_choice import Choice, Method, Recomputed, mode_of
 from megalite.cost.share import share_of
 from megalite.cost.stages import UNSPLIT_SCHEDULES, Timer
-from megalite.layout_search.memory_bounds import Amount, Estimate, Rank, mixed
+from megalite.layout_search.memory_bounds import Estimate, Lightest, Rank, mixed
 from megalite.layout_search.pipeline_bounds import Passes, summed
 from megalite.layout_search.shape import Shape
 from megalite.layout_search.time_bounds import VIRTUAL_STAGES, Least
@@ -43,14 +43,12 @@ MIN_RANK_POSITIONS = 1024  # positions of a sequence that a context-parallel ran
 class Scheduled(NamedTuple):
     """The schedules of a shape.
 
-    names: each with its virtual stages. split: whether any may split backward passes. front: of ranks of
-    `Estimate.front`, the parameters at least, and the layers of one stage, by kind, each counted for every micro-batch
-    in flight, of which any may be the fewest.
+    names: each with its virtual stages. split: whether any may split backward passes. front: ranks of `Estimate.front`.
     """
 
     names: list[tuple[str, int | None]]
     split: bool
-    front: list[tuple[Amount, frozenset[tuple[int, ...]]]]
+    front: list[Lightest]
 
 
 class Space:
@@ -158,7 +156,7 @@ class Space:
     def _may_fit(self, first: Choice, limit: float) -> bool:
         """Return whether a shape, or with a way to share states, may fit with any schedule and split."""
         room, lightest = self.moves.missed * limit, self.estimate.lightest
-        return all(lightest(first, *rank) <= room for rank in self._schedules(first).front)
+        return all(lightest(first, rank) <= room for rank in self._schedules(first).front)
 
     def tightest(self, limit: float) -> tuple[float, Choice] | None:
         """Bytes and first layout of the shape that needs least, among those that do not fit."""
@@ -316,15 +314,7 @@ class Space:
                     fronts = []
                     break
                 fronts.append(self.estimate.front(first._replace(schedule=name, virtual=virtual)))
-            front = [
-                (
-                    Amount(*map(min, zip(*(rank.parameters for rank in ranks), strict=True))),
-                    frozenset(
-                        tuple([rank.most * count for count in counts]) for rank in ranks for counts in rank.stages
-                    ),
-                )
-                for ranks in zip(*fronts, strict=True)
-            ]
+            front = [Lightest.of(ranks) for ranks in zip(*fronts, strict=True)]
             splits = any(name not in UNSPLIT_SCHEDULES for name, _ in names)
             self._scheduled[key] = Scheduled(names, splits, front)
         return self._scheduled[key]

@@ -3,10 +3,11 @@
 from collections.abc import Sequence
 from functools import reduce
 from itertools import accumulate, pairwise
-from operator import add
+from operator import add, sub
 from typing import NamedTuple
 
 from megalite.layout_search.pipeline_bounds import Chain, Counts, Passes, Turns, Work
+from megalite.layout_search.turn_bounds import Pairs
 
 
 class _Rank(NamedTuple):
@@ -63,11 +64,16 @@ class Ranks:
                 min(sizes),
             )
 
-    def chains(self, passes: Passes, whole: bool) -> list[Chain]:
-        """Waits and work of each rank. whole: backward passes are not split."""
+    def chains(self, passes: Passes, whole: bool, pairs: Pairs | None = None) -> list[Chain]:
+        """Waits and work of each rank. whole: backward passes are not split. pairs: of passes that take turns; a rank
+        that computes some alone takes no less time than if all did so."""
         both, found = 1 + whole, []
         for rank in self.ranks.values():
             there, back = passes.of(rank.work.layers, rank.work.ends)
+            if pairs is not None:
+                second = tuple(map(sub, rank.work.layers, rank.first))
+                there, back = passes.of((0,) * len(second), rank.work.ends)
+                there += pairs.of(rank.first, second)
             first, wait = rank.first_stage, 0.0
             if first:
                 wait = passes.forward[self.begins[first]] + passes.embedding[0]

@@ -4,13 +4,15 @@ from dataclasses import dataclass
 
 from megalite.cost.layout_choice import Choice
 from megalite.layout_search.pipeline_bounds import Passes
+from megalite.layout_search.turn_bounds import Pairs
 
 
 @dataclass(frozen=True, eq=False)  # which makes it a quick key
 class Shape:
     """Layouts that share everything that decides the time of layers.
 
-    passes: at least. paired: whether their schedules have passes take turns. alone: passes that do not. hop: seconds to
+    passes: at least. paired: whether their schedules have passes take turns. pairs: of these, where it is
+    known in which order stages have their layers. alone: passes that do not take turns. hop: seconds to
     send a micro-batch's activations to the next pipeline rank. computes: seconds until the last backward pass of a step
     has ended, at least. update: those of the optimizer in the best of the layouts.
     """
@@ -20,6 +22,7 @@ class Shape:
     dp: int
     passes: Passes
     paired: bool
+    pairs: Pairs | None
     alone: Passes
     hop: float
     computes: float

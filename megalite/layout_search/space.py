@@ -23,7 +23,7 @@ from megalite.layout_search.memory_bounds import Estimate, Lightest, Rank, mixed
 from megalite.layout_search.pipeline_bounds import Passes, summed
 from megalite.layout_search.shape import Shape
 from megalite.layout_search.time_bounds import VIRTUAL_STAGES, Least
-from megalite.layout_search.turn_bounds import least_in_turns
+from megalite.layout_search.turn_bounds import Pairs, least_in_turns
 from megalite.layout_search.uneven_splits import MAX_LIMIT_FACTOR, Moves
 from megalite.plan.pipeline import can_pair, of_file
 from megalite.schedule.actions import MAX_ACTIONS, Table
@@ -133,7 +133,10 @@ class Space:
         """The shape with this first layout."""
         alone, splits = self._passes(first), self._schedules(first).split
         if self._pairs_up(first):
-            return self.least.shape(first, self._turns(first), splits, alone)
+            ordered = list(self.estimate.order) == sorted(self.estimate.order)
+            known = ordered and not mixed(self.config, self.pins, first)
+            pairs = Pairs(self._layers(first), self.timer.constants.beside) if known else None
+            return self.least.shape(first, self._turns(first), splits, alone, pairs)
         return self.least.shape(first, alone, splits)
 
     def recomputing(self, shape: Shape, limit: float) -> Shape | None:

@@ -31,6 +31,7 @@ from megalite.layout_search.pipeline_bounds import (
 )
 from megalite.layout_search.rank_waits import Ranks
 from megalite.layout_search.shape import Shape
+from megalite.layout_search.turn_bounds import Pairs
 from megalite.schedule.actions import Kind
 from megalite.schedule.clock import Clock
 from megalite.schedule.generate import NAMES, SPLIT_SCHEDULES, V_SCHEDULES
@@ -60,9 +61,11 @@ class Least:
         both = [(1.0, 0.0), (0.0, 1.0)] if config.optim.name == "muon" else [(1.0, 0.0)]
         self._updating = {place: min(state_seconds(*each, place, timer) for each in both) for place in PLACES}
 
-    def shape(self, first: Choice, passes: Passes, splits: bool, alone: Passes | None = None) -> Shape:
+    def shape(
+        self, first: Choice, passes: Passes, splits: bool, alone: Passes | None = None, pairs: Pairs | None = None
+    ) -> Shape:
         """The shape of a first layout. splits: whether its schedules may split backward passes. alone: passes that do
-        not take turns; None: none do."""
+        not take turns; None: none do. pairs: as in `Shape`."""
         m, pp, hop = first.micro_batches(self.config.batch.global_), first.pp, self._hop(first)
         way = passes.split_way(1.0) if splits else passes.there + passes.back + (m - 1) * sum(passes.head[:2])
         way += 2 * (pp - 1) * hop
@@ -71,7 +74,7 @@ class Least:
         computes = max(way, m * busy, m * (passes.there + passes.back) / pp)
         states = (self._all.total + 2 * self._matrix) / pp / first.tp
         update = states / (first.replicas * first.shards * first.cp) * min(self._updating.values())
-        return Shape(first, m, first.shards, passes, alone is not None, alone or passes, hop, computes, update)
+        return Shape(first, m, first.shards, passes, alone is not None, pairs, alone or passes, hop, computes, update)
 
     def of_sharing(self, shape: Shape, choice: Choice) -> float:
         """Seconds of the best layout whose states are shared out so."""
@@ -318,7 +321,7 @@ class Least:
                 shortest = ranks.shortest(passes) if choice.schedule in V_SCHEDULES else (0.0, 0.0, 0.0)
                 back = passes.split_back(choice.schedule, m, ranks.split, longer, shortest)
                 way = passes.split_way(longer)
-            found = ranks.chains(passes, choice.schedule in UNSPLIT_SCHEDULES)
+            found = ranks.chains(passes, choice.schedule in UNSPLIT_SCHEDULES, shape.pairs)
             amounts = [self._amount(each.work) for each in found]
             whole, total = max(each.whole(choice) for each in amounts), max(each.total for each in amounts)
             self._waits[key] = Waits(found, ranks.all, ranks.hops[-1], back, way, whole, total)

@@ -6,13 +6,36 @@ seconds of launches, (P³ + h³)^(1/3) is at least a·P + b·h wherever a^1.5 + 
 those of stages add up, whatever is paired. Which of them is highest is found for the whole model.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import product
 from typing import NamedTuple
 
 from megalite.cost.kernels import launched
 from megalite.cost.layer import LayerTime
-from megalite.cost.turns import LayerPass
+from megalite.cost.turns import LayerPass, StagePass, in_turns
+
+
+class Pairs:
+    """Seconds of both passes of two stages in turns, without exchanges of weights. layers: of each kind."""
+
+    def __init__(self, layers: Sequence[LayerTime], beside: Callable[[float, float], float]) -> None:
+        self._layers, self._beside = layers, beside
+        self._known: dict[tuple[Sequence[int], Sequence[int]], float] = {}
+
+    def of(self, one: Sequence[int], other: Sequence[int]) -> float:
+        """Stages with so many layers of each kind, in the order of kinds."""
+        if (one, other) not in self._known:
+            (first, first_back), (second, second_back) = map(self._passes, (one, other))
+            self._known[one, other] = sum(
+                in_turns(*pair, 0.0, (0.0,)).total for pair in ((first, second_back), (second, first_back))
+            )
+        return self._known[one, other]
+
+    def _passes(self, counts: Sequence[int]) -> list[StagePass]:
+        layers = [time.turns for time, count in zip(self._layers, counts, strict=True) for _ in range(count)]
+        return [
+            StagePass(tuple(turns[at] for turns in layers), 0.0, 0.0, 0.0, 0.0, (0.0,), self._beside) for at in (0, 1)
+        ]
 
 
 class _Sums(NamedTuple):

@@ -1,5 +1,6 @@
 """The search finds what looking at every layout finds, and no bound is above the simulated time."""
 
+from dataclasses import replace
 from operator import itemgetter
 
 import pytest
@@ -162,3 +163,15 @@ def test_few_layouts_are_simulated() -> None:
     found = search(configured("llama3_8b", ["batch.global=16"], {}), 16, TIMERS["h100_sxm"], 71 * GIB, wanted=3)
     assert 3 <= found.walked <= found.timed <= 20
     assert len(found.results) == 3
+
+
+def test_layouts_whose_passes_take_turns_are_the_fastest_where_rows_travel_slowly() -> None:
+    config = configured("deepseek_v2_lite", ["batch.global=32", "model.layers=7"], IN_TURNS)
+    seconds = []
+    for overlap in (True, False):
+        pipeline = replace(config.parallel.pipeline, overlap=overlap)
+        asked = replace(config, parallel=replace(config.parallel, pipeline=pipeline))
+        (best,) = search(asked, 8, TIMERS["l40s"], 30 * GIB, IN_TURNS, wanted=1).results
+        assert (best.choice.schedule == "dualpipev") >= overlap
+        seconds.append(best.seconds)
+    assert seconds[0] < 0.98 * seconds[1]

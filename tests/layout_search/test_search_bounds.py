@@ -54,6 +54,14 @@ SPACES = [  # model, keys, GPUs, cluster, pins, offload
         {**IN_TURNS, "parallel.data.mode": "zero3", "parallel.cp": 1},
         False,
     ),
+    (
+        "qwen3_30b_a3b",
+        ["batch.global=256", "model.layers=24"],
+        32,
+        "l40s",
+        {**IN_TURNS, "parallel.data.mode": "zero3", "parallel.pp": 2, "parallel.tp": 1, "parallel.cp": 1},
+        False,
+    ),
 ]
 DRAWN = 14  # layouts of each space
 

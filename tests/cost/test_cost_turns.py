@@ -13,12 +13,13 @@ from megalite.cost.cluster import load_cluster
 from megalite.cost.constants import FITTED_CONSTANTS
 from megalite.cost.kernels import launched
 from megalite.cost.layer import LayerTime, Seconds
-from megalite.cost.predict import Prediction, predict, timeline
+from megalite.cost.predict import Prediction, Trial, predict, timeline
 from megalite.cost.rank_seconds import seconds_of
 from megalite.cost.schedule_tables import Cost
-from megalite.cost.stages import Timer
+from megalite.cost.stages import Timer, transfer_seconds
 from megalite.cost.turns import LayerPass, StagePass, Stretch, in_turns, walked
 from megalite.layout_search.turn_bounds import least_in_turns
+from megalite.plan.resolved import resolve
 from megalite.schedule.actions import Kind
 
 ROUNDING = 1 + 1e-9
@@ -167,3 +168,14 @@ def test_full_recompute_sends_rows_once_more_and_gives_way_as_often() -> None:
     assert sum(sent_again) == pytest.approx(1.5 * sum(sent))
     computes = layer.forward.layers[0].computes + layer.backward.layers[0].computes
     assert again.backward.layers[0].computes == pytest.approx(computes)
+
+
+def test_a_step_in_turns_that_is_cut_short_takes_as_long_as_the_whole() -> None:
+    timer, config = Timer(load_cluster("l40s")), config_of("batch.global=400", "train.recompute=none")
+    trial = Trial(resolve(config), timer)
+    clock = timer.tables.clock(config, 100)
+    whole, _ = clock.run(
+        [seconds_of(cost, trial.stages) for cost in clock.classes], transfer_seconds(config, timer.net)
+    )
+    assert trial.clocked == pytest.approx(whole, rel=0.002)
+    assert trial.least <= (whole + trial.update) * ROUNDING

@@ -309,11 +309,11 @@ def _update(plan: Plan, stages: Sequence[StageTime], timer: Timer) -> float:
 
 
 def _kept(plan: Plan, held: Sequence[float], shards: int) -> list[float]:
-    """By pipeline rank: parameters whose states a rank has. held: those that it gathers, for all micro-batches."""
+    """By pipeline rank: parameters whose states a rank has. held: those that are trained, before they are sharded."""
     config = plan.config
     ep, same = config.parallel.ep, config.parallel.expert_shards
     kinds = {id(kind): kind for kind in plan.kinds}  # quicker to look up than kinds
-    by_kind = {number: expert_parameters(config, kind) for number, kind in kinds.items()}
+    by_kind = {number: expert_parameters(config, kind, trained=True) for number, kind in kinds.items()}
     of_layer = [by_kind[id(kind)] for kind in plan.kinds]
     found = []
     for rank, every in enumerate(held):

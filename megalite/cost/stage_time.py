@@ -1,6 +1,6 @@
 """Times of a pipeline stage, for one micro-batch on one rank. Imports no torch."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from megalite.cost.layer import Seconds
@@ -40,9 +40,9 @@ class StageTime:
     backward: of B, the whole backward pass. inputs, weights: of I and W, if it is split. gather: before the first F
     of a step, where weights are gathered once. reduce: to reduce gradients over the shards. replicas: to sum them over
     replicas then. longer: by how much a whole backward pass takes longer with the first beside it, and with both.
-    parameters: of a rank, before they are sharded. partial: elements of gradients on a rank that are partial sums over
-    tp. sent: on the links. turns: forward and backward, and the reductions of `longer` beside them; None where none of
-    the passes take turns.
+    parameters: of a rank that are trained, before they are sharded. partial: elements of gradients on a rank that are
+    partial sums over tp. sent: on the links. turns: forward and backward, and the reductions of `longer` beside them;
+    None where none of the passes take turns.
     """
 
     forward: Seconds
@@ -87,7 +87,9 @@ class StageTime:
 @dataclass(frozen=True)
 class Piece:
     """A unit gathered at once. inputs, weights: of backward, as in a layer's time; parameters: of a rank, before
-    sharding. moved: seconds of copies of a pass to or from the host. turns: of a layer."""
+    sharding; trained: of these, those with gradients. moved: seconds of copies of a pass to or from the host. turns: of
+    a layer.
+    """
 
     part: Part
     forward: Seconds
@@ -95,5 +97,10 @@ class Piece:
     inputs: Seconds
     weights: float
     parameters: float
+    trained: float
     moved: float = 0.0
     turns: tuple[LayerPass, LayerPass] | None = None
+
+    def frozen(self) -> "Piece":
+        """The unit without gradients of its weights."""
+        return replace(self, backward=self.inputs, weights=0.0, trained=0.0)

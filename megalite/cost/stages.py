@@ -79,8 +79,8 @@ class Timer:
             there_last, back_last = Seconds(forward, tensor=sent), Seconds(backward, tensor=sent)
             inputs = Seconds(backward - weights, tensor=sent)
             self._ends[share] = (
-                Piece("embedding", there, back, back, 0.0, size),
-                Piece("head", there_last, back_last, inputs, weights, size),
+                Piece("embedding", there, back, back, 0.0, size, size),
+                Piece("head", there_last, back_last, inputs, weights, size, size),
             )
         return self._ends[share]
 
@@ -121,7 +121,7 @@ class Timer:
     def _stage(self, plan: Plan, stage: int, shared: "Shared") -> StageTime:
         zero3 = shared.gathers and plan.config.parallel.data_mode == "zero3"
         forward = backward = Seconds()
-        inputs = weights = gather = reduce = replicas = parameters = 0.0
+        inputs = weights = gather = reduce = replicas = parameters = trained = 0.0
         partial = recut = 0
         longer, sent = [0.0, 0.0], [[self.net.nothing] for _ in Sent._fields]
         edge = None  # the first unit of a pass: nothing hides its gather
@@ -129,7 +129,7 @@ class Timer:
             moved, (there, back) = shared.moved(piece.part), self._links(plan.config, piece.part, mode)
             again, over = (moved.gathered, moved.sent.gather) if zero3 else (0.0, self.net.nothing)
             copied = self.kernels.passes(shared.copied * (piece.parameters + moved.recut))
-            added = self.kernels.passes(shared.added * piece.parameters + shared.recut * moved.recut)
+            added = self.kernels.passes(shared.added * piece.trained + shared.recut * moved.recut)
             copies = Seconds(passes=copied * zero3)
             compute, alone = piece.backward + copies + Seconds(passes=added), piece.inputs + copies
             forward += self._with(piece.forward + copies, again, there, over) * count
@@ -145,6 +145,7 @@ class Timer:
             reduce += moved.reduced * count
             replicas += moved.summed * count
             parameters += piece.parameters * count
+            trained += piece.trained * count
             recut += moved.recut * count
             partial += moved.partial * count
             for of_stage, each in zip(sent, (total((there, back, over, over)), *moved.sent[1:]), strict=True):
@@ -167,7 +168,7 @@ class Timer:
             reduce,
             replicas,
             (longer[0], longer[1]),
-            parameters,
+            trained,
             partial,
             Sent(*(total(each) for each in sent)),
             self._turns(plan, stage, shared) if pairs_up(plan.config) else None,
@@ -185,7 +186,7 @@ class Timer:
             gathered += exchanges.gathered * zero3 * count
             moved += piece.moved * count
             copied = self.kernels.passes(shared.copied * (piece.parameters + exchanges.recut)) * zero3
-            added = self.kernels.passes(shared.added * piece.parameters + shared.recut * exchanges.recut)
+            added = self.kernels.passes(shared.added * piece.trained + shared.recut * exchanges.recut)
             for at, (alone, more) in enumerate(((piece.forward, copied), (piece.backward, copied + added))):
                 plain[at] += (more + (alone.total if piece.turns is None else 0.0)) * count
                 layers[at].extend([piece.turns[at]] * count if piece.turns is not None else [])
@@ -221,6 +222,8 @@ class Timer:
         """Yield the pieces that a stage is made of, in order, with their recompute modes and counts."""
         config = plan.config
         embedding, head = self.ends(share_of(config, plan.kinds[0]))
+        if config.adapter is not None:
+            embedding, head = embedding.frozen(), head.frozen()
         if stage == 0:
             yield embedding, "none", 1
         found: dict[tuple[LayerKind, Mode], int] = {}
@@ -233,28 +236,30 @@ class Timer:
 
     def _layer(self, config: Config, kind: LayerKind, mode: Mode) -> Piece:
         time = self.layer(share_of(config, kind, mode))
-        every, experts = _amount(config.model.width, kind)
-        size = (every - experts) / config.parallel.tp + experts / config.parallel.ep
+        size, trained = (
+            (every - experts) / config.parallel.tp + experts / config.parallel.ep
+            for every, experts in (_amount(config.model.width, kind, trained) for trained in (False, True))
+        )
         forward, backward, inputs, moved = time.forward, time.backward, time.inputs, 0.0
         if config.train.offload_activations:
             moved = Activations(config).layer_bytes(kind, mode) / (self.cluster.gpu.host * HOST_SHARE)
             forward, backward, inputs = (self._offloaded(each, moved) for each in (forward, backward, inputs))
-        return Piece(kind, forward, backward, inputs, time.weights, size, moved, time.turns)
+        return Piece(kind, forward, backward, inputs, time.weights, size, trained, moved, time.turns)
 
     def _offloaded(self, compute: Seconds, moved: float) -> Seconds:
         """Compute beside a copy, which has an engine of its own."""
         return compute + Seconds(offload=max(0.0, moved - compute.total))
 
 
-def expert_parameters(config: Config, kind: LayerKind) -> int:
-    """Parameters of the experts of a layer, of all ranks together."""
-    return _amount(config.model.width, kind)[1]
+def expert_parameters(config: Config, kind: LayerKind, trained: bool = False) -> int:
+    """Parameters of the experts of a layer, of all ranks together. trained: only those that training changes."""
+    return _amount(config.model.width, kind, trained)[1]
 
 
 @lru_cache(maxsize=1 << 8)
-def _amount(width: int, kind: LayerKind) -> tuple[int, int]:
-    """Parameters of a layer of a residual stream's `width`, and those of its experts."""
-    weights = [weight for _, weight in Layer(width, kind).weights()]
+def _amount(width: int, kind: LayerKind, trained: bool) -> tuple[int, int]:
+    """Parameters of a layer of a residual stream's `width`, and those of its experts. trained: only trained ones."""
+    weights = [weight for _, weight in Layer(width, kind).weights() if weight.trained or not trained]
     return sum(weight.elements for weight in weights), sum(each.elements for each in weights if each.role.of_expert)
 
 
@@ -333,10 +338,11 @@ class Shared:
         """Gathers, reductions over the shards, and sums over replicas, each of all groups of a part."""
         of_groups = [(group, *self._ranks[group.apart]) for group in exchanged(self._config, part)]
         counted = [(group.gathered(shards.size), shards, replicas) for group, shards, replicas in of_groups]
+        made = [(group.reduced(shards.size), shards, replicas) for group, shards, replicas in of_groups]
         return [
             [("all_gather", self._element * count, shards) for count, shards, _ in counted],
-            [("reduce_scatter", self._gradient * count, shards) for count, shards, _ in counted],
-            [("all_reduce", self._gradient * count / shards.size, replicas) for count, shards, replicas in counted],
+            [("reduce_scatter", self._gradient * count, shards) for count, shards, _ in made],
+            [("all_reduce", self._gradient * count / shards.size, replicas) for count, shards, replicas in made],
         ]
 
 

@@ -33,6 +33,8 @@ class Exchanges:
                 )
             (shared, seconds), passes = self._shared[key[:-1]], self.timer.kernels.passes
             added, last, _ = shared.summed(choice.micro_batches(self.config.batch.global_))
+            if self.config.adapter is not None:  # factors are few, and left out
+                added = last = 0.0
             sizes = *(amount.whole(choice) for amount in self.estimate.amounts), self._matrix
             *layers, end = (
                 Moved(*sent, passes(shared.copied * (size / choice.tp)), passes(added * (size / choice.tp)))

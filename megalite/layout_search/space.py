@@ -288,6 +288,8 @@ class Space:
         launches = [sum(each.launches for each in time.turns) for time in layers]
         forward, backward = ([each[at] for each in passes] for at in (0, 1))
         embedding, head = self.timer.ends(share_of(self.estimate.sizes(choice).config, next(iter(self.kinds))))
+        if self.estimate.config.adapter is not None:
+            embedding, head = embedding.frozen(), head.frozen()
         before = self.estimate.before
         return Passes(
             before(forward),

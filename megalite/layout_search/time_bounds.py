@@ -59,7 +59,8 @@ class Least:
         self._longest: dict[tuple[Clock[Cost], int], tuple[list[tuple[Cost, int]], int]] = {}
         self._exchanges = Exchanges(config, timer, pins, estimate)
         both = [(1.0, 0.0), (0.0, 1.0)] if config.optim.name == "muon" else [(1.0, 0.0)]
-        self._updating = {place: min(state_seconds(*each, place, timer) for each in both) for place in PLACES}
+        trains = config.adapter is None  # else factors, which are few, are left out
+        self._updating = {place: trains * min(state_seconds(*each, place, timer) for each in both) for place in PLACES}
 
     def shape(
         self, first: Choice, passes: Passes, splits: bool, alone: Passes | None = None, pairs: Pairs | None = None

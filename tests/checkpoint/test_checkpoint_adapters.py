@@ -146,6 +146,23 @@ def test_its_weights_are_those_of_the_merged_model(
     assert found.model.adapter is None
 
 
+def test_a_base_that_leads_back_is_refused(
+    trained: tuple[Path, list[float], dict[str, Tensor]], base: Path, tmp_path: Path
+) -> None:
+    with one_rank():
+        config = adapted(Layout(), trained[0])  # an adapter beside a model with an adapter
+        train_and_save(config, tmp_path, 1)
+    path = tmp_path / "step-00000001"
+    twice, once = open_weights(str(path)), open_weights(str(trained[0]))
+    name = "model.layers.0.attention.q.weight"
+    values = [torch.empty(found.index.tensors[name].shape, dtype=torch.float64) for found in (twice, once)]
+    for found, value in zip((twice, once), values, strict=True):
+        reader_of(found).fill({name: value})
+    assert not values[0].equal(values[1])
+    with pytest.raises(InputError, match="leads back to it; name other weights"):
+        open_weights(str(path), base=f"megalite:{path}")
+
+
 def test_what_is_merged_is_refused_beside_another_base(
     base: Path, trained: tuple[Path, list[float], dict[str, Tensor]], tmp_path: Path
 ) -> None:

@@ -159,12 +159,29 @@ def _adapted(path: Path, manifest: Manifest, index: Index, source: str | None) -
     source = source or config.checkpoint.weights
     if source is None:
         raise InputError(f"{path}: is an adapter, and does not tell the weights of its base")
+    _refuse_circle(path, source)
     try:
         base = open_weights(source)
     except InputError as error:
         raise InputError(f"{path}: is an adapter, whose base cannot be opened: {error}") from None
     kept_one = kept_tokenizer(Path(os.path.realpath(path)).parent.parent)
     return replace(merged(base, factors, config.adapter), tokenizer=kept_one or base.tokenizer)
+
+
+def _refuse_circle(path: Path, source: str) -> None:
+    """Raises InputError where the base of an adapter, or the base of that, is the adapter itself."""
+    seen = {os.path.realpath(path)}
+    following: str | None = source
+    while following is not None:
+        kind, there = resolved(following)
+        if kind != "megalite":
+            return
+        there = newest(there)
+        if os.path.realpath(there) in seen:
+            raise InputError(f"{path}: is an adapter, whose base {source} leads back to it; name other weights")
+        seen.add(os.path.realpath(there))
+        config = check_sizes(there).configuration
+        following = config.checkpoint.weights if config.adapter is not None else None
 
 
 def _states_missing(tensors: Sequence[str]) -> str | None:

@@ -98,7 +98,7 @@ def last_micro_batch_without_backward() -> AbstractContextManager[Any]:
 
 
 def replicas_counted_in_the_norm() -> AbstractContextManager[Any]:
-    return patch.object(gradients, "_counts", lambda param: True)
+    return patch.object(gradients, "counts", lambda param: True)
 
 
 def seed_that_depends_on_the_rank() -> AbstractContextManager[Any]:

@@ -37,6 +37,13 @@ class ComputeSetup:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options that `run` reads."""
+    parser.add_argument(
+        "--adapter",
+        action="append",
+        default=[],
+        metavar="SOURCE",
+        help="an adapter to add to the weights, a run or peft:FOLDER; several times: one after another, to compare",
+    )
     parser.add_argument("--tp", type=int, default=1, metavar="N", help="tensor-parallel ranks (default: 1)")
     parser.add_argument("--pp", type=int, default=1, metavar="N", help="pipeline stages (default: 1)")
     parser.add_argument("--ep", type=int, metavar="N", help="ranks that share out experts (default: those of --tp)")

@@ -1,6 +1,6 @@
 """Sources of a model: the single place that opens a run, or weights of any kind, to compute with them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -42,23 +42,29 @@ class Opened:
 Open = Callable[[], Opened]
 
 
-def sources(text: str) -> list[Open]:
-    """Find what can be opened at `text`, oldest first: all checkpoints of a run, or weights. Raises InputError."""
+def sources(text: str, base: str | None = None) -> list[Open]:
+    """Find what can be opened at `text`, oldest first: all checkpoints of a run, or weights. Raises InputError.
+
+    base: weights to which those of an adapter are added; None: those that it names.
+    """
     kind, path = resolved(text)
     run = complete(path / "checkpoints") if kind == "megalite" else []
     if run:
-        return [partial(_open, f"megalite:{checkpoint}", path, step_of(checkpoint)) for checkpoint in run]
+        return [partial(_open, f"megalite:{checkpoint}", path, step_of(checkpoint), base) for checkpoint in run]
     if kind == "megalite" and STEP_NAME.fullmatch(path.absolute().name):
-        return [partial(_open, f"megalite:{path}", path.resolve().parent.parent, step_of(path))]
-    return [partial(_open, f"{kind}:{path}", None, 0)]
+        return [partial(_open, f"megalite:{path}", path.resolve().parent.parent, step_of(path), base)]
+    return [partial(_open, f"{kind}:{path}", None, 0, base)]
 
 
-def open_newest(text: str, use: Callable[[Opened], T], group: HostGroup, warn: Callable[[str], None]) -> T:
+def open_newest(
+    text: str, use: Callable[[Opened], T], group: HostGroup, warn: Callable[[str], None], base: str | None = None
+) -> T:
     """Call `use` with the newest undamaged source at `text` and return its result; `warn` is called for damaged ones.
 
-    Collective, as `use` is, which fills the model and raises the same DamagedError on all ranks.
+    base: as for `sources`. Collective, as `use` is, which fills the model, and raises the same DamagedError on all
+    ranks.
     """
-    found = group.once(lambda: sources(text))
+    found = group.once(lambda: sources(text, base))
     for number, source in reversed(list(enumerate(found))):
         try:
             return use(group.everywhere(source))
@@ -68,6 +74,11 @@ def open_newest(text: str, use: Callable[[Opened], T], group: HostGroup, warn: C
             if group.leads:
                 warn(f"{error}; the checkpoint before is used")
     raise AssertionError("there is at least one source")
+
+
+def to_open(run: str, adapters: Sequence[str]) -> list[tuple[str, str | None]]:
+    """The sources that a command opens one after another, each with its base: `run` alone, or adapters beside it."""
+    return [(adapter, run) for adapter in adapters] or [(run, None)]
 
 
 def open_tokenizer(opened: Opened, instead: str | None = None) -> tuple[Tokenizer, int | None]:
@@ -84,18 +95,18 @@ def open_tokenizer(opened: Opened, instead: str | None = None) -> tuple[Tokenize
     return tokenizer, tokenizer.eod if opened.end_of_document is None else opened.end_of_document
 
 
-def _open(source: str, run: Path | None, step: int) -> Opened:
+def _open(source: str, run: Path | None, step: int, base: str | None) -> Opened:
     """The weights `source`. Raises DamagedError before memory is taken for them."""
-    found = open_weights(source)
+    found = open_weights(source, base=base)
     tokenizer = found.tokenizer or next((file for file in found.companions if file.name in TOKENIZERS), None)
     settings = next((file.parent for file in found.companions if file.name == GENERATION_CONFIG), None)
     ends = ends_in(settings) if settings is not None else ()
     # A tokenizer that a checkpoint names is not opened: anybody may have written its path.
     trained = f", as {found.tokenizer_name!r:.200}" if found.tokenizer_name else ""
     return Opened(
-        name=str(found.path),
+        name=str(found.path) if found.merging is None else f"{found.path} + {found.merging.factors.path}",
         model=found.model,
-        fill=partial(_fill, source, found.model),
+        fill=partial(_fill, source, found.model, base),
         tokenizer=tokenizer,
         wanted=f"{run or found.path}: has no copy of the model's tokenizer; give --tokenizer{trained}",
         end_of_document=ends[0] if ends else found.end,
@@ -106,5 +117,5 @@ def _open(source: str, run: Path | None, step: int) -> Opened:
     )
 
 
-def _fill(source: str, model: Model, state: State, group: HostGroup) -> None:
-    Restorer(state, Config(model=model), (), group).weights(source)
+def _fill(source: str, model: Model, base: str | None, state: State, group: HostGroup) -> None:
+    Restorer(state, Config(model=model), (), group).weights(source, base)

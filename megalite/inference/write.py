@@ -2,8 +2,9 @@
 
 import json
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import takewhile
+from types import MappingProxyType
 from typing import Any
 
 from megalite.base.errors import printable
@@ -11,6 +12,7 @@ from megalite.data.tokenizer import Tokenizer
 from megalite.inference.generate import Drawn, Request
 from megalite.inference.prompts import Prompt
 
+NOTHING: Mapping[str, str] = MappingProxyType({})
 TAIL = 64  # tokens of a prompt that are decoded with new ones: more than blanks or a character reach over
 
 
@@ -69,12 +71,20 @@ def show(text: str) -> None:
 
 
 def write_lines(
-    prompts: Sequence[Prompt], samples: int, tokenizer: Tokenizer, drawn: Iterable[Drawn], write: Callable[[str], Any]
+    prompts: Sequence[Prompt],
+    samples: int,
+    tokenizer: Tokenizer,
+    drawn: Iterable[Drawn],
+    write: Callable[[str], Any],
+    beside: Mapping[str, str] = NOTHING,
 ) -> None:
-    """Give `write` the line of every text, in the order of prompts, as soon as it and those before it have ended."""
+    """Give `write` the line of every text, in the order of prompts, as soon as it and those before it have ended.
+
+    beside: what each line tells first.
+    """
     ready: dict[int, str] = {}
     following = 0
-    for number, line in _ended(prompts, samples, tokenizer, drawn):
+    for number, line in _ended(prompts, samples, tokenizer, drawn, beside):
         ready[number] = line
         while following in ready:
             write(ready.pop(following))
@@ -82,7 +92,7 @@ def write_lines(
 
 
 def _ended(
-    prompts: Sequence[Prompt], samples: int, tokenizer: Tokenizer, drawn: Iterable[Drawn]
+    prompts: Sequence[Prompt], samples: int, tokenizer: Tokenizer, drawn: Iterable[Drawn], beside: Mapping[str, str]
 ) -> Iterator[tuple[int, str]]:
     """The number and the line of every text, in the order in which they end."""
     plain = not sys.stdout.isatty()
@@ -99,6 +109,7 @@ def _ended(
             tokens.append(item.token)
         if item.finish is not None:
             line = {
+                **beside,
                 "index": request.index,
                 "sample": request.sample,
                 "prompt": prompts[request.index].text,

@@ -74,6 +74,27 @@ def test_checkpoints_hold_factors_and_the_number_of_their_base(
     assert number == found.read("adapter.base") != 0
 
 
+def number_of(config: Config) -> int | None:
+    loading = restorer(make(config))
+    loading.weights(str(config.checkpoint.weights))
+    return loading.base
+
+
+def test_a_tied_embedding_is_counted_once(ranks: Ranks, tmp_path: Path) -> None:
+    tied = replace(MODEL, tie_embeddings=True)
+    with one_rank():
+        train_and_save(config_of(Layout(), tied), tmp_path, 1)
+
+    def config(layout: Layout) -> Config:
+        saving = Saving(weights=f"megalite:{tmp_path / 'step-00000001'}")
+        return replace(config_of(layout, tied), adapter=ADAPTER, checkpoint=saving)
+
+    with one_rank():
+        alone = number_of(config(Layout()))
+    found = ranks.run(number_of, config(Layout(pp=2, tp=2, dp_shard=2)))
+    assert {alone} == set(found)
+
+
 def test_another_base_is_refused(
     base: Path, trained: tuple[Path, list[float], dict[str, Tensor]], tmp_path: Path
 ) -> None:

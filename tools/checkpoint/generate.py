@@ -4,9 +4,10 @@ import argparse
 import math
 import os
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial, reduce
 from pathlib import Path
+from typing import Any
 
 from megalite.base.entry import exit_code
 from megalite.base.errors import InputError, printable
@@ -19,7 +20,7 @@ from megalite.inference.engine import Engine, check_layout
 from megalite.inference.generate import Drawn, Request, Timing, generate
 from megalite.inference.prompts import Prompt, prompt_of, read_prompt, read_prompts, requests
 from megalite.inference.ranks import ComputeSetup, add_options, alone, run
-from megalite.inference.source import Opened, open_newest, open_tokenizer
+from megalite.inference.source import Opened, open_newest, open_tokenizer, to_open
 from megalite.inference.write import show, stream, write_lines
 
 COMMAND, MODULE = "megalite-generate", "megalite_tools.checkpoint.generate"
@@ -113,12 +114,29 @@ def _prompts(options: argparse.Namespace) -> list[Prompt]:
 
 def _work(options: argparse.Namespace, draw: Draw, place: ComputeSetup) -> int:
     """Be one rank: write with the newest checkpoint that is not damaged."""
-    prompts = place.group.once(lambda: _prompts(options))
-    return open_newest(options.run, partial(_write, options, draw, prompts, place), place.group, _warn)
+    prompts, lines = place.group.once(lambda: _prompts(options)), list[str]()
+    for source, base in to_open(options.run, options.adapter):
+        adapter = None if base is None else source
+        use = partial(_write, options, draw, prompts, place, adapter, lines)
+        open_newest(source, use, place.group, _warn, base)
+    if options.out is not None and place.leads:
+        write_whole(options.out, "".join(lines))
+    return ExitCode.DONE
 
 
-def _write(options: argparse.Namespace, draw: Draw, prompts: list[Prompt], place: ComputeSetup, opened: Opened) -> int:
-    """Write with one checkpoint. Raises DamagedError before anything is written."""
+def _write(
+    options: argparse.Namespace,
+    draw: Draw,
+    prompts: list[Prompt],
+    place: ComputeSetup,
+    adapter: str | None,
+    lines: list[str],
+    opened: Opened,
+) -> None:
+    """Write with one checkpoint, to `lines` if they are for a file. Raises DamagedError before anything is written.
+
+    adapter: what is told beside the texts, where there is one.
+    """
     tokenizers: list[Tokenizer] = []  # tokenizer of the rank that leads
 
     def ask() -> tuple[list[Request], list[str], int, int | None]:
@@ -141,22 +159,20 @@ def _write(options: argparse.Namespace, draw: Draw, prompts: list[Prompt], place
     if not place.leads:
         for _ in drawn:
             pass
-        return ExitCode.DONE
+        return
     (tokenizer,) = tokenizers
     print(printable(f"tokenizer: {tokenizer.path}"), file=sys.stderr)
     for warning in warnings:
         _warn(warning)
+    write: Callable[[str], Any] = partial(print, end="", flush=True) if options.out is None else lines.append
     if options.prompts is None and options.samples == 1 and options.out is None:
+        if adapter is not None:
+            print(printable(f"── {adapter}"), flush=True)
         show(prompts[0].text or "")
         stream(tokenizer, prompts[0], drawn)
-    elif options.out is None:
-        write_lines(prompts, options.samples, tokenizer, drawn, partial(print, end="", flush=True))
     else:
-        lines: list[str] = []
-        write_lines(prompts, options.samples, tokenizer, drawn, lines.append)
-        write_whole(options.out, "".join(lines))
+        write_lines(prompts, options.samples, tokenizer, drawn, write, {} if adapter is None else {"adapter": adapter})
     print(reduce(Timing.beside, timings), file=sys.stderr)
-    return ExitCode.DONE
 
 
 def _of_all(here: Iterable[Drawn], place: ComputeSetup, timings: list[Timing]) -> Iterator[Drawn]:

@@ -20,7 +20,7 @@ from megalite.inference.engine import Engine, check_layout
 from megalite.inference.perplexity import Perplexity, measure
 from megalite.inference.ranks import ComputeSetup, add_options, run
 from megalite.inference.record import add_record
-from megalite.inference.source import Opened, open_newest, open_tokenizer
+from megalite.inference.source import Opened, open_newest, open_tokenizer, to_open
 
 COMMAND, MODULE = "megalite-evaluate", "megalite_tools.experiment.evaluate"
 HARNESS = "megalite.inference.harness"  # imported only for tasks: it needs lm-eval
@@ -75,11 +75,16 @@ def _harness() -> Any:
 
 
 def _work(options: argparse.Namespace, place: ComputeSetup) -> int:
-    return open_newest(options.run, partial(_evaluate, options, place), place.group, _warn)
+    results: list[dict[str, Any]] = []
+    for source, base in to_open(options.run, options.adapter):
+        open_newest(source, partial(_evaluate, options, place, results), place.group, _warn, base)
+    if options.json is not None and place.leads:
+        write_whole(options.json, as_json({"models": results} if options.adapter else results[0]))
+    return ExitCode.DONE
 
 
-def _evaluate(options: argparse.Namespace, place: ComputeSetup, opened: Opened) -> int:
-    """Measure one checkpoint. Raises DamagedError before anything is measured."""
+def _evaluate(options: argparse.Namespace, place: ComputeSetup, results: list[dict[str, Any]], opened: Opened) -> None:
+    """Measure one checkpoint, and add what is found to `results`. Raises DamagedError before anything is measured."""
     check_layout(opened.model, place.mesh.layout)
     tokenizer: Tokenizer | None = None
     end = opened.end_of_document
@@ -96,33 +101,29 @@ def _evaluate(options: argparse.Namespace, place: ComputeSetup, opened: Opened) 
         crew = Crew(engine, place.group, tokenizer, end, opened.ends, begin)
         if not place.leads:
             crew.serve()
-            return ExitCode.DONE
+            return
         names = [name for name in options.tasks.split(",") if name]
         tasks = _harness().evaluate(crew, names, options.task_folder, options.limit, options.fewshot, published)
         crew.release()
     if place.leads:
-        _report(options, opened, {prefix: found for prefix, found in data.items() if found is not None}, tasks)
-    return ExitCode.DONE
+        results.append(_report(opened, {prefix: found for prefix, found in data.items() if found is not None}, tasks))
 
 
-def _report(options: argparse.Namespace, opened: Opened, data: Mapping[str, Perplexity], tasks: Tasks) -> None:
-    """Print, write and record the results."""
+def _report(opened: Opened, data: Mapping[str, Perplexity], tasks: Tasks) -> dict[str, Any]:
+    """Print and record the results. Returns them for JSON."""
     parts: list[tuple[str, Any]] = []
     if data:
         parts.append((f"{opened.name}: perplexity, and quantiles of the loss of documents", _perplexities(data)))
     if tasks:
         parts.append((f"{opened.name}: tasks", _scores(tasks)))
     sections(console(), parts)
-    if options.json is not None:
-        plain = {prefix: found.as_json() for prefix, found in data.items()}
-        result = {"model": opened.name, "step": opened.step, "data": plain, "tasks": tasks}
-        write_whole(options.json, as_json(result))
-    if opened.run is None:
-        return
-    try:
-        add_record(opened.run, opened.step, _named(data, tasks))
-    except InputError as error:
-        _warn(f"the run's metrics stay as they are: {error}")
+    if opened.run is not None:
+        try:
+            add_record(opened.run, opened.step, _named(data, tasks))
+        except InputError as error:
+            _warn(f"the run's metrics stay as they are: {error}")
+    plain = {prefix: found.as_json() for prefix, found in data.items()}
+    return {"model": opened.name, "step": opened.step, "data": plain, "tasks": tasks}
 
 
 def _perplexities(data: Mapping[str, Perplexity]) -> Any:

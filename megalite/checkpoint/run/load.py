@@ -109,8 +109,10 @@ class Restorer:
         self.state.loaded(progress.updates)
         return progress
 
-    def weights(self, source: str) -> None:
+    def weights(self, source: str, base: str | None = None) -> None:
         """Load only the weights, from `KIND:PATH`; with adapters, those of their base.
+
+        base: weights to which those of an adapter at `source` are added; None: those that it names.
 
         Raises DamagedError, and InputError if they are of another model.
         """
@@ -121,7 +123,7 @@ class Restorer:
             refuse_other_model(path, manifest.configuration.model, self.config)
             self._fill(path, manifest, self.state.base(), progress=False)
         else:
-            found = self._group.once(lambda: open_weights(f"{kind}:{path}"))
+            found = self._group.once(lambda: open_weights(f"{kind}:{path}", base=base))
             refuse_other_model(path, found.model, self.config)
             self._group.everywhere(lambda: _fill_from(found, self.state.base()))
         self.state.loaded_weights()

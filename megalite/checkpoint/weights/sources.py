@@ -137,7 +137,9 @@ def _adapter(kind: str, path: Path, source: str | None, model: Model | None) -> 
         base = open_weights(source or peft.base_of(path), model)
         return merged(base, *peft.open_folder(path, base))
     if kind != "megalite" or (found := open_checkpoint(path, base=source)).merging is None:
-        raise InputError(f"--base {source}: has no meaning, as {path} is no adapter; leave it out")
+        raise InputError(
+            f"{kind}:{path}: is no adapter, so it cannot be added to {source}; name a run with one, or peft:PATH"
+        )
     return found
 
 

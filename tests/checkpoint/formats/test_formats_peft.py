@@ -181,5 +181,5 @@ def test_other_adapters_are_refused(name: str, tmp_path: Path) -> None:
 
 def test_a_base_is_for_adapters_alone(tmp_path: Path) -> None:
     CASES["llama"].save(tmp_path / "hf", shard="1MB")
-    with pytest.raises(InputError, match="is no adapter; leave it out"):
+    with pytest.raises(InputError, match="is no adapter, so it cannot be added to hf:"):
         open_weights(f"hf:{tmp_path / 'hf'}", base=f"hf:{tmp_path / 'hf'}")

@@ -1,0 +1,64 @@
+"""A model with adapters computes what the same model computes with W + scale · B A in place of each adapted W."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from toy_jobs import MODEL, one_rank
+
+from megalite.config.layers import adapter_of
+from megalite.config.layout import Layout
+from megalite.config.schema import Adapter, Attention, Base, Config, Experts, Latent, Model
+from megalite.distributed.mesh import Mesh
+from megalite.model.decoder import Decoder
+from megalite.model.init import initialize
+from megalite.plan.parts.adapted import factor_names
+
+TOKENS = torch.randint(32, (8, 2), generator=torch.Generator().manual_seed(1))
+LATENT = {"kv_heads": 4, "head_width": 6, "rotary_width": 2, "qkv_bias": False}
+MODELS: dict[str, tuple[Model, Adapter]] = {
+    "grouped queries": (MODEL, Adapter(rank=4, alpha=6.0)),
+    "rslora, some": (MODEL, Adapter(rank=4, alpha=6.0, rslora=True, targets=["value", "up"])),
+    "factors of branches": (
+        replace(MODEL, parametrization="completep", base=Base(width=8, layers=1, head_width=4)),
+        Adapter(rank=4, alpha=6.0),
+    ),
+    "norms after": (replace(MODEL, norm="post", tie_embeddings=True), Adapter(rank=4, alpha=6.0)),
+    "experts": (
+        replace(MODEL, experts=Experts(4, 2, width=8, shared_width=12, biases=True, gate="clamped")),
+        Adapter(rank=3, alpha=9.0),
+    ),
+    "latent": (
+        replace(MODEL, attention=Attention(latent=Latent(query_rank=10, key_rank=6, value_width=4)), **LATENT),
+        Adapter(rank=3, alpha=9.0),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_it_computes_what_merged_weights_do(name: str) -> None:
+    model, adapter = MODELS[name]
+    scale = adapter_of(adapter).scale
+    with one_rank(), torch.no_grad():
+        mesh = Mesh.build(Layout(), torch.device("cpu"))
+        assert mesh is not None
+        adapted, plain = (
+            Decoder(each, mesh.tp, range(model.layers)).double().to_empty(device="cpu")
+            for each in (Config(model=model, adapter=adapter).model, model)
+        )
+        initialize(adapted, adapted.model, seed=0)
+        initialize(plain, model, seed=0)
+        factors = {key: each.to_local() for key, each in adapted.named_parameters() if "lora_" in key}
+        before = plain(TOKENS)
+        torch.testing.assert_close(adapted(TOKENS), before, rtol=1e-13, atol=1e-13)  # the second factors begin at 0
+        draw = torch.Generator().manual_seed(2)
+        for each in factors.values():
+            each.normal_(0, 0.5, generator=draw)
+        for key, param in plain.named_parameters():
+            first, second = factor_names(key)
+            if first in factors:
+                param.to_local().add_(scale * factors.pop(second) @ factors.pop(first))
+        assert not factors
+        after = plain(TOKENS)
+        assert (after - before).abs().max() > 1e-3
+        torch.testing.assert_close(adapted(TOKENS), after, rtol=1e-11, atol=1e-12)

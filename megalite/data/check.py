@@ -3,18 +3,19 @@
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from megalite.base.errors import InputError, Problem, counted, printable
+from megalite.base.errors import InputError, Problem, counted, listing, printable
 from megalite.base.files import read_object, write_object
 from megalite.base.output import warn
 from megalite.config.schema import Data
 from megalite.data.description import Description, description_file
-from megalite.data.store import Scan, TokenStore, store_files
+from megalite.data.mask import mask_file
+from megalite.data.store import Scan, TokenStore
 from megalite.data.tokenizer import Tokenizer, tokenizer_hash
 from megalite.data.trial import open_tokenizer_file
 
@@ -52,13 +53,13 @@ class Scans:
 
     def of(self, store: TokenStore, tick: Callable[[], None]) -> Scan:
         """The result for `store`, which is read unless that has been done and it has not changed since."""
-        modified = [path.stat().st_mtime_ns for path in store_files(store.prefix)]
+        modified = [path.stat().st_mtime_ns for path in store.files]
         key = store.fingerprint()
         entry = self.stores.get(key)
         if isinstance(entry, dict) and entry.get("modified") == modified:
-            largest, end = entry.get("largest_id"), entry.get("end_of_document")
-            if type(largest) is int and (end is None or type(end) is int):
-                return Scan(largest, end)
+            largest, end, trained = (entry.get(field.name) for field in fields(Scan))
+            if type(largest) is int and all(number is None or type(number) is int for number in (end, trained)):
+                return Scan(largest, end, trained)
         scan = store.verify(advanced=_Telling(store, tick))
         self.stores[key] = {"modified": modified} | asdict(scan)
         self.changed = True
@@ -105,9 +106,13 @@ def checked_description(store: TokenStore) -> Description | None:
             f"describes another store, of {counted(found.documents, 'document')} and {counted(found.tokens, 'token')}"
         )
         raise InputError(f"{path}: {rule}; {inspect} --describe writes it anew")
+    if found.trained_tokens is not None and store.mask is None:
+        rule = f"says which tokens are trained is in {mask_file(store.prefix).name}, which is not there"
+        raise InputError(f"{path}: {rule}; copy that file too, or, to train all tokens, use {inspect} --describe")
     if found.fingerprint != store.fingerprint():
-        rule = "does not fit .bin and .idx any more: one of the three has changed since they were written"
-        fix = f"copy all three again, or, if {inspect} --verify finds nothing wrong, use --describe"
+        names = listing([file.suffix for file in store.files], "and")
+        rule = f"does not fit {names} any more: one of them has changed since they were written"
+        fix = f"copy all of them again, or, if {inspect} --verify finds nothing wrong, use --describe"
         raise InputError(f"{path}: {rule}; {fix}")
     if found.end_of_document is not None and store.documents:
         for index in np.unique(np.linspace(0, store.documents - 1, SAMPLED_DOCUMENTS, dtype=np.int64)):
@@ -121,7 +126,8 @@ def checked_description(store: TokenStore) -> Description | None:
 def _know(store: TokenStore, scans: Scans, tick: Callable[[], None]) -> Known:
     description = checked_description(store)
     if description is not None:
-        return Known(Scan(description.largest_id, description.end_of_document), description)
+        found = description.largest_id, description.end_of_document, description.trained_tokens
+        return Known(Scan(*found), description)
     return Known(scans.of(store, tick), None)
 
 
@@ -156,6 +162,8 @@ def _problems(key: str, path: str, known: Known, data: Data, vocab_size: int) ->
     if largest >= vocab_size:
         rule = f"{path}.bin holds token id {largest}, outside model.vocab_size = {vocab_size}"
         yield Problem(key, rule, f"use model.vocab_size={largest + 1} or more; was another tokenizer meant?", path)
+    if known.scan.trained_tokens == 0:
+        yield Problem(key, f"{path}.mask says that no token is trained", "prepare the data anew, or leave it out", path)
     if description is None:
         return
     made_with, end = description.tokenizer, description.end_of_document

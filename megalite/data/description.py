@@ -32,6 +32,7 @@ FIELDS = {  # beside `format` and `version`
     "tokenizer": OrNull({"file": NAME, "sha256": SHA256}),
     "sources": [{"path": NAME, "bytes": COUNT}],
     "source_files": COUNT,
+    "trained_tokens": OrNull(COUNT),
 }
 
 
@@ -56,7 +57,7 @@ class Description:
     """Facts about one token store."""
 
     megalite: str  # the version that wrote it
-    fingerprint: str  # hash of the two other files
+    fingerprint: str  # hash of the other files
     documents: int
     tokens: int
     largest_id: int  # −1: there is no token
@@ -64,10 +65,14 @@ class Description:
     tokenizer: TokenizerFile | None = None
     sources: tuple[SourceFile, ...] = ()  # the first MAX_SOURCES
     source_files: int = 0  # in all
+    trained_tokens: int | None = None  # that the mask says are trained; None, and not in the file: there is no mask
 
     def render(self) -> str:
         """The text of the file."""
-        text = json.dumps({"format": FORMAT, "version": VERSION, **asdict(self)}, indent=2, ensure_ascii=False)
+        fields = {"format": FORMAT, "version": VERSION, **asdict(self)}
+        if self.trained_tokens is None:
+            del fields["trained_tokens"]
+        text = json.dumps(fields, indent=2, ensure_ascii=False)
         return text.encode(errors="backslashreplace").decode() + "\n"  # file names need not be UTF-8
 
     @staticmethod
@@ -85,7 +90,7 @@ class Description:
             more = f", with the unknown fields {', '.join(unknown)[:200]}" if unknown else ""
             rule = f"has version {repr(version)[:20]}{more}; this megalite reads the number {VERSION}"
             raise InputError(f"{path}: {rule}")
-        return _checked(path, {"end_of_document": None, **found})
+        return _checked(path, {"end_of_document": None, "trained_tokens": None, **found})
 
 
 def description_file(prefix: str | Path) -> Path:
@@ -110,6 +115,8 @@ def _contradiction(path: Path, found: dict[str, Any]) -> str | None:
         return f"{path}: largest_id is {largest} of {tokens} tokens"
     if end is not None and tokens and end > largest:
         return f"{path}: end_of_document is {end}, above largest_id, {largest}"
+    if (trained := found["trained_tokens"]) is not None and trained > tokens:
+        return f"{path}: trained_tokens is {trained} of {tokens} tokens"
     if len(found["sources"]) > MAX_SOURCES:
         return f"{path}: lists {len(found['sources'])} sources, of which {MAX_SOURCES} are allowed"
     return None

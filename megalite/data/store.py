@@ -1,8 +1,8 @@
 """Token stores: Megatron-Core's IndexedDataset, a `.bin` of raw tokens beside an `.idx` of lengths.
 
-megalite writes a `.json` with them, see `description`. The `.idx` is little-endian and unpadded: 9 bytes magic · u64
-version · u8 dtype code · u64 sequences S · u64 boundaries D · i32[S] lengths in tokens · i64[S] byte offsets · i64[D]
-document boundaries, in sequences.
+megalite writes a `.json` with them, see `description`, and some have a `.mask`, see `mask`. The `.idx` is little-endian
+and unpadded: 9 bytes magic · u64 version · u8 dtype code · u64 sequences S · u64 boundaries D · i32[S] lengths in
+tokens · i64[S] byte offsets · i64[D] document boundaries, in sequences.
 """
 
 import hashlib
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import BinaryIO, Self
 
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
@@ -25,6 +25,7 @@ from megalite.base.errors import InputError, counted
 from megalite.base.files import exists, is_file
 from megalite.data.description import MAX_SOURCES, Description, SourceFile, TokenizerFile, description_file
 from megalite.data.exclusive_file import claim
+from megalite.data.mask import Mask, MaskBits, mask_file
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -52,6 +53,7 @@ class Scan:
 
     largest_id: int  # −1: there is no token
     end_of_document: int | None  # the last token of every document, if that is one and the same
+    trained_tokens: int | None = None  # tokens that the mask says are trained; None: there is no mask
 
 
 class TokenStore:
@@ -71,6 +73,15 @@ class TokenStore:
             self._open()
         except OSError as error:
             raise InputError(f"{self.prefix}: cannot read the token store: {error}") from error
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """The `.bin`, the `.idx` and, where there is one, the mask."""
+        return (self._bin, self._idx) if self.mask is None else (self._bin, self._idx, self.mask.path)
+
+    def trained(self, start: int, count: int) -> NDArray[np.bool_]:
+        """Whether each of the `count` tokens from `start` is trained."""
+        return np.ones(count, np.bool_) if self.mask is None else self.mask.read(start, count)
 
     def read(self, start: int, count: int) -> NDArray[np.integer]:
         """Tokens `start` to `start + count` of the concatenated stream, without a copy."""
@@ -109,7 +120,7 @@ class TokenStore:
 
     def fingerprint(self) -> str:
         """A text that identifies this store, wherever it lies."""
-        return fingerprint(self._bin, self._idx)
+        return fingerprint(*self.files)
 
     def verify(self, vocab_size: int | None = None, advanced: Callable[[int], None] = lambda _: None) -> Scan:
         """Read everything; `advanced` is called with the number of tokens read.
@@ -131,6 +142,8 @@ class TokenStore:
         self._boundaries = self._table("<i8", offsets_end, boundaries)
         self.tokens = self._bin.stat().st_size // self.dtype.itemsize
         self._check_ends()
+        mask = mask_file(self.prefix)
+        self.mask = Mask(mask, self.tokens) if exists(mask, follow=False) else None
         self._stream = np.memmap(self._bin, self.dtype, "r") if self.tokens else np.empty(0, self.dtype)
 
     def _verify_sequences(self) -> None:
@@ -157,6 +170,7 @@ class TokenStore:
         limit = vocab_size if vocab_size is not None else MAX_VOCABULARY
         largest = -1
         last_of_documents: set[int] = set()
+        trained = 0
         for at in range(0, self.tokens, _CHUNK):
             ids = self.read(at, min(_CHUNK, self.tokens - at))
             largest = max(largest, int(ids.max()))
@@ -165,10 +179,12 @@ class TokenStore:
                 raise InputError(f"{self._bin}: token {at + bad} is {ids[bad]}, outside a vocabulary of {limit}")
             if len(last_of_documents) < 2:
                 last_of_documents.update(np.unique(ids[self.begins(at, len(ids) + 1) - 1])[:2].tolist())
+            trained += int(self.trained(at, len(ids)).sum())
             advanced(len(ids))
         if self.tokens:
             last_of_documents.add(int(self._stream[-1]))
-        return Scan(largest, last_of_documents.pop() if len(last_of_documents) == 1 else None)
+        end = last_of_documents.pop() if len(last_of_documents) == 1 else None
+        return Scan(largest, end, None if self.mask is None else trained)
 
     def _header(self) -> tuple[np.dtype, int, int]:
         with self._idx.open("rb") as file:
@@ -228,7 +244,7 @@ class StoreWriter:
     Memory: 4 bytes per document.
 
     The origin of the tokens goes into the store's description, as far as it is given. `end_of_document` is the id with
-    which every given document ends.
+    which every given document ends. masked: the store has a mask, whose bits are given with the tokens.
     """
 
     def __init__(
@@ -238,6 +254,7 @@ class StoreWriter:
         end_of_document: int | None = None,
         tokenizer: TokenizerFile | None = None,
         sources: Iterable[SourceFile] = (),
+        masked: bool = False,
     ) -> None:
         self.prefix = Path(prefix)
         self.tokens = 0
@@ -248,9 +265,12 @@ class StoreWriter:
         self._open = 0  # tokens of the document that has not ended
         if self.prefix.name in ("", ".."):
             raise InputError(f"{prefix}: not a name for a token store; PREFIX.bin and PREFIX.idx will be written")
-        self._final = (*store_files(self.prefix), description_file(self.prefix))
+        self._mask = MaskBits() if masked else None
+        self._bits: BinaryIO | None = None  # where the mask is written
         partial = self.prefix.with_name(f".{self.prefix.name}.partial")
-        self.hidden = (*store_files(partial), description_file(partial))  # where it is until it is complete
+        self._final, self.hidden = (  # hidden: where it is until it is complete
+            (*store_files(prefix), description_file(prefix), mask_file(prefix)) for prefix in (self.prefix, partial)
+        )
         self._sealed = False
 
     @property
@@ -258,9 +278,9 @@ class StoreWriter:
         return len(self._lengths)
 
     @property
-    def files(self) -> tuple[Path, Path, Path]:
-        """The paths of the `.bin`, the `.idx` and the `.json` once they are published."""
-        return self._final
+    def files(self) -> tuple[Path, ...]:
+        """The paths of the `.bin`, the `.idx`, the `.json` and a mask once they are published."""
+        return self._final if self._mask is not None else self._final[:3]
 
     def __enter__(self) -> Self:
         with self._explained():
@@ -270,16 +290,26 @@ class StoreWriter:
             if os.path.lexists(path):
                 self._discard()
                 raise InputError(f"{path}: exists already; remove it or choose another name")
+        if self._mask is not None:
+            try:
+                with self._explained():
+                    self.hidden[3].unlink(missing_ok=True)
+                    self._bits = self.hidden[3].open("xb")
+            except InputError:
+                self._discard()
+                raise
         return self
 
-    def add(self, document: ArrayLike) -> None:
-        """Append one document: a one-dimensional array of token ids that fit the store's dtype."""
-        self.extend(document)
+    def add(self, document: ArrayLike, trained: ArrayLike | None = None) -> None:
+        """Append one document: a one-dimensional array of token ids that fit the store's dtype. trained: see extend."""
+        self.extend(document, trained)
         self.end_document()
 
-    def extend(self, tokens: ArrayLike) -> None:
-        """Append tokens to the document that is open."""
+    def extend(self, tokens: ArrayLike, trained: ArrayLike | None = None) -> None:
+        """Append tokens to the document that is open. trained: whether each is, given where the store has a mask."""
         tokens = np.asarray(tokens)
+        if (trained is None) != (self._mask is None):
+            raise ValueError(f"{self.prefix}: a mask goes with the tokens of a store that has one, and with no others")
         limits = np.iinfo(self._dtype)
         if tokens.size:
             if tokens.min() < 0 or tokens.max() > limits.max:
@@ -287,6 +317,11 @@ class StoreWriter:
             self.largest_id = max(self.largest_id, int(tokens.max()))
         with self._explained():
             self._tokens.write(tokens.astype(self._dtype, copy=False).tobytes())
+            if self._mask is not None and self._bits is not None:
+                bits = np.asarray(trained, np.bool_)
+                if bits.shape != tokens.shape:
+                    raise ValueError(f"{self.prefix}: a mask of {bits.shape} for tokens of {tokens.shape}")
+                self._bits.write(self._mask.add(bits))
         self._open += tokens.size
         self.tokens += tokens.size
 
@@ -307,7 +342,11 @@ class StoreWriter:
         with self._explained():
             self._tokens.flush()
             os.fsync(self._tokens.fileno())
-            for path in self.hidden[1:]:  # deletes what a killed writer has left, or a link or pipe of that name
+            if self._mask is not None and self._bits is not None:
+                self._bits.write(self._mask.end())
+                self._bits.flush()
+                os.fsync(self._bits.fileno())
+            for path in self.hidden[1:3]:  # deletes what a killed writer has left, or a link or pipe of that name
                 path.unlink(missing_ok=True)
             with self.hidden[1].open("xb") as index:
                 index.write(HEADER.pack(MAGIC, VERSION, code, len(lengths), len(lengths) + 1))
@@ -335,7 +374,7 @@ class StoreWriter:
     def _describe(self) -> Description:
         return Description(
             version("megalite"),
-            fingerprint(*self.hidden[:2]),
+            fingerprint(*self.hidden[:2], *self.hidden[3:][: self._mask is not None]),
             self.documents,
             self.tokens,
             self.largest_id,
@@ -343,14 +382,15 @@ class StoreWriter:
             self._tokenizer,
             self._sources[:MAX_SOURCES],
             len(self._sources),
+            None if self._mask is None else self._mask.trained,
         )
 
     def _publish(self) -> None:
-        tokens, index, description = zip(self.hidden, self._final, strict=True)
+        tokens, index, description, *mask = zip(self.hidden, self.files, strict=False)
         published: list[Path] = []
         try:
             with self._explained():
-                for temporary, final in (tokens, description, index):  # .idx last: readers need it
+                for temporary, final in (tokens, *mask, description, index):  # .idx last: readers need it
                     published.append(final)
                     temporary.replace(final)
                 folder = os.open(self.prefix.parent, os.O_RDONLY)
@@ -369,6 +409,9 @@ class StoreWriter:
                 temporary.unlink()
         with suppress(OSError):  # a full disk refuses the buffered tokens once more
             self._tokens.close()
+        if self._bits is not None:
+            with suppress(OSError):
+                self._bits.close()
 
     @contextmanager
     def _explained(self) -> Iterator[None]:

@@ -13,7 +13,7 @@ from megalite.base.errors import InputError, counted
 from megalite.base.files import write_whole
 from megalite.data.check import checked_description
 from megalite.data.description import Description, TokenizerFile, description_file
-from megalite.data.store import Scan, TokenStore, store_files
+from megalite.data.store import Scan, TokenStore
 from megalite.data.tokenizer import Tokenizer, tokenizer_hash
 from megalite.data.trial import open_tokenizer_file
 from megalite_tools.terminal import Terminal, bar
@@ -68,7 +68,7 @@ def _inspect(options: argparse.Namespace) -> None:
 
 
 def _facts(store: TokenStore) -> list[tuple[str, str]]:
-    files = [f"{path.name} {path.stat().st_size:,} bytes" for path in store_files(store.prefix)]
+    files = [f"{path.name} {path.stat().st_size:,} bytes" for path in store.files]
     facts = [
         ("files", ", ".join(files)),
         ("tokens", f"{store.tokens:,} of {store.dtype.name}"),
@@ -89,7 +89,9 @@ def _describe(store: TokenStore, scan: Scan, tokenizer: str | None) -> None:
     Description.read(store.prefix)  # raises if a file that is no description would be overwritten
     end = scan.end_of_document if store.documents > 1 else None
     counts = store.documents, store.tokens, scan.largest_id
-    found = Description(version("megalite"), store.fingerprint(), *counts, end, made_with)
+    found = Description(
+        version("megalite"), store.fingerprint(), *counts, end, made_with, trained_tokens=scan.trained_tokens
+    )
     write_whole(description_file(store.prefix), found.render())
 
 
@@ -102,6 +104,8 @@ def _described(store: TokenStore) -> Iterator[tuple[str, str]]:
     made_with = found.tokenizer
     yield "largest token id", f"{found.largest_id:,}"
     yield "documents end with", end
+    if found.trained_tokens is not None:
+        yield "trained tokens", f"{found.trained_tokens:,}, {found.trained_tokens / max(1, found.tokens):.1%} of all"
     yield "tokenizer", f"{made_with.file}, SHA-256 {made_with.sha256[:12]}…" if made_with else "not known"
     if found.source_files:
         size = sum(source.bytes for source in found.sources)

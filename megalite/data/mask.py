@@ -1,0 +1,61 @@
+"""The mask of a token store, in its `PREFIX.mask`: one bit per token, 1 where training counts the token as a target.
+
+Bits fill bytes from the lowest; those after the last token are 0. A store without a mask has no such file: all of its
+tokens are trained.
+"""
+
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megalite.base.errors import InputError
+from megalite.base.files import is_file
+
+
+def mask_file(prefix: str | Path) -> Path:
+    """The path of a store's mask."""
+    return Path(f"{prefix}.mask")
+
+
+class Mask:
+    """A memory-mapped mask of `tokens` tokens. Raises InputError if the file is not one."""
+
+    def __init__(self, path: Path, tokens: int) -> None:
+        if not is_file(path):
+            raise InputError(f"{path}: not a regular file; a mask beside a token store has one bit per token")
+        self.path, self.tokens = path, tokens
+        size, expected = path.stat().st_size, -(-tokens // 8)
+        if size != expected:
+            raise self._broken(f"{size} bytes", f"{expected} for {tokens} tokens")
+        self._bytes = np.memmap(path, "u1", "r") if size else np.empty(0, "u1")
+        if tokens % 8 and self._bytes[-1] >> tokens % 8:
+            raise self._broken(f"last byte 0x{self._bytes[-1]:02x}", f"0 in the bits after token {tokens - 1}")
+
+    def read(self, start: int, count: int) -> NDArray[np.bool_]:
+        """Whether each of the `count` tokens from `start` is trained."""
+        first, end = start // 8, -(-(start + count) // 8)
+        return np.unpackbits(self._bytes[first:end], bitorder="little")[start % 8 :][:count].view(np.bool_)
+
+    def _broken(self, found: str, expected: str) -> InputError:
+        return InputError(f"{self.path}: found {found}, expected {expected}; the mask is damaged or of another store")
+
+
+class MaskBits:
+    """Packs the bits of a mask that come in pieces, and counts the tokens that are trained."""
+
+    def __init__(self) -> None:
+        self.trained = 0
+        self._rest = np.empty(0, np.bool_)
+
+    def add(self, trained: NDArray[np.bool_]) -> bytes:
+        """The bytes that these bits complete."""
+        self.trained += int(trained.sum())
+        bits = np.concatenate([self._rest, trained])
+        whole = len(bits) // 8 * 8
+        self._rest = bits[whole:]
+        return np.packbits(bits[:whole], bitorder="little").tobytes()
+
+    def end(self) -> bytes:
+        """The last, incomplete byte, if there is one."""
+        return np.packbits(self._rest, bitorder="little").tobytes()

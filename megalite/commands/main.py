@@ -137,6 +137,9 @@ def _verify_options(verify: argparse.ArgumentParser) -> None:
     verify.add_argument(
         "--tolerance", type=_tolerance, default=1e-10, metavar="X", help="largest difference allowed (default: 1e-10)"
     )
+    verify.add_argument(
+        "--masked", action="store_true", help="train only some tokens, and none of many samples, as masks of data do"
+    )
 
 
 def _show_options(show: argparse.ArgumentParser) -> None:

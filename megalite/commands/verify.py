@@ -31,7 +31,7 @@ from megalite.config.load import files_and_overrides, load
 from megalite.config.rules.validate import check
 from megalite.config.schema import Config, Parallel
 from megalite.cost.order_costs import costing_of
-from megalite.data.loader import Micros
+from megalite.data.loader import Micros, Trained
 from megalite.distributed.deterministic import be_deterministic
 from megalite.distributed.mesh import Mesh
 from megalite.distributed.start.local import launch
@@ -102,13 +102,13 @@ class Difference:
         return self.value <= self.tolerance  # false for nan
 
 
-def compare(config: Config, steps: int, tolerance: float) -> list[Difference]:
+def compare(config: Config, steps: int, tolerance: float, masked: bool = False) -> list[Difference]:
     """Train `config` in its layout and on one process without micro-batches; return the differences, on every rank.
 
     Collective over all processes, of which there may be more than the layout needs. tolerance: of weights. Gradients,
     which the optimizer has not divided by their size yet, must agree 10 times better; losses and norms 100 times
     better; initial weights and the experts of tokens exactly. Raises InputError, on every rank, if the one process
-    learns next to nothing.
+    learns next to nothing. masked: see random_batch.
     """
     alone = Mesh.build(Layout(), CPU)
     single = replace(
@@ -119,27 +119,27 @@ def compare(config: Config, steps: int, tolerance: float) -> list[Difference]:
         optim=replace(config.optim, offload=False),
         kernels="torch",
     )
-    told = [None if alone is None else trace(single, alone, steps)]
+    told = [None if alone is None else trace(single, alone, steps, masked)]
     dist.broadcast_object_list(told, src=0)
     assert told[0] is not None
     refuse_dead(told[0], config, tolerance)
     mesh = build_mesh(config, CPU)
     found = None
     if mesh is not None:
-        found = [_differences(told[0], trace(config, mesh, steps), steps, tolerance, mesh)]
+        found = [_differences(told[0], trace(config, mesh, steps, masked), steps, tolerance, mesh)]
     answer = [found]
     dist.broadcast_object_list(answer, src=0)
     assert answer[0] is not None
     return answer[0][0]
 
 
-def trace(config: Config, mesh: Mesh, steps: int) -> Trace:
+def trace(config: Config, mesh: Mesh, steps: int, masked: bool = False) -> Trace:
     """Train from the beginning, on random tokens."""
     job = build(plan_for(config, mesh), mesh)
     initial, recorder = _state(job), Recorder(job)
     losses, norms, grads, choices = [], [], [], []
     for step in range(steps):
-        loss = gradients(job, random_batch(job, step))
+        loss = gradients(job, random_batch(job, step, masked))
         grads.append(_gradients(job))
         choices.append(recorder.take())
         reading = update(job, loss, step).read()
@@ -189,15 +189,26 @@ def _largest_value(parts: Parts) -> float:
     return float(torch.stack([part.values.abs().max() for _, part in parts]).max())
 
 
-def random_batch(job: Job, step: int) -> Micros:
-    """Return this rank's micro-batches of random tokens, which depend only on the step. Documents are short."""
+def random_batch(job: Job, step: int, masked: bool = False) -> Micros:
+    """Return this rank's micro-batches of random tokens, which depend only on the step. Documents are short.
+
+    masked: some tokens are not trained, none of them in about half of the samples.
+    """
     model = job.config.model
     batch = next(global_batches(job.config, samples_after(job.config, step)))
     generator = torch.Generator().manual_seed(step)
     everything = torch.randint(model.vocab_size, (batch.samples, model.sequence_length + 1), generator=generator)
     if job.config.data.mask_documents:
         everything[everything % 8 == 0] = END_OF_DOCUMENT
-    return micros_of(job, everything, batch.pieces)
+    micros = micros_of(job, everything, batch.pieces)
+    if not masked:
+        return micros
+    shares = torch.rand(batch.samples, 1, generator=generator) * 2 - 1
+    shares[-1] = 0.5  # some token of the batch is trained
+    trained = torch.rand(batch.samples, model.sequence_length, generator=generator) < shares
+    mine = trained.chunk(job.mesh.layout.dp)[job.mesh.dp_rank]
+    targets = mine.reshape(*micros.shape[:2], micros.shape[2] - 1)
+    return replace(micros, trained=Trained(targets, int(trained.sum())))
 
 
 def micros_of(job: Job, samples: Tensor, pieces: int = 1) -> Micros:
@@ -327,7 +338,7 @@ def run(args: argparse.Namespace) -> int:
     table_of(shrink(config))  # refuses a schedule that cannot run before any rank is started
     if config.train.compile:
         print("megalite: compiling takes about a minute, longer where ranks share a core", file=sys.stderr)
-    flags = [f"--steps={args.steps}", f"--tolerance={args.tolerance}"]
+    flags = [f"--steps={args.steps}", f"--tolerance={args.tolerance}", *["--masked"] * args.masked]
     with ended_at_once():
         world_size = config.parallel.layout.world_size
         return launch(__name__, [*flags, *args.files, *args.overrides], world_size, shared=__name__)
@@ -338,6 +349,7 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int)
     parser.add_argument("--tolerance", type=float)
+    parser.add_argument("--masked", action="store_true")
     parser.add_argument("inputs", nargs="*")
     args = parser.parse_args(arguments)
     rank_info = find_rank_info()
@@ -353,7 +365,7 @@ def _rank(rank_info: RankInfo, args: argparse.Namespace) -> int:
     if config.train.deterministic:
         be_deterministic()
     start(rank_info, "cpu", patience)
-    differences = compare(config, args.steps, args.tolerance)
+    differences = compare(config, args.steps, args.tolerance, args.masked)
     if rank_info.rank == 0:
         on = console()
         show(config, differences, on)

@@ -1,13 +1,14 @@
 """One data-parallel rank's batches, read ahead in the background."""
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import islice
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from megalite.base.errors import InputError
@@ -20,11 +21,20 @@ PREFETCHED_BATCHES = 2  # batches
 
 
 @dataclass(frozen=True)
+class Trained:
+    """The targets that a step's loss is the mean over, where these are not all."""
+
+    targets: Tensor  # bool [m, b, s], on the CPU: whether each of this rank's counts
+    count: int  # how many count in the global batch, on all ranks
+
+
+@dataclass(frozen=True)
 class Micros:
     """One rank's micro-batches of a step, on the CPU."""
 
     tokens: Tensor  # int64 [m, b, s + 1]; the targets are the tokens that follow
     documents: list[list[Documents]]  # documents in the first s tokens of every sample, by micro-batch
+    trained: Trained | None = None  # None: every target counts
     ids: Tensor | None = None  # int64 [m, b]: every sample's place among all that are as long; None: it is not known
 
     @staticmethod
@@ -78,8 +88,21 @@ class Loader:
         documents = [documents_within(sample.begins, start, length) for sample in mine for start in pieces]
         samples = torch.tensor(batch.ids[self.dp_rank * count :][:count])
         ids = (samples[:, None] * batch.pieces + torch.arange(batch.pieces)).view(micros.shape[:2])
-        tokens = micros.pin_memory() if self._pin_memory else micros
-        return Micros(tokens, _grouped(documents, micros.shape[1]), ids)
+        trained = self._trained(batch, [sample.trained for sample in mine], micros.shape)
+        return Micros(self._pinned(micros), _grouped(documents, micros.shape[1]), trained, ids)
+
+    def _trained(
+        self, batch: GlobalBatch, mine: Sequence[NDArray[np.bool_] | None], shape: Sequence[int]
+    ) -> Trained | None:
+        """The trained targets of the rank's samples. Every rank counts those of all, so that none waits for another."""
+        masks = [mask for mask in mine if mask is not None]
+        if not masks:
+            return None
+        targets = torch.from_numpy(np.stack(masks)).reshape(*shape[:2], shape[2] - 1)
+        return Trained(self._pinned(targets), sum(map(self.samples.trained_targets, batch.ids)))
+
+    def _pinned(self, tensor: Tensor) -> Tensor:
+        return tensor.pin_memory() if self._pin_memory else tensor
 
     def batches(self, wanted: Iterable[GlobalBatch]) -> Iterator[tuple[GlobalBatch, Micros]]:
         """All wanted batches, each with the rank's share of it. An error is raised at the batch that it belongs to."""

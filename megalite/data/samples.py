@@ -30,6 +30,7 @@ class Sample:
 
     tokens: NDArray[np.int64]  # [s + 1]; inputs and targets are shifted by one
     begins: NDArray[np.int64]  # where documents begin in the first s tokens, ascending, without 0
+    trained: NDArray[np.bool_] | None = None  # [s]: whether each of the last s tokens is trained; None: all are
 
 
 class Samples:
@@ -37,7 +38,8 @@ class Samples:
 
     Every epoch of a source visits each of its samples once, in a new order. Sources are drawn in exact proportion to
     their weights, counted in tokens. Documents begin where a source's index says so. In a source whose index has only
-    one document, they also begin after every `end_of_document` token. Raises InputError for a source too small for one
+    one document, they also begin after every `end_of_document` token. Where a source has a mask of trained tokens, all
+    samples have one, those of other sources with all tokens trained. Raises InputError for a source too small for one
     sample, for weights that are no proportions and, when a sample is read, for a token outside the vocabulary.
     """
 
@@ -55,25 +57,29 @@ class Samples:
         self.vocab_size = vocab_size
         self._weights = integer_weights(_checked_weights(sources))
         self._stores = [TokenStore(source.path) for source in sources]
+        self._masked = any(store.mask is not None for store in self._stores)
         self.parts = tuple(self._cut(store) for store in self._stores)
 
     def __getitem__(self, index: int) -> Sample:
         """Sample `index`, counted from 0; there is no last one."""
-        source, nth = mixture(index, self._weights)
-        samples = self.parts[source].samples
-        epoch, within = divmod(nth, samples)
-        position = permute(within, samples, order_key(self.seed, source, epoch))
-        store, start = self._stores[source], position * self.sequence_length
+        store, start = self._place(index)
         tokens = store.read(start, self.sequence_length + 1).astype(np.int64)
         if tokens.min() < 0 or tokens.max() >= self.vocab_size:
             worst = tokens.min() if tokens.min() < 0 else tokens.max()
             raise InputError(
-                f"{self.parts[source].path}.bin: token id {worst} within tokens {start} to {start + len(tokens)}"
+                f"{store.prefix}.bin: token id {worst} within tokens {start} to {start + len(tokens)}"
                 f" is outside model.vocab_size = {self.vocab_size}; was the store made with another tokenizer?"
             )
         if store.documents > 1:
-            return Sample(tokens, store.begins(start, self.sequence_length))
-        return Sample(tokens, document_begins(tokens[:-1], self.end_of_document))
+            begins = store.begins(start, self.sequence_length)
+        else:
+            begins = document_begins(tokens[:-1], self.end_of_document)
+        return Sample(tokens, begins, store.trained(start + 1, self.sequence_length) if self._masked else None)
+
+    def trained_targets(self, index: int) -> int:
+        """Count the targets of sample `index` that are trained."""
+        store, start = self._place(index)
+        return int(store.trained(start + 1, self.sequence_length).sum())
 
     def counts(self, count: int) -> list[int]:
         """Count how many of the first `count` samples come from each source."""
@@ -87,6 +93,14 @@ class Samples:
     def fingerprints(self) -> list[str]:
         """The fingerprint of each source: equal for equal tokens."""
         return [store.fingerprint() for store in self._stores]
+
+    def _place(self, index: int) -> tuple[TokenStore, int]:
+        """The store that a sample comes from, and the number of its first token there."""
+        source, nth = mixture(index, self._weights)
+        samples = self.parts[source].samples
+        epoch, within = divmod(nth, samples)
+        position = permute(within, samples, order_key(self.seed, source, epoch))
+        return self._stores[source], position * self.sequence_length
 
     def _cut(self, store: TokenStore) -> SourceSamples:
         samples = (store.tokens - 1) // self.sequence_length

@@ -39,6 +39,7 @@ from megalite_kernels import linear_cross_entropy
 from megalite_kernels.linear_cross_entropy import has_gpu_products
 
 AUTO_KERNELS = Kernels()
+IGNORED_TARGET = -100  # stands for a target that does not count
 
 
 class Layer(nn.Module):
@@ -132,8 +133,9 @@ class Head(nn.Module):
 
     A vocabulary that tp does not divide is padded; the logits of padding mean nothing, and the loss leaves them out.
     Logits are multiplied by a number, which is done in the norm. Given targets `[s, b]`, the head returns their
-    cross-entropy instead, summed over tokens. Logits then exist only in chunks. A split backward makes the gradient of
-    the head's weight at once: to put it off, the gradient of the logits would have to be kept.
+    cross-entropy instead, summed over those that are not IGNORED_TARGET. Logits then exist only in chunks. A split
+    backward makes the gradient of the head's weight at once: to put it off, the gradient of the logits would have to be
+    kept.
     """
 
     def __init__(self, model: Model, tp: DeviceMesh, kernels: Kernels) -> None:
@@ -141,7 +143,12 @@ class Head(nn.Module):
         self.group = tp.get_group()
         self.norm = Norm(final_norm(model), model.norm_eps, tp, kernels, multipliers(model).logits)
         self.output = None if model.tie_embeddings else ColumnLinear(head(model), tp)
-        self.cross_entropy = partial(linear_cross_entropy, vocabulary=model.vocab_size, backend=kernels.cross_entropy)
+        self.cross_entropy = partial(
+            linear_cross_entropy,
+            ignore_index=IGNORED_TARGET,
+            vocabulary=model.vocab_size,
+            backend=kernels.cross_entropy,
+        )
 
     def forward(self, x: Tensor, tied: Tensor | None, targets: Tensor | None) -> Tensor:
         weight = tied if self.output is None else self.output.weight

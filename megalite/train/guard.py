@@ -40,6 +40,7 @@ class Judged:
     verdict: Verdict
     answer: str  # the configured response; "": none
     parameters: tuple[str, ...] = ()  # names of some whose gradients are not finite, in a bad step
+    trained: int | None = None  # tokens that the loss is the mean over; None: all of the batch
 
     def __str__(self) -> str:
         numbers = f"loss {self.reading.loss:.4g}, gradient norm {self.reading.norm:.4g}"
@@ -129,13 +130,13 @@ class Guard:
         self.stopped_by: tuple[str, ...] = ()  # signals that any rank was sent
         self._config, self._train, self._mesh = job.config, job.config.train, job.mesh
         self._checkpoint, self._began = job.config.checkpoint, progress.step
-        self._under_way: deque[tuple[int, GlobalBatch, Signs]] = deque()
+        self._under_way: deque[tuple[int, GlobalBatch, Signs, int | None]] = deque()
         self._in_a_row = 0  # bad steps, up to the latest
         self._taken_back, self._from = 0, 0  # the latest rollback: the step taken back, and that of the checkpoint
 
-    def watch(self, step: int, batch: GlobalBatch, signs: Signs) -> None:
-        """Note that a step was launched."""
-        self._under_way.append((step, batch, signs))
+    def watch(self, step: int, batch: GlobalBatch, signs: Signs, trained: int | None = None) -> None:
+        """Note that a step was launched. trained: tokens that its loss is the mean over; None: all of the batch."""
+        self._under_way.append((step, batch, signs, trained))
 
     def judge(self, at_once: bool) -> Iterator[Judged]:
         """Judge steps whose vital signs have arrived, oldest first; all, with `at_once` or after a request to stop.
@@ -143,12 +144,12 @@ class Guard:
         Collective if a step is bad.
         """
         while len(self._under_way) > (0 if at_once or self.stopped_by else left_under_way(self._mesh)):
-            step, batch, signs = self._under_way.popleft()
+            step, batch, signs, trained = self._under_way.popleft()
             reading = signs.read()
             verdict = judge(self.progress, reading, self._train)
             answer = {"good": "", "bad": self._train.on_bad_step, "spike": self._train.on_spike}[verdict]
             parameters = _offending(self._mesh, signs) if verdict == "bad" else ()
-            judged = Judged(step, batch, reading, verdict, answer, parameters)
+            judged = Judged(step, batch, reading, verdict, answer, parameters, trained)
             self.progress = advanced(self.progress, judged, self._config)
             self._in_a_row = self._in_a_row + 1 if verdict == "bad" else 0
             self.stopped_by = self.stopped_by or reading.asked

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from megalite.data.loader import Micros
+from megalite.model.decoder import IGNORED_TARGET
 from megalite.model.positions import TokenPositions, tables
 from megalite.model.router import Losses
 from megalite.parallel.context import attention
@@ -21,16 +22,19 @@ from megalite.train.build import Job
 def inputs(job: Job, batch: Micros, scale: float = 1.0, training: bool = False) -> StepInputs:
     """Return this rank's part of a step on `batch`.
 
-    scale: see Step. training: layers may drop features. Nothing waits for the device.
+    scale: see Step. training: layers may drop features. Nothing waits for the device. Losses of routers are means over
+    all tokens, trained or not.
     """
     mesh, length = job.mesh, batch.shape[-1] - 1
     mine = rows(job.config.parallel.context.method, mesh.layout.cp, mesh.coordinates["cp"], length)
     sequences = batch.tokens.to(mesh.device, non_blocking=True).permute(2, 0, 1)  # s + 1, m, b
-    tokens, targets = (
-        split(part, mine).transpose(0, 1).contiguous().unbind() for part in (sequences[:-1], sequences[1:])
-    )
+    following = sequences[1:]
+    if batch.trained is not None:
+        trained = batch.trained.targets.to(mesh.device, non_blocking=True).permute(2, 0, 1)
+        following = following.masked_fill(~trained, IGNORED_TARGET)
+    tokens, targets = (split(part, mine).transpose(0, 1).contiguous().unbind() for part in (sequences[:-1], following))
     groups = [job.mesh.cp, job.mesh.group("tp")]
-    losses = Losses(scale, [group for group in groups if group is not None and group.size() > 1])
+    losses = Losses(1 / step_tokens(job, batch), [group for group in groups if group is not None and group.size() > 1])
     positions = _token_positions(job, batch.documents, sequences[:-1], mine, losses)
     if training and job.config.adapter is not None and job.config.adapter.dropout:
         each = zip(positions, _numbers(job, batch, mine), strict=True)
@@ -47,6 +51,11 @@ def _numbers(job: Job, batch: Micros, mine: Rows) -> Sequence[Tensor]:
     places = split(torch.arange(tokens - 1), mine)
     numbers = ids * (tokens - 1) + places[:, None, None]  # s m b
     return numbers.to(job.mesh.device, non_blocking=True).unbind(1)
+
+
+def step_tokens(job: Job, batch: Micros) -> int:
+    """Count the tokens of all ranks in a step; samples are packed, so every position has a target."""
+    return batch.tokens[..., 1:].numel() * job.mesh.layout.dp
 
 
 def _token_positions(

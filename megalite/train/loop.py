@@ -20,6 +20,7 @@ from megalite.train.metrics import Meter, source_tokens
 from megalite.train.report import Silent
 from megalite.train.step import CutShort, evaluate, train_step
 
+NOTHING_TRAINED = "no token of the batch is trained, by the masks of the data: its loss and gradients are 0"
 Follower = Callable[[int, GlobalBatch, Meter, Silent], None]
 
 
@@ -91,13 +92,16 @@ def _train(
     for step, (batch, micros) in enumerate(meter.waits(batches.train.batches(wanted)), start=progress.step + 1):
         job.activity.step = step
         job.prepare(micros)
-        guard.watch(step, batch, train_step(job, micros, step - 1, job.activity.asked))
+        trained = None if micros.trained is None else micros.trained.count
+        guard.watch(step, batch, train_step(job, micros, step - 1, job.activity.asked), trained)
 
         due = cadence.due(step, saver.local)
         if due.log:
             meter.note(step)
         for judged in guard.judge(at_once=due.waits):
             report.trouble(judged, meter.jumps(judged))
+            if judged.trained == 0:
+                report.event(judged.step, "nothing_trained", NOTHING_TRAINED)
             if starved := meter.add(judged):
                 report.event(judged.step, "experts_starved", starved_text(starved), experts=starved)
             if judged.verdict == "bad":

@@ -76,7 +76,8 @@ class Meter:
 
     def _restart(self) -> None:
         self.loss = 0.0  # summed over tokens
-        self.trained = 0  # tokens that went into it: those of bad steps did not
+        self.trained = 0  # tokens that went into it: those of bad steps, and untrained ones, did not
+        self.masked = 0  # tokens of good steps that were not trained
         self.steps = 0
         self.tokens = 0
         self.flops = 0
@@ -138,8 +139,10 @@ class Meter:
         if judged.verdict == "bad":
             return {}
         self.norms.append(self.norm)
-        self.trained += tokens
-        self.loss += judged.reading.loss * tokens
+        trained = tokens if judged.trained is None else judged.trained
+        self.trained += trained
+        self.masked += tokens - trained
+        self.loss += judged.reading.loss * trained
         return self.load.add(judged.reading.load)
 
     def read(self, step: int) -> dict[str, float]:
@@ -159,6 +162,8 @@ class Meter:
             "peak_memory_bytes": float(peak_memory(job.mesh.device)),
             **self.load.read(),
         }
+        if self.masked:
+            record["trained_share"] = self.trained / (self.trained + self.masked)
         self._restart()
         return record if speed.mfu is None else {**record, "mfu": speed.mfu}
 

@@ -37,6 +37,7 @@ WARNINGS = (  # events
     "local_off",
     "straggler",
     "experts_starved",
+    "nothing_trained",
 )
 LOADS_OF_RUN = 100  # loads of experts that a run keeps for a picture: those of 60 layers with 256 take 60 kB
 SENDING_SECONDS = 60.0  # seconds that the end of a run waits for Weights & Biases

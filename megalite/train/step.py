@@ -12,7 +12,7 @@ from megalite.optim.interface import set_rate
 from megalite.optim.rate import learning_rate
 from megalite.parallel.fsdp import reshard
 from megalite.train.build import Job
-from megalite.train.inputs import inputs
+from megalite.train.inputs import inputs, step_tokens
 from megalite.train.vital_signs import Asked, Signs, ask_all, left_under_way, take_signs
 from megalite_kernels.grad_norm import clip_coefficient
 
@@ -27,8 +27,11 @@ def train_step(job: Job, batch: Micros, step: int, asked: Collection[int] = ()) 
 
 
 def gradients(job: Job, batch: Micros) -> Tensor:
-    """Accumulate the complete gradients of the mean loss. Returns this rank's part of that loss."""
-    scale = 1 / target_tokens(job, batch)
+    """Accumulate the complete gradients of the mean loss. Returns this rank's part of that loss.
+
+    Where no target of the global batch is trained, the loss and its gradients are 0.
+    """
+    scale = 1 / max(1, target_tokens(job, batch))
     job.load.begin()
     with job.casts.once():
         loss = job.training(batch).run(inputs(job, batch, scale, training=True))
@@ -71,7 +74,7 @@ class CutShort(Exception):
 
 @torch.no_grad()
 def evaluate(job: Job, batches: Iterable[Micros]) -> float:
-    """Mean loss per token over whole global batches. Raises CutShort."""
+    """Mean loss per trained token over whole global batches; nan if none is trained. Raises CutShort."""
     total, tokens = torch.zeros((), dtype=torch.float64, device=job.mesh.device), 0
     under_way: deque[Asked] = deque()
     asked: tuple[str, ...] = ()
@@ -98,5 +101,5 @@ def _counts_loss(job: Job) -> bool:
 
 
 def target_tokens(job: Job, batch: Micros) -> int:
-    """Target tokens of all ranks in a step; samples are packed, so every position has a target."""
-    return batch.tokens[..., 1:].numel() * job.mesh.layout.dp
+    """Count the targets of all ranks that a step's loss is the mean over."""
+    return step_tokens(job, batch) if batch.trained is None else batch.trained.count

@@ -278,6 +278,11 @@ class StoreWriter:
         return len(self._lengths)
 
     @property
+    def trained(self) -> int | None:
+        """How many tokens are trained; None: the store has no mask."""
+        return None if self._mask is None else self._mask.trained
+
+    @property
     def files(self) -> tuple[Path, ...]:
         """The paths of the `.bin`, the `.idx`, the `.json` and a mask once they are published."""
         return self._final if self._mask is not None else self._final[:3]
@@ -382,7 +387,7 @@ class StoreWriter:
             self._tokenizer,
             self._sources[:MAX_SOURCES],
             len(self._sources),
-            None if self._mask is None else self._mask.trained,
+            self.trained,
         )
 
     def _publish(self) -> None:

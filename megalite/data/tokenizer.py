@@ -85,6 +85,19 @@ class Tokenizer(ABC):
         with _told(f"{self.path}: the tokenizer cannot decode some tokens"):
             return self._decode(plain)
 
+    @property
+    def specials(self) -> tuple[str, ...]:
+        """The names of special tokens that `encode_marked` takes for themselves."""
+        return ()
+
+    def encode_marked(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """Tokens of a text in which special tokens stand for themselves, and the characters that each is of."""
+        with _told(f"{self.path}: {ENCODING_PROBLEM}"):
+            return self._encode_marked(text)
+
+    def _encode_marked(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        raise InputError(f"{self.path}: chat templates need a tokenizer.json, which tells the places of tokens")
+
     @abstractmethod
     def is_special(self, token: int) -> bool:
         """Return whether the token marks something, such as where a document begins, in place of being text."""
@@ -223,6 +236,18 @@ class HuggingFaceTokenizer(Tokenizer):
         if end in self.encode(token) or end in self.encode(f"a {token} a{token}"):
             raise _forgeable(self.path, token)
         return end
+
+    @property
+    def specials(self) -> tuple[str, ...]:
+        return tuple(token.content for token in self._model.get_added_tokens_decoder().values() if token.special)
+
+    def _encode_marked(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        self._model.encode_special_tokens = False
+        try:
+            encoded = self._model.encode(text, add_special_tokens=False)
+        finally:
+            self._model.encode_special_tokens = True
+        return encoded.ids, encoded.offsets
 
     def is_special(self, token: int) -> bool:
         added = self._model.get_added_tokens_decoder().get(token)

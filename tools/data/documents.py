@@ -28,6 +28,7 @@ TEXT_TYPES = ("is_null", "is_string", "is_large_string", "is_binary", "is_large_
 BLOCK = 1 << 20  # bytes of text read at a time
 MAX_DOCUMENT_BYTES = 256 << 20  # bytes of a document, by default
 
+DEFAULT_KEY = "text"
 EMPTY_DOCUMENT = "empty document"
 UNREADABLE_FILE = "unreadable file"
 
@@ -36,11 +37,13 @@ UNREADABLE_FILE = "unreadable file"
 class Reading:
     """Settings for reading documents."""
 
-    key: str = "text"  # the JSON field or Parquet column with the text; dots lead into nested ones
+    key: str = DEFAULT_KEY  # the JSON field or Parquet column with the text; dots lead into nested ones
     format: Format | None = None  # None: as the suffix says
     encoding: str = "utf-8"  # encoding of text and JSON Lines
     separator: str | None = None  # between the documents of a text file; None: the file is one
     most: int = MAX_DOCUMENT_BYTES  # bytes of a document
+    # Makes a document of an object and its field `key`, where that is no text; given the object's place first.
+    make: "Callable[[str, dict[str, Any], object], Document | Reject] | None" = None
 
 
 def add_reading_options(parser: argparse.ArgumentParser) -> None:
@@ -53,7 +56,7 @@ def add_reading_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--encoding", default="utf-8", help="encoding of text and JSON Lines (default: %(default)s)")
     parser.add_argument(
         "--json-key",
-        default="text",
+        default=DEFAULT_KEY,
         metavar="KEY",
         help="field or column that holds the text, such as meta.text (default: %(default)s)",
     )
@@ -133,7 +136,7 @@ def find_files(
             first = files.setdefault((status.st_dev, status.st_ino), file)
             if first is not file:
                 reject = Reject(str(file), "given twice", f"it is {first}, whose documents would be repeated")
-                _refuse(reject, on_error, skipped)
+                refuse(reject, on_error, skipped)
     return list(files.values())
 
 
@@ -204,11 +207,12 @@ def read_texts(
             if isinstance(document, Document):
                 yield document.text
             else:
-                _refuse(document, "skip" if document.reason == EMPTY_DOCUMENT else on_error, skipped)
+                refuse(document, "skip" if document.reason == EMPTY_DOCUMENT else on_error, skipped)
         advanced(left)  # the rest of a damaged file, which is not read
 
 
-def _refuse(reject: Reject, on_error: Literal["stop", "skip"], skipped: Skipped) -> None:
+def refuse(reject: Reject, on_error: Literal["stop", "skip"], skipped: Skipped) -> None:
+    """Add a document to those left out. Raises InputError if `on_error` is "stop"."""
     if on_error == "stop":
         raise InputError(f"{reject}; --on-error skip leaves such out")
     skipped.add(reject)
@@ -309,7 +313,10 @@ def _json_document(origin: str, line: bytes, reading: Reading) -> Document | Rej
         return Reject(origin, "not valid JSON", f"{what[:200]}; expected one object per line")
     if not isinstance(record, dict):
         return Reject(origin, "not a JSON object", type(record).__name__)
-    return _checked(origin, _inside(record, reading.key), reading)
+    value = _inside(record, reading.key)
+    if reading.make is not None and not isinstance(value, Missing):
+        return reading.make(origin, record, value)
+    return _checked(origin, value, reading)
 
 
 def _inside(record: dict[str, Any], key: str) -> object:

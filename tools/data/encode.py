@@ -8,9 +8,10 @@ from concurrent.futures import Executor, Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from functools import cache, partial
-from itertools import chain, islice
+from itertools import chain, islice, pairwise
 from multiprocessing import get_context, parent_process
 from threading import Thread
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +21,7 @@ from megalite.base.exit_codes import ExitCode
 from megalite.base.stop_signals import STOP_SIGNALS, held_up, listen
 from megalite.data.store import token_dtype
 from megalite.data.tokenizer import Tokenizer, load_tokenizer
+from megalite_tools.data.documents import Reject
 from megalite_tools.data.pieces import pieces
 
 BATCH_CHARACTERS = 1 << 20
@@ -43,9 +45,14 @@ class Encoded:
     tokens: NDArray[np.integer]
     lengths: list[int]
     last: list[bool]
+    trained: NDArray[np.bool_] | None = None  # whether each token is, where documents tell it
+    rejects: tuple[Reject, ...] = ()  # documents that cannot be used
 
-    def pieces(self) -> Iterator[tuple[NDArray[np.integer], bool]]:
-        return zip(np.split(self.tokens, np.cumsum(self.lengths)[:-1]), self.last, strict=True)
+    def pieces(self) -> Iterator[tuple[NDArray[np.integer], NDArray[np.bool_] | None, bool]]:
+        """Each piece: its tokens, which of them are trained, and whether it is its document's last."""
+        bounds = [0, *np.cumsum(self.lengths, dtype=np.int64).tolist()]
+        for (start, end), last in zip(pairwise(bounds), self.last, strict=True):
+            yield self.tokens[start:end], None if self.trained is None else self.trained[start:end], last
 
 
 def encode_texts(texts: Iterable[str], encoding: Encoding, workers: int) -> Generator[Encoded]:
@@ -55,10 +62,13 @@ def encode_texts(texts: Iterable[str], encoding: Encoding, workers: int) -> Gene
     if a worker dies.
     """
     batches = _batches(texts, _tokenizer(encoding))
-    encode = partial(encode_batch, encoding)
     if workers == 1:
-        yield from map(encode, batches)
-        return
+        return (encode_batch(encoding, batch) for batch in batches)
+    return in_workers(partial(encode_batch, encoding), batches, workers)
+
+
+def in_workers(encode: Callable[[Any], Encoded], batches: Iterator[Any], workers: int) -> Generator[Encoded]:
+    """What `encode` makes of each batch, in their order. Raises InputError if a worker dies."""
     # Spawned, not forked: a tokenizer may hold threads, which do not survive a fork.
     pool = ProcessPoolExecutor(workers, get_context("spawn"), initializer=_start_worker)
     try:

@@ -5,8 +5,10 @@ import os
 import signal
 import sys
 from contextlib import ExitStack, closing
+from dataclasses import replace
 from functools import partial
 from hashlib import blake2b
+from pathlib import Path
 
 from rich.console import Console
 from rich.progress import DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
@@ -19,7 +21,17 @@ from megalite.data.description import SourceFile, TokenizerFile
 from megalite.data.store import StoreWriter, sweep, token_dtype
 from megalite.data.tokenizer import tokenizer_hash
 from megalite.data.trial import open_tokenizer_file
-from megalite_tools.data.documents import Skipped, add_reading_options, find_files, read_texts, reading_of
+from megalite_tools.data.chat import ChatEncoding, checked_chat, encode_chats
+from megalite_tools.data.chat_template import template_source
+from megalite_tools.data.documents import (
+    DEFAULT_KEY,
+    Skipped,
+    add_reading_options,
+    find_files,
+    read_texts,
+    reading_of,
+    refuse,
+)
 from megalite_tools.data.encode import Encoding, encode_texts
 from megalite_tools.data.opened import format_of
 
@@ -47,6 +59,13 @@ def _parser() -> argparse.ArgumentParser:
         " or .zstd. The output does not depend on --workers. See docs/data.md.",
     )
     add_reading_options(parser)
+    parser.add_argument(
+        "--chat",
+        action="store_true",
+        help="documents are conversations: lists of messages in the field `messages` of JSON Lines. They become text by"
+        " the tokenizer's chat template, and a mask tells which tokens the assistant writes",
+    )
+    parser.add_argument("--template", metavar="FILE", help="chat template in place of the tokenizer's own; with --chat")
     parser.add_argument("--lines", action="store_true", help="every line of a text file is a document")
     parser.add_argument("--separator", metavar="TEXT", help="text that stands between the documents of a text file")
     parser.add_argument(
@@ -82,7 +101,12 @@ def _prepare(options: argparse.Namespace) -> None:
         )
     if options.lines and options.separator is not None:
         raise InputError("--lines and --separator cannot be used together: --lines separates at newlines")
+    if options.template is not None and not options.chat:
+        raise InputError("--template is for conversations; add --chat")
     reading, skipped = reading_of(options, "\n" if options.lines else options.separator), Skipped()
+    if options.chat:
+        key = "messages" if options.json_key == DEFAULT_KEY else options.json_key
+        reading = replace(reading, key=key, make=checked_chat)
     tokenizer = open_tokenizer_file(options.tokenizer, options.eod_token)
     end = None if options.no_eod else tokenizer.eod
     if end is None and not options.no_eod:
@@ -91,6 +115,9 @@ def _prepare(options: argparse.Namespace) -> None:
     files = find_files(options.inputs, options.glob, reading, options.on_error, skipped)
     if reading.separator is not None and not any(format_of(file, reading.format) == "text" for file in files):
         raise InputError("--lines and --separator are for text files, but no input is one")
+    for file in files if options.chat else []:
+        if (form := format_of(file, reading.format)) != "jsonl":
+            raise InputError(f"{file}: --chat reads JSON Lines, and this is {form}; --format jsonl says that it is not")
     sources = [SourceFile(str(file), file.stat().st_size) for file in files]
     splits = ("_train", "_valid") if options.valid_fraction else ("",)
     for leftover in {"", "_train", "_valid"}.difference(splits):
@@ -98,19 +125,26 @@ def _prepare(options: argparse.Namespace) -> None:
     with ExitStack() as late, ExitStack() as stack:
         dtype = token_dtype(tokenizer.vocab_size)
         writers = [
-            stack.enter_context(StoreWriter(f"{options.out}{split}", dtype, end, made_with, sources))
+            stack.enter_context(StoreWriter(f"{options.out}{split}", dtype, end, made_with, sources, options.chat))
             for split in splits
         ]
         progress = stack.enter_context(_progress())
         task = progress.add_task("", total=sum(source.bytes for source in sources), documents=0, tokens=0)
         texts = read_texts(files, reading, options.on_error, skipped, partial(progress.advance, task))
-        encoding = Encoding(options.tokenizer, options.eod_token, end is not None)
-        batches = stack.enter_context(closing(encode_texts(texts, encoding, options.workers)))
+        given = options.tokenizer, options.eod_token, end is not None
+        if options.chat:
+            template = template_source(Path(options.tokenizer), options.template)
+            encoded = encode_chats(texts, ChatEncoding(*given, template), options.workers)
+        else:
+            encoded = encode_texts(texts, Encoding(*given), options.workers)
+        batches = stack.enter_context(closing(encoded))
         documents = 0
         for batch in batches:
-            for tokens, last in batch.pieces():
+            for reject in batch.rejects:
+                refuse(reject, options.on_error, skipped)
+            for tokens, trained, last in batch.pieces():
                 writer = writers[in_validation(documents, options.seed, options.valid_fraction)]
-                writer.extend(tokens)
+                writer.extend(tokens, trained)
                 if last:
                     writer.end_document()
                     documents += 1
@@ -140,6 +174,8 @@ def _progress() -> Progress:
 def _report(writers: list[StoreWriter], skipped: Skipped) -> None:
     for writer in writers:
         counts = f"{counted(writer.documents, 'document')}, {counted(writer.tokens, 'token')}"
+        if writer.trained is not None:
+            counts += f", of which {writer.trained:,} are trained"
         print(printable(f"{listing(writer.files, 'and')}: {counts}"))
         if not writer.documents:
             print("  this split is empty: raise --valid-fraction or give more documents")

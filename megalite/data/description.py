@@ -32,7 +32,7 @@ FIELDS = {  # beside `format` and `version`
     "tokenizer": OrNull({"file": NAME, "sha256": SHA256}),
     "sources": [{"path": NAME, "bytes": COUNT}],
     "source_files": COUNT,
-    "trained_tokens": OrNull(COUNT),
+    "trained_tokens": COUNT,  # only of a store with a mask
 }
 
 
@@ -90,7 +90,7 @@ class Description:
             more = f", with the unknown fields {', '.join(unknown)[:200]}" if unknown else ""
             rule = f"has version {repr(version)[:20]}{more}; this megalite reads the number {VERSION}"
             raise InputError(f"{path}: {rule}")
-        return _checked(path, {"end_of_document": None, "trained_tokens": None, **found})
+        return _checked(path, {"end_of_document": None, **found})
 
 
 def description_file(prefix: str | Path) -> Path:
@@ -100,7 +100,8 @@ def description_file(prefix: str | Path) -> Path:
 
 def _checked(path: Path, found: dict[str, Any]) -> Description:
     """Raises InputError for fields that no store can have."""
-    wrong = next(misfits(found, FIELDS, str(path)), None) or _contradiction(path, found)
+    fields = {name: kind for name, kind in FIELDS.items() if name != "trained_tokens" or name in found}
+    wrong = next(misfits(found, fields, str(path)), None) or _contradiction(path, found)
     if wrong is not None:
         raise InputError(f"{wrong}; the file is damaged, or was changed by hand")
     sources = tuple(SourceFile(**source) for source in found.pop("sources"))
@@ -115,7 +116,7 @@ def _contradiction(path: Path, found: dict[str, Any]) -> str | None:
         return f"{path}: largest_id is {largest} of {tokens} tokens"
     if end is not None and tokens and end > largest:
         return f"{path}: end_of_document is {end}, above largest_id, {largest}"
-    if (trained := found["trained_tokens"]) is not None and trained > tokens:
+    if (trained := found.get("trained_tokens")) is not None and trained > tokens:
         return f"{path}: trained_tokens is {trained} of {tokens} tokens"
     if len(found["sources"]) > MAX_SOURCES:
         return f"{path}: lists {len(found['sources'])} sources, of which {MAX_SOURCES} are allowed"

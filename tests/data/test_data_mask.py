@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from megalite.base.errors import InputError
 from megalite.config.schema import Data, Source
 from megalite.data.check import Scans, check_data
+from megalite.data.description import Description
 from megalite.data.store import Scan, StoreWriter, TokenStore
 
 PIECES = st.lists(st.lists(st.booleans(), max_size=19), min_size=1, max_size=6)
@@ -73,6 +74,14 @@ def test_a_store_without_a_mask_is_as_it_was(tmp_path: Path, store: Path) -> Non
     found = TokenStore(plain)
     assert found.trained(2, 5).tolist() == [True] * 5
     assert found.verify() == Scan(11, 11)
+
+
+@pytest.mark.parametrize("told", [None, -1, 12, "3", True])
+def test_a_count_that_no_mask_has_is_refused(store: Path, told: object) -> None:
+    path = store.with_suffix(".json")
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"trained_tokens": told}))
+    with pytest.raises(InputError, match="trained_tokens"):
+        Description.read(store)
 
 
 def test_masks_make_stores_differ(tmp_path: Path, store: Path) -> None:

@@ -27,6 +27,10 @@ class Terminal:
         """Print lines as they are."""
         self._print(Text(text), soft_wrap=True)
 
+    def styled(self, parts: Iterable[tuple[str, str]]) -> None:
+        """Print one line of parts, each with its style."""
+        self._print(Text.assemble(*((printable(text), style) for text, style in parts)), soft_wrap=True)
+
     def table(self, columns: Sequence[str], rows: Iterable[Sequence[str]], marked: Iterable[int] = ()) -> None:
         """Print a table. A column is text, aligned left and wrapped, if its name ends in a colon, which is not shown.
 

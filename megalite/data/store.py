@@ -91,6 +91,11 @@ class TokenStore:
 
     def document(self, index: int) -> NDArray[np.integer]:
         """All tokens of one document."""
+        start, end = self.bounds(index)
+        return self.read(start, end - start)
+
+    def bounds(self, index: int) -> tuple[int, int]:
+        """The numbers of a document's first token and of the one after its last."""
         if not 0 <= index < self.documents:
             raise ValueError(f"{self.prefix}: document {index} of a store of {self.documents}")
         first, last = (int(self._boundaries[at]) for at in (index, index + 1))
@@ -99,7 +104,7 @@ class TokenStore:
         start, end = self._token_of_sequence(first), self._token_of_sequence(last)
         if not 0 <= start <= end <= self.tokens:
             raise self._broken(self._idx, f"document {index} from token {start} to {end}", "offsets that ascend")
-        return self.read(start, end - start)
+        return start, end
 
     def begins(self, start: int, count: int) -> NDArray[np.int64]:
         """The positions in the `count` tokens from `start` at which documents begin, relative to `start` and without 0.

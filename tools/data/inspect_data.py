@@ -4,6 +4,7 @@ import argparse
 import sys
 from collections.abc import Iterator
 from importlib.metadata import version
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +22,7 @@ from megalite_tools.terminal import Terminal, bar
 COMMAND = "megalite-inspect-data"
 MAX_LISTED_TOKENS = 64  # tokens of each sample document
 MAX_LISTED_SOURCES = 3
+SAMPLED_DOCUMENTS = 10_000  # whose trained tokens are counted
 PART = 1 << 22  # lengths read at a time
 
 
@@ -64,7 +66,7 @@ def _inspect(options: argparse.Namespace) -> None:
     terminal.facts(facts)
     count = min(options.samples, store.documents)
     for nth in range(count):
-        terminal.line(_sample(store, (store.documents - 1) * nth // max(1, count - 1), tokenizer))
+        terminal.styled(_sample(store, (store.documents - 1) * nth // max(1, count - 1), tokenizer))
 
 
 def _facts(store: TokenStore) -> list[tuple[str, str]]:
@@ -81,7 +83,19 @@ def _facts(store: TokenStore) -> list[tuple[str, str]]:
         middle = np.median(store.lengths[:: max(1, store.sequences // PART)])  # an evenly spaced sample of many
         mean = store.tokens / store.sequences
         facts.append(("sequence lengths", f"min {low:,} · median {middle:,.0f} · mean {mean:,.1f} · max {high:,}"))
+    if store.mask is not None and store.documents:
+        facts.append(("trained in documents", _trained(store)))
     return facts
+
+
+def _trained(store: TokenStore) -> str:
+    """Trained tokens of documents; an evenly spaced sample stands for many."""
+    numbers = np.linspace(0, store.documents - 1, min(store.documents, SAMPLED_DOCUMENTS)).astype(int).tolist()
+    bounds = [store.bounds(index) for index in np.unique(numbers).tolist()]
+    counts = np.array([store.trained(start, end - start).sum() for start, end in bounds])
+    without = f" · none in {np.mean(counts == 0):.1%}" if not counts.all() else ""
+    middle = f"median {np.median(counts):,.0f} · mean {counts.mean():,.1f}"
+    return f"min {counts.min():,} · {middle} · max {counts.max():,}{without}"
 
 
 def _describe(store: TokenStore, scan: Scan, tokenizer: str | None) -> None:
@@ -116,16 +130,31 @@ def _described(store: TokenStore) -> Iterator[tuple[str, str]]:
     yield "written by", f"megalite {found.megalite}"
 
 
-def _sample(store: TokenStore, index: int, tokenizer: Tokenizer | None) -> str:
-    """The start of a document in one line: its text as a Python literal, or token ids without a tokenizer."""
-    document = store.document(index)
-    ids = document[:MAX_LISTED_TOKENS].tolist()
+def _sample(store: TokenStore, index: int, tokenizer: Tokenizer | None) -> Iterator[tuple[str, str]]:
+    """The start of a document in parts of one line: its text as a Python literal, or token ids without a tokenizer.
+
+    Where the store has a mask, trained tokens are between « and », and green.
+    """
+    start, end = store.bounds(index)
+    shown = min(end - start, MAX_LISTED_TOKENS)
+    ids, trained = store.read(start, shown), store.trained(start, shown)
+    yield f"document {index:,} ({counted(end - start, 'token')}): ", ""
+    around = "" if tokenizer is None else "'"
+    yield around, ""
+    cuts = [] if store.mask is None else (np.flatnonzero(np.diff(trained)) + 1).tolist()
+    for first, last in pairwise([0, *cuts, shown]):
+        if first and tokenizer is None:
+            yield " ", ""
+        text = _shown(store, index, ids[first:last].tolist(), tokenizer)
+        yield (f"«{text}»", "green") if store.mask is not None and shown and trained[first] else (text, "")
+    yield around + (" …" if end - start > MAX_LISTED_TOKENS else ""), ""
+
+
+def _shown(store: TokenStore, index: int, ids: list[int], tokenizer: Tokenizer | None) -> str:
     try:
-        shown = " ".join(map(str, ids)) if tokenizer is None else repr(tokenizer.decode(ids))
+        return " ".join(map(str, ids)) if tokenizer is None else repr(f'{tokenizer.decode(ids)}"')[1:-2]
     except InputError as error:
         raise InputError(f"{store.prefix}.bin: document {index:,}: {error}; was it made with another one?") from error
-    rest = " …" if len(document) > MAX_LISTED_TOKENS else ""
-    return f"document {index:,} ({counted(len(document), 'token')}): {shown}{rest}"
 
 
 if __name__ == "__main__":

@@ -1,3 +1,4 @@
+import io
 import json
 from pathlib import Path
 
@@ -158,3 +159,55 @@ def test_a_store_damaged_inside_is_told_when_samples_are_shown(prefix: str, caps
     Path(prefix + ".idx").write_bytes(index[:-16] + (2**40).to_bytes(8, "little") + index[-8:])
     assert main([prefix, "--samples", "3"]) == 2
     assert "expected boundaries that ascend" in capsys.readouterr().err
+
+
+@pytest.fixture
+def masked(tmp_path: Path) -> str:
+    with StoreWriter(tmp_path / "masked", "uint16", masked=True) as writer:
+        writer.add([5, 6, 7, 8], [False, True, True, False])
+        writer.add([9, 10], [True, True])
+        writer.add([11] * 70, [False] * 69 + [True])
+        writer.add([12], [False])
+    return str(tmp_path / "masked")
+
+
+def test_trained_tokens_are_counted_and_marked(masked: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([masked, "--samples", "4", "--verify"]) == 0
+    printed = capsys.readouterr().out
+    for line in (
+        "masked.mask 10 bytes",
+        "min 0 · median 2 · mean 1.2 · max 2 · none in 25.0%",
+        "5, 6.5% of all",
+        "document 0 (4 tokens): 5 «6 7» 8\n",
+        "document 1 (2 tokens): «9 10»\n",
+        "document 2 (70 tokens): " + "11 " * 64 + "…\n",
+        "document 3 (1 token): 12\n",
+    ):
+        assert line in printed
+
+
+def test_trained_tokens_are_green(masked: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sys.stdout", shown := io.StringIO())
+        assert main([masked, "--samples", "1"]) == 0
+    assert "5 \x1b[32m«6 7»\x1b[0m 8" in shown.getvalue()
+
+
+def test_marks_stand_in_text(tmp_path: Path, tokenizer_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tokenizer = load_tokenizer(tokenizer_file)
+    asked, answer = tokenizer.encode('it\'s "one"\n'), tokenizer.encode("two")
+    with StoreWriter(tmp_path / "store", "uint16", masked=True) as writer:
+        writer.add([*asked, *answer], [False] * len(asked) + [True] * len(answer))
+    assert main([str(tmp_path / "store"), "--samples", "1", "--tokenizer", str(tokenizer_file)]) == 0
+    assert "'it\\'s \"one\"\\n«two»'\n" in capsys.readouterr().out
+
+
+def test_a_store_described_anew_keeps_its_mask(masked: str, capsys: pytest.CaptureFixture[str]) -> None:
+    before = Description.read(masked)
+    Path(masked + ".json").unlink()
+    assert main([masked, "--describe"]) == 0
+    after = Description.read(masked)
+    assert before is not None
+    assert after is not None
+    assert (after.trained_tokens, after.fingerprint) == (5, before.fingerprint)

@@ -36,7 +36,9 @@ MARKED = {
 """,
     "llama": """{{- bos_token }}
 {%- for message in messages %}
-    {{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n' }}
+    {{- '<|start_header_id|>' + message['role'] }}
+    {%- if message.name is defined %}{{- ' ' + message.name | string }}{%- endif %}
+    {{- '<|end_header_id|>\\n\\n' }}
     {%- if message['role'] == 'assistant' %}
         {%- generation %}{{- message['content'] | trim }}{{- '<|eot_id|>' }}{%- endgeneration %}
     {%- else %}

@@ -98,6 +98,17 @@ def test_any_text_is_masked_alike(tmp_path: Path, turns: list[tuple[str, str]]) 
     assert encode_chat(load_tokenizer(path, "</s>"), template, messages) == theirs_of(theirs, messages)
 
 
+def test_a_token_across_the_edge_is_trained(tmp_path: Path) -> None:
+    text = "The answer is 42."
+    template = "{{ 'The answ' }}{% generation %}{{ 'er i' }}{% endgeneration %}{{ 's 42.' }}"
+    tokenizer, ours, theirs = opened(tmp_path, template)
+    ids, trained = encode_chat(tokenizer, ours, CHATS["short"])
+    assert (ids, trained) == theirs_of(theirs, CHATS["short"])
+    told = [tokenizer.decode([token]) for token, bit in zip(ids, trained, strict=True) if bit]
+    assert "".join(told) == " answer is"
+    assert tokenizer.decode(ids) == text
+
+
 def of(template: str) -> ChatTemplate:
     return ChatTemplate(Source("t.jinja", template, template))
 

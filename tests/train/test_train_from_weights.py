@@ -15,6 +15,7 @@ from megalite.commands.verify import random_batch
 from megalite.config.layout import Layout
 from megalite.config.schema import Config
 from megalite.plan.model.weights import weights
+from megalite.train.step import gradients
 
 LAYOUTS = {
     "hybrid": (Layout(dp_replicate=2, dp_shard=2, tp=2), "1f1b"),
@@ -61,6 +62,23 @@ def test_every_layout_begins_alike(name: str, ranks: Ranks, tmp_path: Path) -> N
         assert {round(each, 11) for each, _ in results} == {round(loss, 11)}, layout
         assembled = assemble([there for _, there in results])
         assert all(torch.equal(assembled[key], tensor) for key, tensor in expected.items())
+
+
+def test_a_masked_loss_is_that_of_labels_that_transformers_ignores(tmp_path: Path) -> None:
+    CASES["llama"].save(tmp_path)
+    config = config_for(tmp_path, Layout())
+    with one_rank():
+        job = make(config)
+        restorer(job, config).weights(f"hf:{tmp_path}")
+        batch = random_batch(job, 0, masked=True)
+        loss = gradients(job, batch).item()
+    assert batch.trained is not None
+    tokens = batch.tokens.flatten(0, -2)
+    labels = tokens[:, 1:].where(batch.trained.targets.flatten(0, -2), -100)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float64)
+    with torch.no_grad():
+        found = theirs(input_ids=tokens[:, :-1], labels=labels, shift_labels=labels.contiguous()).loss
+    assert loss == pytest.approx(found.item(), rel=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -158,7 +158,7 @@ def _checked(args: argparse.Namespace, world_size: int | None) -> Config:
 
 def _first_step(config: Config, folder: Folder, scans: Scans) -> int:
     """The step from which training goes on, after a check that data and checkpoint are as every rank needs them."""
-    check_data(config.data, config.model.vocab_size, scans)
+    check_data(config.data, config.model, scans)
     train = open_samples(config, config.data.train)
     if config.data.valid:
         open_samples(config, config.data.valid)

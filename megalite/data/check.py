@@ -12,7 +12,7 @@ import numpy as np
 from megalite.base.errors import InputError, Problem, counted, listing, printable
 from megalite.base.files import read_object, write_object
 from megalite.base.output import warn
-from megalite.config.schema import Data
+from megalite.config.schema import Data, Model
 from megalite.data.description import Description, description_file
 from megalite.data.mask import mask_file
 from megalite.data.store import Scan, TokenStore
@@ -75,12 +75,13 @@ class Scans:
             warn(f"{error}; the next start will read the data once more")
 
 
-def check_data(data: Data, vocab_size: int, scans: Scans, tick: Callable[[], None] = lambda: None) -> Checked:
-    """Refuse tokenizers and stores that do not belong together, or not to a model of `vocab_size`.
+def check_data(data: Data, model: Model, scans: Scans, tick: Callable[[], None] = lambda: None) -> Checked:
+    """Refuse tokenizers and stores that do not belong together, or not to a model.
 
     A store without a description is read whole, unless `scans` has the result; new results are not written. tick:
     called as reading goes on. Raises InputError with every problem.
     """
+    vocab_size = model.vocab_size
     tokenizer = None if data.tokenizer is None else open_tokenizer_file(data.tokenizer)
     lists = {"data.train": data.train, "data.valid": data.valid}
     sources = [(f"{key}[{i}].path", source.path) for key, listed in lists.items() for i, source in enumerate(listed)]
@@ -92,7 +93,8 @@ def check_data(data: Data, vocab_size: int, scans: Scans, tick: Callable[[], Non
         problems += _problems(key, path, known[path], data, vocab_size)
     if problems:
         raise InputError(problems)
-    return Checked(end, tuple(_warnings(data, end, stores, known)))
+    warnings = [*_cut_warnings(known, model.sequence_length), *_warnings(data, end, stores, known)]
+    return Checked(end, tuple(warnings))
 
 
 def checked_description(store: TokenStore) -> Description | None:
@@ -173,6 +175,14 @@ def _problems(key: str, path: str, known: Known, data: Data, vocab_size: int) ->
     if data.end_of_document is not None and end is not None and end != data.end_of_document:
         rule = f"its documents end with token {end}, not with data.end_of_document = {data.end_of_document}"
         yield Problem(key, rule, "use null there: the store knows its own", path)
+
+
+def _cut_warnings(known: dict[str, Known], sequence_length: int) -> Iterator[str]:
+    for path, found in known.items():
+        packed = None if found.description is None else found.description.packed
+        if packed is not None and sequence_length % packed:
+            rule = f"was packed for sequences of {packed} tokens, so that none cuts a document"
+            yield f"{path}: {rule}; model.sequence_length = {sequence_length}, no multiple of that, cuts some"
 
 
 def _warnings(data: Data, end: int | None, stores: dict[str, TokenStore], known: dict[str, Known]) -> Iterator[str]:

@@ -32,8 +32,10 @@ FIELDS = {  # beside `format` and `version`
     "tokenizer": OrNull({"file": NAME, "sha256": SHA256}),
     "sources": [{"path": NAME, "bytes": COUNT}],
     "source_files": COUNT,
-    "trained_tokens": COUNT,  # only of a store with a mask
+    "trained_tokens": COUNT,
+    "packed": whole(1, 62),
 }
+OPTIONAL = ("trained_tokens", "packed")  # fields that only some stores have
 
 
 @dataclass(frozen=True)
@@ -65,13 +67,15 @@ class Description:
     tokenizer: TokenizerFile | None = None
     sources: tuple[SourceFile, ...] = ()  # the first MAX_SOURCES
     source_files: int = 0  # in all
-    trained_tokens: int | None = None  # that the mask says are trained; None, and not in the file: there is no mask
+    trained_tokens: int | None = None  # by the mask; None, and not in the file: there is none
+    packed: int | None = (
+        None  # tokens of the sequences that whole documents fill; None, and not in the file: there are none
+    )
 
     def render(self) -> str:
         """The text of the file."""
         fields = {"format": FORMAT, "version": VERSION, **asdict(self)}
-        if self.trained_tokens is None:
-            del fields["trained_tokens"]
+        fields = {name: value for name, value in fields.items() if name not in OPTIONAL or value is not None}
         text = json.dumps(fields, indent=2, ensure_ascii=False)
         return text.encode(errors="backslashreplace").decode() + "\n"  # file names need not be UTF-8
 
@@ -100,7 +104,7 @@ def description_file(prefix: str | Path) -> Path:
 
 def _checked(path: Path, found: dict[str, Any]) -> Description:
     """Raises InputError for fields that no store can have."""
-    fields = {name: kind for name, kind in FIELDS.items() if name != "trained_tokens" or name in found}
+    fields = {name: kind for name, kind in FIELDS.items() if name not in OPTIONAL or name in found}
     wrong = next(misfits(found, fields, str(path)), None) or _contradiction(path, found)
     if wrong is not None:
         raise InputError(f"{wrong}; the file is damaged, or was changed by hand")

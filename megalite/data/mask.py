@@ -33,7 +33,7 @@ class Mask:
             raise self._broken(f"last byte 0x{self._bytes[-1]:02x}", f"0 in the bits after token {tokens - 1}")
 
     def read(self, start: int, count: int) -> NDArray[np.bool_]:
-        """Whether each of the `count` tokens from `start` is trained."""
+        """The bits of the `count` tokens from `start`: whether each is trained."""
         first, end = start // 8, -(-(start + count) // 8)
         return np.unpackbits(self._bytes[first:end], bitorder="little")[start % 8 :][:count].view(np.bool_)
 

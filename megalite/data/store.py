@@ -80,7 +80,7 @@ class TokenStore:
         return (self._bin, self._idx) if self.mask is None else (self._bin, self._idx, self.mask.path)
 
     def trained(self, start: int, count: int) -> NDArray[np.bool_]:
-        """Whether each of the `count` tokens from `start` is trained."""
+        """The bits of the `count` tokens from `start`: whether each is trained."""
         return np.ones(count, np.bool_) if self.mask is None else self.mask.read(start, count)
 
     def read(self, start: int, count: int) -> NDArray[np.integer]:
@@ -249,7 +249,9 @@ class StoreWriter:
     Memory: 4 bytes per document.
 
     The origin of the tokens goes into the store's description, as far as it is given. `end_of_document` is the id with
-    which every given document ends. masked: the store has a mask, whose bits are given with the tokens.
+    which every given document ends. masked: the store has a mask, whose bits are given with the tokens. packed: tokens
+    of the sequences that whole documents fill. temporary: once sealed it can be read, under the prefix `hidden_prefix`;
+    it is never published.
     """
 
     def __init__(
@@ -260,11 +262,13 @@ class StoreWriter:
         tokenizer: TokenizerFile | None = None,
         sources: Iterable[SourceFile] = (),
         masked: bool = False,
+        packed: int | None = None,
+        temporary: bool = False,
     ) -> None:
         self.prefix = Path(prefix)
         self.tokens = 0
         self.largest_id = -1
-        self._end_of_document, self._tokenizer, self._sources = end_of_document, tokenizer, tuple(sources)
+        self.end_of_document, self._tokenizer, self._sources = end_of_document, tokenizer, tuple(sources)
         self._dtype = np.dtype(dtype).newbyteorder("<")
         self._lengths = array("i")
         self._open = 0  # tokens of the document that has not ended
@@ -272,7 +276,8 @@ class StoreWriter:
             raise InputError(f"{prefix}: not a name for a token store; PREFIX.bin and PREFIX.idx will be written")
         self._mask = MaskBits() if masked else None
         self._bits: BinaryIO | None = None  # where the mask is written
-        partial = self.prefix.with_name(f".{self.prefix.name}.partial")
+        self._packed, self._temporary = packed, temporary
+        self.hidden_prefix = partial = self.prefix.with_name(f".{self.prefix.name}.partial")
         self._final, self.hidden = (  # hidden: where it is until it is complete
             (*store_files(prefix), description_file(prefix), mask_file(prefix)) for prefix in (self.prefix, partial)
         )
@@ -284,7 +289,7 @@ class StoreWriter:
 
     @property
     def trained(self) -> int | None:
-        """How many tokens are trained; None: the store has no mask."""
+        """The number of trained tokens; None: the store has no mask."""
         return None if self._mask is None else self._mask.trained
 
     @property
@@ -374,7 +379,7 @@ class StoreWriter:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            if kind is None:
+            if kind is None and not self._temporary:
                 if not self._sealed:
                     self.seal()
                 self._publish()
@@ -388,11 +393,12 @@ class StoreWriter:
             self.documents,
             self.tokens,
             self.largest_id,
-            self._end_of_document,
+            self.end_of_document,
             self._tokenizer,
             self._sources[:MAX_SOURCES],
             len(self._sources),
             self.trained,
+            self._packed,
         )
 
     def _publish(self) -> None:

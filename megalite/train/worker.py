@@ -220,7 +220,7 @@ def naming(stragglers: Stragglers) -> Follower:
 def check_and_keep(config: Config, folder: Folder, tick: Callable[[], None]) -> Checked:
     """Run `check_data`, and keep the results of its scans in the run folder. Raises InputError."""
     scans = Scans(folder.data)
-    checked = check_data(config.data, config.model.vocab_size, scans, tick)
+    checked = check_data(config.data, config.model, scans, tick)
     scans.keep()
     return checked
 

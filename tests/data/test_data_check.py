@@ -12,7 +12,7 @@ from test_data_store import packed, put
 from test_data_tokenizer import sentence_piece_model
 
 from megalite.base.errors import InputError
-from megalite.config.schema import Data, Source
+from megalite.config.schema import Data, Model, Source
 from megalite.data.check import Checked, Scans, check_data
 from megalite.data.description import TokenizerFile
 from megalite.data.store import StoreWriter, TokenStore
@@ -36,7 +36,7 @@ def check(tmp_path: Path) -> Check:
     def call(*paths: object, vocab_size: int = VOCABULARY, **data: object) -> Checked:
         sources = [Source(str(path)) for path in paths]
         scans = Scans(tmp_path / "run" / "data.json")
-        checked = check_data(Data(train=sources, **data), vocab_size, scans)  # type: ignore[arg-type]
+        checked = check_data(Data(train=sources, **data), Model(vocab_size=vocab_size), scans)  # type: ignore[arg-type]
         scans.keep()
         return checked
 

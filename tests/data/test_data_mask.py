@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megalite.base.errors import InputError
-from megalite.config.schema import Data, Source
+from megalite.config.schema import Data, Model, Source
 from megalite.data.check import Scans, check_data
 from megalite.data.description import Description
 from megalite.data.store import Scan, StoreWriter, TokenStore
@@ -37,7 +37,7 @@ def store(tmp_path: Path) -> Path:
 
 def check(folder: Path, prefix: Path) -> None:
     scans = Scans(folder / "data.json")
-    check_data(Data(train=[Source(str(prefix))]), 100, scans)
+    check_data(Data(train=[Source(str(prefix))]), Model(vocab_size=100), scans)
     scans.keep()
 
 

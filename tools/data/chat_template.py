@@ -27,7 +27,7 @@ MAX_RENDERED = 64 << 20  # characters
 MAX_EXPONENT = 1000
 REASONING = ("reasoning_content", "thinking", "reasoning")  # fields that templates and data have it under
 Message = dict[str, Any]
-Spans = list[tuple[int, int]]  # of characters, [start, end)
+Spans = list[tuple[int, int]]  # stretches of characters, [start, end)
 
 
 class TemplateError(Exception):
@@ -144,7 +144,7 @@ class _Compiled:
 
     @property
     def marks(self) -> bool:
-        """Whether the text of the template has `{% generation %}`, rendered or not."""
+        """Return whether the text of the template has `{% generation %}`, rendered or not."""
         return self._environment.has_marks
 
     def render(self, variables: Mapping[str, Any]) -> tuple[str, Spans]:

@@ -68,7 +68,7 @@ def encode_texts(texts: Iterable[str], encoding: Encoding, workers: int) -> Gene
 
 
 def in_workers(encode: Callable[[Any], Encoded], batches: Iterator[Any], workers: int) -> Generator[Encoded]:
-    """What `encode` makes of each batch, in their order. Raises InputError if a worker dies."""
+    """Yield the result of `encode` for each batch, in their order. Raises InputError if a worker dies."""
     # Spawned, not forked: a tokenizer may hold threads, which do not survive a fork.
     pool = ProcessPoolExecutor(workers, get_context("spawn"), initializer=_start_worker)
     try:

@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import partial
 from hashlib import blake2b
 from pathlib import Path
+from typing import Literal
 
 from rich.console import Console
 from rich.progress import DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
@@ -18,13 +19,14 @@ from megalite.base.entry import exit_code
 from megalite.base.errors import InputError, counted, listing, printable
 from megalite.base.stop_signals import listen, restore
 from megalite.data.description import SourceFile, TokenizerFile
-from megalite.data.store import StoreWriter, sweep, token_dtype
+from megalite.data.store import StoreWriter, TokenStore, sweep, token_dtype
 from megalite.data.tokenizer import tokenizer_hash
 from megalite.data.trial import open_tokenizer_file
 from megalite_tools.data.chat import ChatEncoding, checked_chat, encode_chats
 from megalite_tools.data.chat_template import template_source
 from megalite_tools.data.documents import (
     DEFAULT_KEY,
+    Reject,
     Skipped,
     add_reading_options,
     find_files,
@@ -34,9 +36,11 @@ from megalite_tools.data.documents import (
 )
 from megalite_tools.data.encode import Encoding, encode_texts
 from megalite_tools.data.opened import format_of
+from megalite_tools.data.pack import longer, pack
 
 COMMAND = "megalite-prepare-data"
 MAX_WORKERS = 1024
+UNPACKED = ".unpacked"  # ends the name of a store whose documents are still to be packed
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -66,6 +70,12 @@ def _parser() -> argparse.ArgumentParser:
         " the tokenizer's chat template, and a mask tells which tokens the assistant writes",
     )
     parser.add_argument("--template", metavar="FILE", help="chat template in place of the tokenizer's own; with --chat")
+    parser.add_argument(
+        "--pack",
+        type=int,
+        metavar="LENGTH",
+        help="fill sequences of LENGTH tokens, the model.sequence_length of training, with whole documents",
+    )
     parser.add_argument("--lines", action="store_true", help="every line of a text file is a document")
     parser.add_argument("--separator", metavar="TEXT", help="text that stands between the documents of a text file")
     parser.add_argument(
@@ -111,6 +121,8 @@ def _prepare(options: argparse.Namespace) -> None:
     end = None if options.no_eod else tokenizer.eod
     if end is None and not options.no_eod:
         raise InputError(f"{options.tokenizer}: no end-of-document token; name it with --eod-token, or use --no-eod")
+    if options.pack is not None and (options.pack < 2 or end is None):
+        raise InputError(f"--pack {options.pack}: needs 2 or more tokens, and documents that end with a token")
     made_with = TokenizerFile(tokenizer.name, tokenizer_hash(options.tokenizer))
     files = find_files(options.inputs, options.glob, reading, options.on_error, skipped)
     if reading.separator is not None and not any(format_of(file, reading.format) == "text" for file in files):
@@ -122,12 +134,19 @@ def _prepare(options: argparse.Namespace) -> None:
     splits = ("_train", "_valid") if options.valid_fraction else ("",)
     for leftover in {"", "_train", "_valid"}.difference(splits):
         sweep(f"{options.out}{leftover}")
+    for split in ("", "_train", "_valid"):
+        sweep(f"{options.out}{split}{UNPACKED}")
     with ExitStack() as late, ExitStack() as stack:
         dtype = token_dtype(tokenizer.vocab_size)
-        writers = [
-            stack.enter_context(StoreWriter(f"{options.out}{split}", dtype, end, made_with, sources, options.chat))
+        masked, length = options.chat or options.pack is not None, options.pack
+        finals = [
+            stack.enter_context(StoreWriter(f"{options.out}{split}", dtype, end, made_with, sources, masked, length))
             for split in splits
         ]
+        writers = finals
+        if length is not None:
+            unpacked = partial(StoreWriter, dtype=dtype, masked=options.chat, temporary=True)
+            writers = [stack.enter_context(unpacked(f"{options.out}{split}{UNPACKED}")) for split in splits]
         progress = stack.enter_context(_progress())
         task = progress.add_task("", total=sum(source.bytes for source in sources), documents=0, tokens=0)
         texts = read_texts(files, reading, options.on_error, skipped, partial(progress.advance, task))
@@ -153,10 +172,35 @@ def _prepare(options: argparse.Namespace) -> None:
             if not documents:
                 raise InputError(skipped.nothing_kept(files))
             raise InputError(f"all {documents} documents fell to validation; lower --valid-fraction")
-        for writer in writers:  # all steps that can fail come before the first store appears
+        if length is not None:
+            for writer, final in zip(writers, finals, strict=True):
+                _pack(writer, final, length, options.on_error, skipped)
+        for writer in finals:  # all steps that can fail come before the first store appears
             writer.seal()
         late.callback(restore, listen(signal.SIG_IGN))  # from here on: all stores appear, or none
-    _report(writers, skipped)
+    _report(finals, skipped)
+
+
+def _pack(
+    unpacked: StoreWriter, final: StoreWriter, length: int, on_error: Literal["stop", "skip"], skipped: Skipped
+) -> None:
+    """Write the documents of one store into another, in sequences. Raises InputError if none fits."""
+    unpacked.seal()
+    store, end = TokenStore(unpacked.hidden_prefix), final.end_of_document
+    assert end is not None, "the caller has asked"
+    too_long = longer(store, length)
+    for document in too_long:
+        detail = f"{store.lengths[document]:,} of {length:,} tokens; --pack cuts none, a larger LENGTH takes it"
+        refuse(
+            Reject(f"{final.prefix}, document {document}", "document longer than a sequence", detail), on_error, skipped
+        )
+    if len(too_long) == store.documents:
+        raise InputError(f"{final.prefix}: no document fits into --pack {length}; use a larger LENGTH")
+    found = pack(store, final, length, end)
+    share = found.padding / (found.sequences * length)
+    print(
+        printable(f"{final.prefix}: {counted(found.sequences, 'sequence')} of {length:,} tokens, {share:.2%} padding")
+    )
 
 
 def _progress() -> Progress:

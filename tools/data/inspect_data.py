@@ -100,11 +100,17 @@ def _trained(store: TokenStore) -> str:
 
 def _describe(store: TokenStore, scan: Scan, tokenizer: str | None) -> None:
     made_with = TokenizerFile(Path(tokenizer).name, tokenizer_hash(tokenizer)) if tokenizer else None
-    Description.read(store.prefix)  # raises if a file that is no description would be overwritten
+    before = Description.read(store.prefix)  # raises if a file that is no description would be overwritten
     end = scan.end_of_document if store.documents > 1 else None
     counts = store.documents, store.tokens, scan.largest_id
     found = Description(
-        version("megalite"), store.fingerprint(), *counts, end, made_with, trained_tokens=scan.trained_tokens
+        version("megalite"),
+        store.fingerprint(),
+        *counts,
+        end,
+        made_with,
+        trained_tokens=scan.trained_tokens,
+        packed=None if before is None else before.packed,
     )
     write_whole(description_file(store.prefix), found.render())
 
@@ -120,6 +126,8 @@ def _described(store: TokenStore) -> Iterator[tuple[str, str]]:
     yield "documents end with", end
     if found.trained_tokens is not None:
         yield "trained tokens", f"{found.trained_tokens:,}, {found.trained_tokens / max(1, found.tokens):.1%} of all"
+    if found.packed is not None:
+        yield "packed", f"whole documents fill sequences of {found.packed:,} tokens"
     yield "tokenizer", f"{made_with.file}, SHA-256 {made_with.sha256[:12]}…" if made_with else "not known"
     if found.source_files:
         size = sum(source.bytes for source in found.sources)

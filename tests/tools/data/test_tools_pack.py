@@ -16,6 +16,7 @@ from megalite.data.samples import Samples
 from megalite.data.store import StoreWriter, TokenStore
 from megalite.data.tokenizer import load_tokenizer
 from megalite.plan.batches import GlobalBatch
+from megalite_tools.data.inspect_data import main as inspect
 from megalite_tools.data.pack import best_fit_decreasing, pack
 from megalite_tools.data.prepare_data import main
 
@@ -130,6 +131,13 @@ def test_a_document_that_fits_nowhere_is_told_or_left_out(
     assert "× document longer than a sequence, first" in capsys.readouterr().out
     assert main([text, "--tokenizer", str(tokenizer_file), "--out", str(tmp_path / "n"), "--pack", "1"]) == 2
     assert "--pack 1: needs 2 or more tokens" in capsys.readouterr().err
+
+
+def test_a_store_described_anew_is_packed_still(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    packed(tmp_path, [([100, END], [True, True])] * 40, 16)
+    assert inspect([str(tmp_path / "packed"), "--describe"]) == 0
+    assert inspect([str(tmp_path / "packed")]) == 0
+    assert capsys.readouterr().out.count("whole documents fill sequences of 16 tokens") == 2
 
 
 @pytest.mark.parametrize(("length", "warns"), [(16, False), (32, False), (8, True), (24, True)])

@@ -11,6 +11,7 @@ from megalite.config.layout import Layout
 from megalite.config.schema import Adapter
 from megalite.data.loader import Micros
 from megalite.parallel.dropout import Dropout, dropping
+from megalite.parallel.tensor import Linear
 from megalite.train.step import evaluate, gradients
 
 NUMBERS = torch.arange(40).view(8, 5) * 7
@@ -60,11 +61,14 @@ def test_nothing_is_dropped_outside_of_training() -> None:
             for _, param in job.named_parameters():
                 if param.requires_grad:
                     param.to_local().data.normal_(0, 0.3, generator=torch.Generator().manual_seed(1))
+            drops = [each.lora_dropout for each in job.stages[0].modules() if isinstance(each, Linear)]
+            names = [each.name for each in drops if each is not None]
+            assert len(set(names)) == len(names) == (14 if rate else 0)
             batch = random_batch(job, 0)
             evaluated.add(evaluate(job, [batch]))
             losses.add(float(gradients(job, batch)))
             if rate:  # other samples drop other features
-                other = Micros(batch.tokens, batch.documents, torch.arange(8).view(batch.tokens.shape[:2]) + 1000)
+                other = Micros(batch.tokens, batch.documents, ids=torch.arange(8).view(batch.tokens.shape[:2]) + 1000)
                 assert float(gradients(job, other)) not in losses
     assert len(losses) == 2
     assert len(evaluated) == 1

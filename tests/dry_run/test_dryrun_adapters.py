@@ -34,6 +34,7 @@ CASES: dict[str, tuple[dict[str, Any], int]] = {
     "1f1b": ({**LAYERS, **pipeline("1f1b"), **data("zero3", dp_shard=2)}, 0),
     "last stage, tp": ({**LAYERS, **TP, **pipeline("1f1b"), **data("zero2", dp_shard=2)}, 1),
     "last stage has no layer": ({**pipeline("1f1b"), "model.layers": 2, **data("zero3", dp_shard=2)}, 1),
+    "zb_h1": ({**LAYERS, **pipeline("zb_h1"), **data("zero1", dp_shard=2)}, 0),
     "some, zb_h1": ({**LAYERS, **SOME, **pipeline("zb_h1"), **data("zero1", dp_shard=2)}, 0),
     "dropout": ({**LAYERS, **DROPPING, **data("zero3", dp_shard=2)}, 0),
     "dropout, tp, selective": ({**LAYERS, **DROPPING, **TP, **SELECTIVE}, 0),

@@ -37,8 +37,7 @@ def check_start(config: Config, folder: Path) -> None:
     elif weights is not None and (not found or config.adapter is not None):
         _check_weights(weights, config)
         if config.adapter is not None and config.adapter.weights is not None and not found:
-            source = config.adapter.weights
-            refuse_other_factors(source, open_weights(source, base=weights), config)
+            _check_factors(config.adapter.weights, weights, config)
 
 
 def check_export(config: Config) -> None:
@@ -80,6 +79,14 @@ def _read(path: str, key: str, config: Config) -> Manifest:
         raise InputError(f"{key}: is not a checkpoint: {error}") from None
     refuse_other_model(Path(path), manifest.configuration.model, config)
     return manifest
+
+
+def _check_factors(source: str, base: str, config: Config) -> None:
+    try:
+        found = open_weights(source, base=base)
+    except InputError as error:
+        raise InputError(f"adapter.weights: {error}") from None
+    refuse_other_factors(source, found, config)
 
 
 def _check_weights(source: str, config: Config) -> None:

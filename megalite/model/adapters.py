@@ -20,9 +20,11 @@ def add_adapters(
 
     A pair adds to what its layer returns in the same state: split over tp, or a part of the sequence.
     """
-    for name, module in list(layer.named_modules()):
+    linear = [(name, module) for name, module in layer.named_modules() if isinstance(module, Linear)]
+    for name, module in linear:
+        module.beside_adapters = True
         names = factor_names(name)
-        if not isinstance(module, Linear) or names[0] not in weights:
+        if names[0] not in weights:
             continue
         first, second = (weights[each] for each in names)
         module.lora_scale = adapter.scale

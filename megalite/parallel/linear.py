@@ -120,8 +120,9 @@ class _Linears(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors  # asked for once: full recompute unpacks them
-        # Put off with the graph that has made it, x would keep the stage's input until W.
-        x, weights = tuple(each.detach() for each in saved[: ctx.inputs]), saved[ctx.inputs :]
+        x, weights = saved[: ctx.inputs], saved[ctx.inputs :]
+        if ctx.gradients is not None:  # put off with the graph that has made it, x would keep the stage's input until W
+            x = tuple(each.detach() for each in x)
         group, product, factor, params = ctx.group, ctx.product, ctx.factor, ctx.params
         wanted, prepared = ctx.needs_input_grad[6:], [product.prepare_gradient(grad) for grad in grads]
         trained = [(param, grad) for param, grad, each in zip(params, prepared, wanted, strict=False) if each]

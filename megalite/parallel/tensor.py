@@ -44,6 +44,7 @@ class Linear(nn.Module):
         self.lora_b: Linear | None = None
         self.lora_scale = 1.0
         self.lora_dropout: Dropout | None = None
+        self.beside_adapters = False  # whether this layer, or one that shares its input, may have an adapter
 
 
 class ColumnLinear(Linear):
@@ -62,7 +63,7 @@ def columns(x: Tensor, layers: Sequence[ColumnLinear], group: dist.ProcessGroup)
     biases = () if first.bias is None else [part(layer.bias) for layer in layers]
     weights = [layer.weight for layer in layers]
     made = linears(x, weights, group, first.gradients, first.product, biases=biases)
-    return with_adapters(made, x, layers, group)
+    return with_adapters(made, x, layers, group) if first.beside_adapters else made
 
 
 class CopiedLinear(Linear):
@@ -77,7 +78,7 @@ def of_own_part(x: Tensor, layers: Sequence[CopiedLinear]) -> Sequence[Tensor]:
     """The outputs of layers that share an input: `[s/t, b, in]` → `[s/t, b, out]` each."""
     first = layers[0]
     made = linears(x, [layer.weight for layer in layers], None, first.gradients, first.product)
-    return with_adapters(made, x, layers)
+    return with_adapters(made, x, layers) if first.beside_adapters else made
 
 
 class RowLinear(Linear):
@@ -95,7 +96,8 @@ class RowLinear(Linear):
         self.group: dist.ProcessGroup = mesh.get_group()
 
     def forward(self, x: Tensor) -> Tensor:
-        added = self._of_adapter(x)  # first, so that full recompute, which ends with what is kept, scatters y only once
+        # First, so that full recompute, which ends with what is kept, scatters y only once.
+        added = self._of_adapter(x) if self.beside_adapters else None
         y = self._product(x)
         if added is not None:
             y += added

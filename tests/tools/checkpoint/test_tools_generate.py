@@ -152,7 +152,7 @@ def test_no_prompt_starts_a_document(generate: Generate, run: Path, tokenizer_fi
 def test_weights_that_are_too_large_to_write_with_are_told(
     generate: Generate, run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def too_large(path: Path, model: Model, state: State, group: HostGroup) -> None:
+    def too_large(source: str, model: Model, base: str | None, state: State, group: HostGroup) -> None:
         for weight in state.weights().values():
             weight.fill_(1e15)
 
@@ -277,7 +277,7 @@ def test_interrupted_saves_are_passed_over(tmp_path: Path) -> None:
     for name in ("step-00000001", "step-00000002.partial"):
         (tmp_path / "checkpoints" / name).mkdir(parents=True)
     (found,) = sources(str(tmp_path))
-    assert found.args == (f"megalite:{tmp_path}/checkpoints/step-00000001", tmp_path, 1)  # type: ignore[attr-defined]
+    assert found.args == (f"megalite:{tmp_path}/checkpoints/step-00000001", tmp_path, 1, None)  # type: ignore[attr-defined]
 
 
 def flip(file: Path) -> None:

@@ -15,7 +15,8 @@ PARAMETERS = MATRICES + 2 * 128 * 64 + 5 * 64
 def config(mode: str, device: str = "cpu", precision: str = "fp32", **layout: int) -> Config:
     parallel = Parallel(**{"dp_shard": 8, **layout}, data=DataParallel(mode))
     micros = parallel.dp_replicate * parallel.dp_shard * 4
-    return Config(Run(device=device), MODEL, parallel, Batch(1, micros), Train(steps=1, precision=precision))
+    batch, train = Batch(1, micros), Train(steps=1, precision=precision)
+    return Config(Run(device=device), MODEL, parallel=parallel, batch=batch, train=train)
 
 
 @pytest.mark.parametrize(

@@ -126,7 +126,7 @@ def _peak(plan: Plan, pp: int, m: int) -> tuple[dict[Item, int], Instant]:
 
     if config.parallel.pipeline.schedule != "gpipe":
         return walk(as_full(config, m))
-    few = 32
+    few = 256
     while few < m:  # if one more micro-batch adds activations to the peak, every further one adds as many
         *steps, (last, instant) = [walk(few - 2), walk(few - 1), walk(few)]
         counts = [*(step for step, _ in steps), last]

@@ -37,7 +37,7 @@ from megalite.base.errors import InputError
 from megalite.config.schema import Config
 from megalite.plan.activations import Activations
 from megalite.plan.automatic import Costing
-from megalite.plan.memory.held import HOST_MEMORY, on_device
+from megalite.plan.memory.held import on_device
 from megalite.plan.memory.moment_text import Instant
 from megalite.plan.memory.walk import Walk
 from megalite.plan.pipeline import actions, as_full, fullest_steps
@@ -124,15 +124,15 @@ def _peak(plan: Plan, pp: int, m: int) -> tuple[dict[Item, int], Instant]:
         walk = Walk(plan, m, pp)
         return Counter(walk.run()), walk.instant
 
-    if config.parallel.pipeline.schedule != "gpipe":
+    # What is on its way to the host comes back in steps, so that peaks with it are on no line.
+    if config.parallel.pipeline.schedule != "gpipe" or config.train.offload_activations:
         return walk(as_full(config, m))
-    few = 256
+    few = 32
     while few < m:  # if one more micro-batch adds activations to the peak, every further one adds as many
         *steps, (last, instant) = [walk(few - 2), walk(few - 1), walk(few)]
         counts = [*(step for step, _ in steps), last]
         before, growth = ({item: b[item] - a[item] for item in a | b} for a, b in pairwise(counts))
-        grow = {kind == HOST_MEMORY for (kind, _), size in growth.items() if size > 0}
-        if growth == before and grow == {False, config.train.offload_activations}:
+        if growth == before and any(growth.values()):
             grown = {item: size + (m - few) * growth[item] for item, size in last.items()}
             return grown, instant.of_last(few, m)
         few *= 2

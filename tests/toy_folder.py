@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import yaml
 
-from megalite.data.store import StoreWriter
+from megalite.data.store_writer import StoreWriter
 
 TOY: dict[str, dict[str, Any]] = {
     "run": {"dir": "runs", "device": "cpu"},

@@ -15,7 +15,8 @@ from megalite.config.load import load
 from megalite.config.rules.files import validate_files
 from megalite.config.rules.validate import check_files, validate
 from megalite.config.schema import Config
-from megalite.data.store import StoreWriter, TokenStore, sweep
+from megalite.data.store import TokenStore
+from megalite.data.store_writer import StoreWriter, sweep
 from megalite.data.tokenizer import load_tokenizer, tokenizer_hash
 
 LONG = "x" * 300  # no file system has such a name

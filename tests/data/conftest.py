@@ -4,7 +4,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megalite.data.store import StoreWriter
+from megalite.data.store_writer import StoreWriter
 
 
 @pytest.fixture

@@ -15,7 +15,8 @@ from megalite.base.errors import InputError
 from megalite.config.schema import Data, Model, Source
 from megalite.data.check import Checked, Scans, check_data
 from megalite.data.description import TokenizerFile
-from megalite.data.store import StoreWriter, TokenStore
+from megalite.data.store import TokenStore
+from megalite.data.store_writer import StoreWriter
 from megalite.data.tokenizer import tokenizer_hash
 
 VOCABULARY = 300

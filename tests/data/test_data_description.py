@@ -17,7 +17,8 @@ from test_data_store import packed, put
 
 from megalite.base.errors import InputError
 from megalite.data.description import MAX_DESCRIPTION_BYTES, Description, SourceFile, TokenizerFile
-from megalite.data.store import HEADER, MAGIC, StoreWriter, TokenStore
+from megalite.data.store import HEADER, MAGIC, TokenStore
+from megalite.data.store_writer import StoreWriter
 
 TOKENIZER = TokenizerFile("tokenizer.model", "0" * 64)
 SOURCES = [SourceFile("texts/a.txt", 5), SourceFile("texts/b\udcff.txt", 0)]

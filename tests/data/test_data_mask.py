@@ -15,7 +15,8 @@ from megalite.base.errors import InputError
 from megalite.config.schema import Data, Model, Source
 from megalite.data.check import Scans, check_data
 from megalite.data.description import Description
-from megalite.data.store import Scan, StoreWriter, TokenStore
+from megalite.data.store import Scan, TokenStore
+from megalite.data.store_writer import StoreWriter
 
 PIECES = st.lists(st.lists(st.booleans(), max_size=19), min_size=1, max_size=6)
 TRAINED = [True, False, False, True, True, False, True, False, False, True, True]  # two bytes

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from megalite.base.errors import InputError
-from megalite.data.store import Scan, StoreWriter, TokenStore, token_dtype
+from megalite.data.store import Scan, TokenStore, token_dtype
+from megalite.data.store_writer import StoreWriter
 
 DOCUMENTS = [[5, 6, 7], [8], [9, 10], [65_499, 0, 11, 12]]
 CODES = {"<u2": (8, "H"), "<i4": (4, "i")}
@@ -210,7 +211,7 @@ def test_a_disk_that_fills_up_at_the_end_leaves_nothing(tmp_path: Path, monkeypa
     def full(descriptor: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr("megalite.data.store.os.fsync", full)
+    monkeypatch.setattr("megalite.data.store_writer.os.fsync", full)
     with (
         pytest.raises(InputError, match="store: cannot write the store: No space left"),
         StoreWriter(tmp_path / "store", "int32") as writer,

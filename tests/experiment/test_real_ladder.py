@@ -12,7 +12,7 @@ import yaml
 from warm_program import warm_program
 from warm_start import run
 
-from megalite.data.store import StoreWriter
+from megalite.data.store_writer import StoreWriter
 
 BASE = {
     "run": {"device": "cpu"},

@@ -8,7 +8,7 @@ import pytest
 import torch
 from warm_start import Popen, cold, run
 
-from megalite.data.store import StoreWriter
+from megalite.data.store_writer import StoreWriter
 
 CONFIG = """
 run: {dir: runs}

@@ -11,7 +11,7 @@ import torch
 from megalite.base.errors import InputError
 from megalite.checkpoint.store.host_group import HostGroup
 from megalite.data.description import TokenizerFile
-from megalite.data.store import StoreWriter
+from megalite.data.store_writer import StoreWriter
 from megalite.data.tokenizer import tokenizer_hash
 from megalite.distributed.mesh import Mesh
 from megalite.inference.engine import Engine

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from megalite.data.store import StoreWriter
+from megalite.data.store_writer import StoreWriter
 
 CONFIG = """
 run: {device: cpu}

@@ -22,7 +22,7 @@ from slurm_cluster import Cluster
 from supervised_job import Case
 from whole_checkpoints import check_complete, complete, largest_difference, tensors_of
 
-from megalite.data.store import StoreWriter
+from megalite.data.store_writer import StoreWriter
 from megalite.train.folder.records import read_records
 from megalite_launch.base.run_folder import RunFolder
 

@@ -33,7 +33,7 @@ from megalite.base.files import write_whole
 from megalite.base.late_import import import_for_good
 from megalite.commands.main import main as megalite
 from megalite.commands.train import WORKER
-from megalite.data.store import StoreWriter
+from megalite.data.store_writer import StoreWriter
 from megalite.data.tokenizer import load_tokenizer
 from megalite_tools.checkpoint.generate import main as generate
 from megalite_tools.checkpoint.inspect_checkpoint import main as inspect

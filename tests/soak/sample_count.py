@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 from violation import Violation
 
-from megalite.data.store import StoreWriter
+from megalite.data.store_writer import StoreWriter
 
 WEIGHTS = (3, 2, 1)
 EPOCHS = 2.3  # of each source in a run, or a little more

@@ -15,7 +15,7 @@ from warm_start import run as start
 
 from megalite.config.convert import to_plain
 from megalite.config.schema import Batch, Config, Data, Experts, Model, Parallel, Train
-from megalite.data.store import StoreWriter
+from megalite.data.store_writer import StoreWriter
 from megalite.data.tokenizer import load_tokenizer
 from megalite.train.folder.starts import keep_tokenizer
 from megalite_tools.checkpoint import generate

@@ -22,7 +22,7 @@ from warm_start import Popen, run
 from megalite.commands import train as train_command
 from megalite.commands.main import main
 from megalite.config.load import load
-from megalite.data.store import StoreWriter
+from megalite.data.store_writer import StoreWriter
 from megalite.distributed.start.ranks import RankInfo
 from megalite.schedule.file import read
 from megalite.train.folder.lock import Lock

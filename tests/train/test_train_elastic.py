@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from warm_start import Popen, run
 
-from megalite.data.store import StoreWriter
+from megalite.data.store_writer import StoreWriter
 from megalite_launch.base.run_folder import RunFolder
 
 CONFIG = """

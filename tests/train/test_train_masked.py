@@ -17,7 +17,7 @@ from megalite.config.layout import Layout
 from megalite.config.schema import Batch, Config, Context, Curriculum, Data, Experts, Rampup, Source
 from megalite.data.loader import Loader, Micros, Trained
 from megalite.data.samples import Sample, Samples
-from megalite.data.store import StoreWriter
+from megalite.data.store_writer import StoreWriter
 from megalite.plan.batches import GlobalBatch
 from megalite.train.inputs import inputs
 from megalite.train.loop import Batches, train

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from megalite.data.store import StoreWriter, TokenStore
+from megalite.data.store import TokenStore
+from megalite.data.store_writer import StoreWriter
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,8 @@ from megalite.base.entry import exit_code
 from megalite.base.errors import InputError, counted, listing, printable
 from megalite.base.stop_signals import listen, restore
 from megalite.data.description import SourceFile, TokenizerFile
-from megalite.data.store import StoreWriter, TokenStore, sweep, token_dtype
+from megalite.data.store import TokenStore, token_dtype
+from megalite.data.store_writer import StoreWriter, sweep
 from megalite.data.tokenizer import tokenizer_hash
 from megalite.data.trial import open_tokenizer_file
 from megalite_tools.data.chat import ChatEncoding, checked_chat, encode_chats

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from megalite.data.description import Description, TokenizerFile
-from megalite.data.store import StoreWriter
+from megalite.data.store_writer import StoreWriter
 from megalite.data.tokenizer import load_tokenizer, tokenizer_hash
 from megalite_tools.data.inspect_data import main
 

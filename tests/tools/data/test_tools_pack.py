@@ -13,7 +13,8 @@ from megalite.config.schema import Data, Model, Source
 from megalite.data.check import Scans, check_data
 from megalite.data.loader import Loader
 from megalite.data.samples import Samples
-from megalite.data.store import StoreWriter, TokenStore
+from megalite.data.store import TokenStore
+from megalite.data.store_writer import StoreWriter
 from megalite.data.tokenizer import load_tokenizer
 from megalite.plan.batches import GlobalBatch
 from megalite_tools.data.inspect_data import main as inspect

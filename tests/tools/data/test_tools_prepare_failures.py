@@ -15,7 +15,8 @@ import pytest
 from test_tools_prepare_data import names
 
 from megalite.base.stop_signals import STOP_SIGNALS
-from megalite.data.store import StoreWriter, TokenStore
+from megalite.data.store import TokenStore
+from megalite.data.store_writer import StoreWriter
 from megalite_tools import commands
 from megalite_tools.data import encode, prepare_data
 from megalite_tools.data.prepare_data import main
@@ -70,7 +71,7 @@ def test_either_both_splits_appear_or_neither(
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         real(descriptor)
 
-    monkeypatch.setattr("megalite.data.store.os.fsync", full_at_the_last_file)
+    monkeypatch.setattr("megalite.data.store_writer.os.fsync", full_at_the_last_file)
     arguments = [str(corpus), "--tokenizer", str(tokenizer_file), "--out", str(out / "p"), "--workers", "1"]
     assert main([*arguments, "--valid-fraction", "0.1"]) == 2
     assert names(out) == []

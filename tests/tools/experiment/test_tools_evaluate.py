@@ -15,7 +15,7 @@ from toy_jobs import make, one_rank, save
 from warm_start import run as start
 
 from megalite.config.schema import Batch, Config, Data, Experts, Model, Parallel, Train
-from megalite.data.store import StoreWriter
+from megalite.data.store_writer import StoreWriter
 from megalite.data.tokenizer import load_tokenizer
 from megalite.train.folder.lock import Lock
 from megalite.train.folder.records import read_records

@@ -25,7 +25,8 @@ from megalite.base.errors import InputError
 from megalite.base.stop_signals import held_up, listen, restore, stop
 from megalite.config.load import dump, files_and_overrides, load
 from megalite.config.schema import Config, Source
-from megalite.data.store import StoreWriter, token_dtype
+from megalite.data.store import token_dtype
+from megalite.data.store_writer import StoreWriter
 from megalite.plan.model.size import model_parameters
 from megalite.train.folder.records import WARM_UP_STEPS, read_lines
 from megalite_launch.base.texts import scaled

@@ -67,8 +67,11 @@ class Timer:
             )
         return known
 
-    def ends(self, share: Share) -> tuple[Piece, Piece]:
-        """The embedding and the head. Ranks of tp scatter what one returns, and gather what the other takes."""
+    def ends(self, share: Share, frozen: bool = False) -> tuple[Piece, Piece]:
+        """The embedding and the head. Ranks of tp scatter what one returns, and gather what the other takes.
+
+        frozen: their weights have no gradients.
+        """
         if share not in self._ends:
             model = self._model(share)
             forward, backward, weights = model.head()
@@ -82,7 +85,8 @@ class Timer:
                 Piece("embedding", there, back, back, 0.0, size, size),
                 Piece("head", there_last, back_last, inputs, weights, size, size),
             )
-        return self._ends[share]
+        embedding, head = self._ends[share]
+        return (embedding.frozen(), head.frozen()) if frozen else (embedding, head)
 
     def stages(self, plan: Plan) -> list[StageTime]:
         """The times of every stage of `plan`."""
@@ -221,9 +225,7 @@ class Timer:
     def _pieces(self, plan: Plan, stage: int) -> Iterator[tuple[Piece, Mode, int]]:
         """Yield the pieces that a stage is made of, in order, with their recompute modes and counts."""
         config = plan.config
-        embedding, head = self.ends(share_of(config, plan.kinds[0]))
-        if config.adapter is not None:
-            embedding, head = embedding.frozen(), head.frozen()
+        embedding, head = self.ends(share_of(config, plan.kinds[0]), config.adapter is not None)
         if stage == 0:
             yield embedding, "none", 1
         found: dict[tuple[LayerKind, Mode], int] = {}

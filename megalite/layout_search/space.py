@@ -287,9 +287,8 @@ class Space:
         weights = [time.weights for time in layers]
         launches = [sum(each.launches for each in time.turns) for time in layers]
         forward, backward = ([each[at] for each in passes] for at in (0, 1))
-        embedding, head = self.timer.ends(share_of(self.estimate.sizes(choice).config, next(iter(self.kinds))))
-        if self.estimate.config.adapter is not None:
-            embedding, head = embedding.frozen(), head.frozen()
+        config = self.estimate.sizes(choice).config
+        embedding, head = self.timer.ends(share_of(config, next(iter(self.kinds))), config.adapter is not None)
         before = self.estimate.before
         return Passes(
             before(forward),

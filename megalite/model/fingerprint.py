@@ -1,39 +1,36 @@
 """A number that tells a model's weights from others, the same in every layout: each rank adds up those of its parts."""
 
 from collections.abc import Sequence
-from math import prod
 
 import torch
 from torch import Tensor
 
 from megalite.parallel.hashes import splitmix, start_of
 
-BLOCK = 1 << 20  # elements at a time
+BLOCK = 1 << 22  # elements at a time
 MODULUS = 1 << 64
 
 
 @torch.no_grad()
-def fingerprint(name: str, part: Tensor, shape: Sequence[int], offset: Sequence[int], first: int = 0) -> int:
+def fingerprint(name: str, part: Tensor, shape: Sequence[int], offset: Sequence[int]) -> int:
     """The number, modulo 2⁶⁴, of the box `part` at `offset` of a tensor of `shape`. Boxes of a tensor add up to it.
 
-    It is a sum over all elements: the bits of the value in bf16, times a hash of the element's place. So it is the same
-    in every precision, and finds weights that were mistaken for others, not those that somebody has made to have the
-    same number. first: the index of the tensor's first element, if it is one of a stack.
+    It is a sum over all elements: the bits of the value in bf16, times a hash of the element's row and one of its
+    column. So it is the same in every precision, and finds weights that were mistaken for others, not those that
+    somebody has made to have the same number.
     """
-    if part.ndim > 2:
-        inner = ((first + number * prod(shape[1:]), each) for number, each in enumerate(part, offset[0]))
-        return sum(fingerprint(name, each, shape[1:], offset[1:], begin) for begin, each in inner) % MODULUS
     if part.ndim == 1:
-        return fingerprint(name, part[None], (1, *shape), (0, *offset), first)
+        return fingerprint(name, part[None], (1, *shape), (0, *offset))
     if part.numel() == 0:
         return 0
-    start = start_of(name)
-    rows, columns = part.shape
-    across = torch.arange(columns, device=part.device) + offset[1]
+    *leading, columns = part.shape
+    across = splitmix(start_of(f"{name}, columns"), torch.arange(columns, device=part.device) + offset[-1])
+    numbers = torch.zeros((), dtype=torch.int64, device=part.device)
+    for size, first, whole in zip(leading, offset, shape[:-1], strict=False):
+        numbers = numbers[..., None] * whole + torch.arange(size, device=part.device) + first
+    down, rows = splitmix(start_of(f"{name}, rows"), numbers.flatten()), part.reshape(-1, columns)
     total, step = 0, max(1, BLOCK // columns)
-    for top in range(0, rows, step):
-        block = part[top : top + step].bfloat16().contiguous()
-        down = torch.arange(top, top + len(block), device=part.device) + offset[0]
-        places = splitmix(start, first + down[:, None] * shape[1] + across)
-        total += int((block.view(torch.int16).long() * places).sum())
+    for top in range(0, len(rows), step):
+        block = rows[top : top + step].bfloat16().view(torch.int16).long()
+        total += int((block.mul_(across).sum(1) * down[top : top + step]).sum())
     return total % MODULUS

@@ -97,12 +97,7 @@ class Clock(Generic[Class]):
                 position = len(order)
             done[rank], self._computed[rank] = position, before
         if any(done[rank] < len(order) for rank, order in enumerate(orders)):
-            actions = [[Action(*action[:3]) for action in order] for order in orders]
-            compute = [[action for action in order if action.is_compute] for order in actions]
-            pairs = pairs_of(compute) if paired else {}
-            execute(
-                actions, placement, lambda action: UNIT.get(action.kind, 0), pairs=pairs
-            )  # shows who waits for whom
+            _refuse(orders, placement, paired)
 
     def run(self, costs: Sequence[float], transfer: float) -> tuple[float, float]:
         """The end of the last action, and that of the last compute.
@@ -144,6 +139,13 @@ class Clock(Generic[Class]):
             transfers += last < 0
             last = abs(last)
         return found[:-1], transfers
+
+
+def _refuse(orders: Sequence[Sequence[Timed]], placement: Sequence[int], paired: bool) -> None:
+    """Raises InputError, which shows who waits for whom, for orders that cannot make progress."""
+    actions = [[Action(*action[:3]) for action in order] for order in orders]
+    compute = [[action for action in order if action.is_compute] for order in actions]
+    execute(actions, placement, lambda action: UNIT.get(action.kind, 0), pairs=pairs_of(compute) if paired else {})
 
 
 def _paired(order: Sequence[Timed], position: int) -> Timed | None:

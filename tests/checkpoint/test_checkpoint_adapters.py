@@ -13,7 +13,7 @@ from megalite.base.errors import InputError
 from megalite.checkpoint.run.resume import check_start
 from megalite.checkpoint.run.same_run import refuse_other_factors
 from megalite.checkpoint.run.tensors import Checkpoint
-from megalite.checkpoint.weights.read import reader_of
+from megalite.checkpoint.weights.read import check_base, reader_of
 from megalite.checkpoint.weights.sources import open_weights
 from megalite.config.layout import Layout
 from megalite.config.schema import Adapter, Config, Experts
@@ -192,4 +192,5 @@ def test_what_is_merged_is_refused_beside_another_base(
         train_and_save(config_of(Layout(), MIXED), tmp_path, 1)
     other = open_weights(str(tmp_path / "step-00000001"))
     with pytest.raises(InputError, match="is not the model beside which"):
-        reader_of(replace(found, dense=other))
+        check_base(replace(found, dense=other))
+    check_base(found)

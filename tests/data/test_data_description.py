@@ -226,7 +226,7 @@ def test_two_writers_of_one_store_do_not_meet(tmp_path: Path) -> None:
 
 def test_what_a_killed_writer_left_is_taken_over(tmp_path: Path) -> None:
     code = (
-        "import os, signal, sys; from megalite.data.store import StoreWriter\n"
+        "import os, signal, sys; from megalite.data.store_writer import StoreWriter\n"
         "with StoreWriter(sys.argv[1], 'uint16') as writer:\n"
         "    writer.add(range(9)); writer.seal(); os.kill(os.getpid(), signal.SIGKILL)"
     )

@@ -154,7 +154,7 @@ def test_a_mask_that_lies_around_is_not_taken_on(tmp_path: Path) -> None:
 
 def test_what_a_killed_writer_left_is_taken_over(tmp_path: Path) -> None:
     code = (
-        "import os, signal, sys; from megalite.data.store import StoreWriter\n"
+        "import os, signal, sys; from megalite.data.store_writer import StoreWriter\n"
         "with StoreWriter(sys.argv[1], 'uint16', masked=True) as writer:\n"
         "    writer.add(range(9), [True] * 9); writer.seal(); os.kill(os.getpid(), signal.SIGKILL)"
     )

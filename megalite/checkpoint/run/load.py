@@ -22,7 +22,7 @@ from megalite.checkpoint.store.state import State, empty_progress, progress_from
 from megalite.checkpoint.weights.formats.opened import Weights
 from megalite.checkpoint.weights.merged import BASE
 from megalite.checkpoint.weights.missing_tensors import FLOATS, differences
-from megalite.checkpoint.weights.read import Reader, reader_of, refuse_other_base
+from megalite.checkpoint.weights.read import Reader, check_base, reader_of, refuse_other_base
 from megalite.checkpoint.weights.sources import newest, open_weights, resolved
 from megalite.config.schema import Config
 from megalite.model.fingerprint import MODULUS
@@ -123,7 +123,7 @@ class Restorer:
             refuse_other_model(path, manifest.configuration.model, self.config)
             self._fill(path, manifest, self.state.base(), progress=False)
         else:
-            found = self._group.once(lambda: open_weights(f"{kind}:{path}", base=base))
+            found = self._group.once(lambda: opened(f"{kind}:{path}", base))
             refuse_other_model(path, found.model, self.config)
             self._group.everywhere(lambda: _fill_from(found, self.state.base()))
         self.state.loaded_weights()
@@ -134,7 +134,7 @@ class Restorer:
 
     def factors(self, source: str) -> None:
         """Load only an adapter's factors, from `KIND:PATH`. Raises DamagedError, and InputError for another adapter."""
-        found = self._group.once(lambda: open_weights(source, base=self.config.checkpoint.weights))
+        found = self._group.once(lambda: opened(source, self.config.checkpoint.weights))
         self._group.once(lambda: refuse_other_factors(source, found, self.config))
         assert found.merging is not None
         factors = found.merging.factors
@@ -172,6 +172,16 @@ class Restorer:
 
     def _hashed(self, _: int) -> None:
         self._advanced()
+
+
+def opened(source: str, base: str | None) -> Weights:
+    """The weights at `source`. base: weights to which those of an adapter are added, if not those that it names.
+
+    Raises InputError, for an adapter that was trained beside another base too.
+    """
+    found = open_weights(source, base=base)
+    check_base(found)
+    return found
 
 
 def _fill_from(found: Weights, tensors: dict[str, Tensor]) -> None:

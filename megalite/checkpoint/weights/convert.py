@@ -31,7 +31,7 @@ from megalite.checkpoint.weights.formats.opened import Weights
 from megalite.checkpoint.weights.formats.output import Output, OutputPlan, Stream, Written
 from megalite.checkpoint.weights.maps.strips import Strip, Theirs, boxes
 from megalite.checkpoint.weights.maps.woven import groups
-from megalite.checkpoint.weights.read import Reader, reader_of
+from megalite.checkpoint.weights.read import Reader, check_base, reader_of
 from megalite.checkpoint.weights.woven import in_turns
 from megalite.config.convert import to_plain
 from megalite.config.schema import Config
@@ -60,6 +60,7 @@ def convert(
         raise InputError(f"{target}: is there already, and is not overwritten; move it away or give another path")
     for path in plan.copies.values():
         check_copied(path)
+    check_base(found)
     hidden = target.with_name(f".{target.name}.converting")
     with _told(hidden), _owned(hidden):
         written = _resumed(hidden, {**request, **_identity(found)})

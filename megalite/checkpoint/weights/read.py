@@ -181,18 +181,14 @@ def _multiplied(found: Weights, factor: float) -> Mapping[str, float]:
 class MergedReader(Reader):
     """The weights `found`: those of a `base`, with the products of an adapter's `factors` added; see `merged`.
 
-    Raises InputError if the adapter was trained beside another base. It is merged in float32 or wider, and each product
-    made whole, so that every part of a matrix has the bits that it has in the whole.
+    They are added in float32 or wider, and each product is made whole, so that every part of a matrix has the bits that
+    it has in the whole.
     """
 
     def __init__(self, found: Weights, base: Reader, factors: Reader, scale: float) -> None:
         super().__init__(found.path, found.index, found.sizes, found.source, found.links, found.factors)
         self.base, self.adapter, self.scale = base, factors, scale
         self.product = lru_cache(maxsize=2)(self._product)
-        if BASE in factors.index.tensors:
-            expected = torch.empty((), dtype=torch.int64)
-            factors.fill({BASE: expected})
-            refuse_other_base(int(expected), self._number(), f"{factors.path}", f"{found.path}")
 
     def check(self, names: Iterable[str]) -> None:
         """Check nothing: positions of the base and of the factors are checked."""
@@ -223,17 +219,30 @@ class MergedReader(Reader):
         first, second = pair.values()
         return (second @ first).mul_(self.scale)
 
-    def _number(self) -> int:
-        """The number of the base, of which some rows are read at a time."""
-        total = 0
-        for name, stored in self.index.tensors.items():
-            step = max(1, BLOCK * stored.shape[0] // max(stored.elements, 1))
-            for first in range(0, stored.shape[0], step):
-                rows = (min(step, stored.shape[0] - first), *stored.shape[1:])
-                part, place = allocated(self.path, rows, self._wide(name)), (first, *[0] * (len(rows) - 1))
-                self.base.fill_parts([(name, part, place)])
-                total += fingerprint(name.removeprefix(PREFIX), part, stored.shape, place)
-        return total % MODULUS
+
+def check_base(found: Weights) -> None:
+    """Raises InputError if weights are those of an adapter that was trained beside another base. Reads all of it."""
+    if found.merging is None or found.dense is None:
+        return
+    check_base(found.dense)
+    factors = reader_of(found.merging.factors)
+    if BASE in factors.index.tensors:
+        expected = torch.empty((), dtype=torch.int64)
+        factors.fill({BASE: expected})
+        refuse_other_base(int(expected), _number(found.dense), f"{factors.path}", f"{found.path}")
+
+
+def _number(found: Weights) -> int:
+    """The number of a model, see `model.fingerprint`, some rows of which are read at a time."""
+    total, reader = 0, reader_of(found)
+    for name, stored in found.index.tensors.items():
+        step = max(1, BLOCK * stored.shape[0] // max(stored.elements, 1))
+        for first in range(0, stored.shape[0], step):
+            rows = (min(step, stored.shape[0] - first), *stored.shape[1:])
+            part, place = allocated(found.path, rows, torch.float32), (first, *[0] * (len(rows) - 1))
+            reader.fill_parts([(name, part, place)])
+            total += fingerprint(name.removeprefix(PREFIX), part, stored.shape, place)
+    return total % MODULUS
 
 
 def refuse_other_base(expected: int, found: int, adapter: str, base: str) -> None:

@@ -124,7 +124,7 @@ def _peak(plan: Plan, pp: int, m: int) -> tuple[dict[Item, int], Instant]:
         walk = Walk(plan, m, pp)
         return Counter(walk.run()), walk.instant
 
-    # What is on its way to the host comes back in steps, so that peaks with it are on no line.
+    # Tensors on their way to the host are given back in steps, so that peaks with them lie on no line.
     if config.parallel.pipeline.schedule != "gpipe" or config.train.offload_activations:
         return walk(as_full(config, m))
     few = 32

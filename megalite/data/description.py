@@ -68,9 +68,7 @@ class Description:
     sources: tuple[SourceFile, ...] = ()  # the first MAX_SOURCES
     source_files: int = 0  # in all
     trained_tokens: int | None = None  # by the mask; None, and not in the file: there is none
-    packed: int | None = (
-        None  # tokens of the sequences that whole documents fill; None, and not in the file: there are none
-    )
+    packed: int | None = None  # tokens of the sequences that whole documents fill; None, and not in the file: none
 
     def render(self) -> str:
         """The text of the file."""

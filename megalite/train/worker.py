@@ -149,10 +149,8 @@ def _train_here(
     recomputed = Counter(mode for stage in job.stages for mode in plan.modes[stage])
     log.info("recompute of layers: %s", ", ".join(f"{count} {mode}" for mode, count in recomputed.items()))
     batches = open_data(job)
-    data, state = (
-        as_remembered(config.data.train, batches.train.samples),
-        State(job.stages, job.optimizer, config.adapter is not None),
-    )
+    data = as_remembered(config.data.train, batches.train.samples)
+    state = State(job.stages, job.optimizer, config.adapter is not None)
     local = config.checkpoint.local
     tier = Tier(config, folder.checkpoints, group, job.activity.tick, check_owner) if local is not None else None
     restorer = Restorer(state, config, data, group, job.activity.tick, check_owner, tier)

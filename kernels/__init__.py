@@ -10,6 +10,7 @@ from megalite_kernels.cross_entropy import cross_entropy
 from megalite_kernels.grad_norm import grad_norm
 from megalite_kernels.linear_cross_entropy import linear_cross_entropy
 from megalite_kernels.muon import muon_momentum, muon_update
+from megalite_kernels.nf4 import dequantize_nf4, quantize_nf4
 from megalite_kernels.qk_norm_rope import qk_norm_rope
 from megalite_kernels.rms_norm import rms_norm
 from megalite_kernels.rope import rope
@@ -25,6 +26,7 @@ __all__ = [
     "add_rms_norm",
     "collect_rows",
     "cross_entropy",
+    "dequantize_nf4",
     "fastest_adamw",
     "fused_adamw",
     "grad_norm",
@@ -32,6 +34,7 @@ __all__ = [
     "muon_momentum",
     "muon_update",
     "qk_norm_rope",
+    "quantize_nf4",
     "rms_norm",
     "rope",
     "rope_of_parts",

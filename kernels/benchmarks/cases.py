@@ -27,6 +27,7 @@ from megalite_kernels.benchmarks.inputs import (
     gradient_inputs,
     linear_inputs,
     muon_inputs,
+    nf4_inputs,
     norm_inputs,
     optimizer_inputs,
     product_inputs,
@@ -45,6 +46,8 @@ from megalite_kernels.grad_norm import reference as grad_norm_reference
 from megalite_kernels.linear_cross_entropy import reference as linear_cross_entropy_reference
 from megalite_kernels.muon import bytes_moved as muon_bytes
 from megalite_kernels.muon import reference_momentum, reference_update
+from megalite_kernels.nf4 import bytes_moved as nf4_bytes
+from megalite_kernels.nf4 import reference as nf4_reference
 from megalite_kernels.qk_norm_rope import bytes_moved as qk_norm_rope_bytes
 from megalite_kernels.qk_norm_rope import reference as qk_norm_rope_reference
 from megalite_kernels.rms_norm import bytes_moved as rms_norm_bytes
@@ -285,6 +288,14 @@ OPS = {
     ),
     "float8": FLOAT8,
     "float8_rowwise": replace(FLOAT8, inputs=partial(float8_inputs, rowwise=True)),
+    "dequantize_nf4": _Op(
+        nf4_inputs,
+        partial(nf4_reference, dtype=torch.float32),
+        lambda model: f"{model.shape.ffn} × {model.shape.width}",
+        lambda model: (nf4_bytes(model.shape.ffn * model.shape.width, torch.bfloat16), 0),
+        parts=(WHOLE_PASS,),
+        rounded=(torch.bfloat16, 1),
+    ),
     "symmetric_product": _Op(
         product_inputs,
         symmetric_product_reference,

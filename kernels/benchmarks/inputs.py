@@ -10,6 +10,7 @@ from torch import Tensor
 
 from megalite_kernels.compile_cases import LLAMAS, TOKENS, ModelShape
 from megalite_kernels.float8 import ACTIVATION, amax, scale_for
+from megalite_kernels.nf4 import quantize_nf4
 
 STEP = 10  # updates that the optimizer has made before
 EXPERTS, ACTIVE = 64, 8  # in place of a feed-forward: those of a token are together as wide
@@ -165,6 +166,11 @@ def float8_inputs(model: Model, random: Random, rowwise: bool = False) -> Inputs
     """An input of a product, and its scales by rows and by columns, which without `rowwise` are one."""
     x = random.normal(model.tokens, model.shape.ffn)
     return Inputs({}, [x, *(scale_for(amax(x, dim), ACTIVATION) for dim in ((-1, 0) if rowwise else (None, None)))], ())
+
+
+def nf4_inputs(model: Model, random: Random) -> Inputs:
+    """The bytes of a weight in four bits."""
+    return Inputs({}, [quantize_nf4(random.normal(model.shape.ffn, model.shape.width))], ())
 
 
 def rope_inputs(model: Model, random: Random) -> Inputs:

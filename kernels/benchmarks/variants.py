@@ -39,6 +39,8 @@ from megalite_kernels.benchmarks.cases import ADAMW, EPS, MUON_DECAY, MUON_MOMEN
 from megalite_kernels.benchmarks.inputs import Inputs
 from megalite_kernels.float8 import ACTIVATION, cast
 from megalite_kernels.float8 import reference as float8_reference
+from megalite_kernels.nf4 import dequantize_nf4
+from megalite_kernels.nf4 import reference as nf4_reference
 from megalite_kernels.rms_norm import reference as rms_norm_reference
 from megalite_kernels.swiglu import reference as swiglu_reference
 from megalite_kernels.weighted_swiglu import reference as weighted_swiglu_reference
@@ -304,6 +306,12 @@ VARIANTS = {
         NO_LIGER,
     ],
     **dict.fromkeys(("float8", "float8_rowwise"), FLOAT8),
+    "dequantize_nf4": [
+        _ours(lambda packed: dequantize_nf4(packed, torch.bfloat16, "triton")),
+        _compiled(lambda packed: nf4_reference(packed, torch.bfloat16)),
+        _eager(lambda packed: nf4_reference(packed, torch.bfloat16)),
+        NO_LIGER,
+    ],
     "symmetric_product": [
         _ours(lambda x: symmetric_product(x, backend="triton")),
         _compiled(lambda x: x @ x.mT),

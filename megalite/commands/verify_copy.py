@@ -1,7 +1,8 @@
 """The shrunken copy of a configuration that `megalite verify` trains, and what the copy leaves untested."""
 
+from collections.abc import Callable
 from dataclasses import asdict, replace
-from math import lcm
+from math import gcd, lcm
 from typing import Any
 
 from megalite.config.schema import (
@@ -19,6 +20,7 @@ from megalite.config.schema import (
 )
 from megalite.plan.activations import Activations
 from megalite.plan.automatic import as_tight
+from megalite.plan.parts.part import FOUR_BIT_BLOCK
 from megalite.plan.pipeline import tables_of
 from megalite.plan.recompute_modes import GIB, Mode, by_rank, held_by_rank, kept_by_rank
 from megalite.plan.resolved import estimated_costs
@@ -90,7 +92,12 @@ def _mixing_budget(config: Config) -> float:
 
 
 def _shrink_model(model: Model, layers: int, parallel: Parallel) -> Model:
-    tp, cp = parallel.tp, parallel.cp
+    tp, cp, adapter = parallel.tp, parallel.cp, model.adapter
+    block = FOUR_BIT_BLOCK if adapter is not None and adapter.base == "nf4" else 1  # inputs that no rank has a part of
+
+    def up(size: int, ranks: int = 1) -> int:
+        return -(-size // (block * ranks)) * block * ranks
+
     kv_heads = min(model.kv_heads, 2 * tp)
     heads = kv_heads * min(model.heads // model.kv_heads, 4)
     if parallel.context.method == "ulysses":
@@ -106,15 +113,17 @@ def _shrink_model(model: Model, layers: int, parallel: Parallel) -> Model:
         # The same share of a rank's chunk as at full size, so that the same ranks exchange keys and values.
         share = attention.window * length / model.sequence_length
         attention = replace(attention, window=max(1, min(round(share), length - 1)))
-    width, own = 8 * heads, model.heads * model.head_size
+    width, own = up(8 * heads), model.heads * model.head_size
     # Heads together are as wide as the model, wider or narrower, as they are at full size.
     head_width = None if model.head_width is None else 8 if own == model.width else 12 if own > model.width else 6
+    if block > 1:
+        head_width = block // gcd(block, heads // tp)
     rotary_width = _shrink_rotary(model, head_width or 8)
-    attention = replace(attention, latent=_shrink_latent(model, width, head_width or 8))
+    attention = replace(attention, latent=_shrink_latent(model, width, head_width or 8, block))
     return replace(
         model,
         attention=attention,
-        experts=_shrink_experts(model, width, parallel),
+        experts=_shrink_experts(model, width, parallel, up),
         rotary_width=rotary_width,
         rope_scaling=_shrink_scaling(model, rotary_width or head_width or 8, length),
         base=_shrink_base(model, width, head_width or 8, layers),
@@ -123,40 +132,41 @@ def _shrink_model(model: Model, layers: int, parallel: Parallel) -> Model:
         heads=heads,
         kv_heads=kv_heads,
         head_width=head_width,
-        ffn=_side(model.ffn, model.width, width, tp, 24),
+        ffn=up(_side(model.ffn, model.width, width, tp, 24), tp),
         vocab_size=_shrink_vocabulary(model, width, tp),
         sequence_length=length,
     )
 
 
-def _shrink_latent(model: Model, width: int, head_width: int) -> Latent | None:
-    """About the same shares of the width and of a head, and unlike each other if they are."""
+def _shrink_latent(model: Model, width: int, head_width: int, block: int) -> Latent | None:
+    """About the same shares of the width and of a head, and unlike each other if they are. block: divides ranks."""
     latent = model.attention.latent
     if latent is None:
         return None
 
     def share(rank: int, least: int) -> int:
-        return min(rank, max(least, round(rank * width / model.width)))
+        found = min(rank, max(least, round(rank * width / model.width)))
+        return -(-found // block) * block
 
     return Latent(
         query_rank=None if latent.query_rank is None else share(latent.query_rank, 6),
         key_rank=share(latent.key_rank, 5),
-        value_width=max(1, round(latent.value_width * head_width / model.head_size)),
+        value_width=max(1, round(latent.value_width * head_width / model.head_size)) if block == 1 else head_width,
     )
 
 
-def _shrink_experts(model: Model, width: int, parallel: Parallel) -> Experts | None:
+def _shrink_experts(model: Model, width: int, parallel: Parallel, up: Callable[[int, int], int]) -> Experts | None:
     """Eight experts or so, as many on every rank; more than are active, if so at full size; layers without, if any are.
 
     Ranks with the same ones shard these by experts if so at full size, else by rows of their matrices. They are not
-    forced to be chosen equally often: whom a token gets would depend on its place on a rank.
+    forced to be chosen equally often: whom a token gets would depend on its place on a rank. up: rounds a width.
     """
     experts = model.experts
     if experts is None:
         return None
     tp, ep, same = parallel.tp, parallel.ep, parallel.expert_shards
     each = min(experts.count // ep, max(2, 8 // ep))
-    hidden = None if experts.width is None else _side(experts.width, model.width, width, 1, 24)
+    hidden = None if experts.width is None else up(_side(experts.width, model.width, width, 1, 24), 1)
     if experts.count // ep % same == 0:
         each = -(-each // same) * same
     else:
@@ -173,7 +183,7 @@ def _shrink_experts(model: Model, width: int, parallel: Parallel) -> Experts | N
         width=hidden,
         groups=groups,
         active_groups=groups if experts.active_groups == experts.groups else max(groups // 2, 1),
-        shared_width=None if shared is None else _side(shared, model.width, width, tp, 24),
+        shared_width=None if shared is None else up(_side(shared, model.width, width, tp, 24), tp),
         first_dense=min(experts.first_dense, 1),
         every=min(experts.every, 2),
         force_balance=False,

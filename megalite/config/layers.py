@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple, get_args
 
 from megalite.config import schema
 from megalite.config.parametrization import multipliers
-from megalite.config.schema import Model, RopeScaling, Target
+from megalite.config.schema import BaseForm, Model, RopeScaling, Target
 
 
 @dataclass(frozen=True)
@@ -160,6 +160,7 @@ class Adapter:
     scale: float
     targets: frozenset[Target]
     dropout: float = 0.0
+    base: BaseForm = "compute"
 
 
 @dataclass(frozen=True)
@@ -175,6 +176,11 @@ class LayerKind:
     norms: frozenset[Literal["before", "after"]]
     rope: Rope | None
     adapter: Adapter | None = None
+
+    @property
+    def base(self) -> BaseForm | None:
+        """The form in which the layer's own weights are kept beside an adapter; None: they are trained."""
+        return None if self.adapter is None else self.adapter.base
 
     @property
     def mixture(self) -> Mixture | None:
@@ -220,7 +226,7 @@ def adapter_of(adapter: schema.Adapter) -> Adapter:
     """The pairs of factors that a configuration describes."""
     targets = get_args(Target) if adapter.targets == "all" else adapter.targets
     scale = adapter.alpha / (math.sqrt(adapter.rank) if adapter.rslora else adapter.rank)
-    return Adapter(adapter.rank, scale, frozenset(targets), adapter.dropout)
+    return Adapter(adapter.rank, scale, frozenset(targets), adapter.dropout, adapter.base)
 
 
 def yarn_factor(scaling: RopeScaling, scale: float) -> float:

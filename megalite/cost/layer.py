@@ -22,7 +22,7 @@ from megalite.cost.share import Share
 from megalite.cost.turns import LayerPass, Stretch
 from megalite.plan.parts.adapted import bare
 from megalite.plan.parts.experts import ExpertsPart
-from megalite.plan.parts.part import Product
+from megalite.plan.parts.part import FOUR_BIT_BLOCK, Product, in_four_bits
 from megalite.plan.parts.window import attended_pairs
 from megalite.plan.recompute_modes import Mode
 
@@ -165,6 +165,8 @@ class LayerModel:
         attention, passes = self._attention(), self._passes()
         if share.precision == "fp8":
             passes = passes[0] + self._casts(matrices)[0], passes[1] + self._casts(matrices)[1]
+        widened = self._widened(matrices)
+        passes = passes[0] + widened, passes[1] + widened
         tensor, context = self._tensor(), self._context(attention)
         there, back = (sum(map(passed, self._shared)) for passed in self._of_product[:2])
         forward = self._with_dispatch(Seconds(products, attention[0], passes[0], tensor[0], context[0]), there)
@@ -187,6 +189,12 @@ class LayerModel:
         m, n, k = (sizes[at] for at in order)
         seconds = self.kernels.matmul(m, n, k, groups, precision)
         return seconds if product.groups == 1 else seconds * self._load / self.program.grouped
+
+    def _widened(self, products: list[Product]) -> float:
+        """A pass in which weights in four bits are read and made wide, as they are for forward and for backward."""
+        each = (max(1, product.groups // self.share.ep) * product.outputs * product.inputs for product in products)
+        elements = sum(size for size, product in zip(each, products, strict=True) if product.four_bits)
+        return self.kernels.passes((in_four_bits(FOUR_BIT_BLOCK) / FOUR_BIT_BLOCK + self.share.element) * elements)
 
     def _casts(self, products: list[Product]) -> tuple[float, float]:
         """Casts of what enters products in fp8: inputs in forward, and in backward inputs again and gradients."""

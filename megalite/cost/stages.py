@@ -240,7 +240,10 @@ class Timer:
         time = self.layer(share_of(config, kind, mode))
         size, trained = (
             (every - experts) / config.parallel.tp + experts / config.parallel.ep
-            for every, experts in (_amount(config.model.width, kind, trained) for trained in (False, True))
+            for every, experts in (
+                _amount(config.model.width, kind, trained, PRECISION_BYTES[config.train.dtype])
+                for trained in (False, True)
+            )
         )
         forward, backward, inputs, moved = time.forward, time.backward, time.inputs, 0.0
         if config.train.offload_activations:
@@ -255,14 +258,18 @@ class Timer:
 
 def expert_parameters(config: Config, kind: LayerKind, trained: bool = False) -> int:
     """Parameters of the experts of a layer, of all ranks together. trained: only those that training changes."""
-    return _amount(config.model.width, kind, trained)[1]
+    return int(_amount(config.model.width, kind, trained)[1])
 
 
 @lru_cache(maxsize=1 << 8)
-def _amount(width: int, kind: LayerKind, trained: bool) -> tuple[int, int]:
-    """Parameters of a layer of a residual stream's `width`, and those of its experts. trained: only trained ones."""
+def _amount(width: int, kind: LayerKind, trained: bool, each: int | None = None) -> tuple[float, float]:
+    """Parameters of a layer of a residual stream's `width`, and those of its experts.
+
+    trained: only trained ones. each: bytes of one, in which those in four bits are then counted; None: all are alike.
+    """
     weights = [weight for _, weight in Layer(width, kind).weights() if weight.trained or not trained]
-    return sum(weight.elements for weight in weights), sum(each.elements for each in weights if each.role.of_expert)
+    counts = [weight.elements if each is None else weight.bytes(weight.elements, each) / each for weight in weights]
+    return sum(counts), sum(n for n, weight in zip(counts, weights, strict=True) if weight.role.of_expert)
 
 
 class Shared:
@@ -313,7 +320,7 @@ class Shared:
     def of_copy(self) -> float:
         """Bytes that the two ranks with a copy of a tied embedding send each other."""
         (table,) = exchanged(self._config, "embedding")
-        return max(self._element, 4) * table.gathered(self._shards.size) / self._shards.size
+        return table.gathered(self._shards.size, max(self._element, 4)) / self._shards.size
 
     def partial_sums(self, stages: Iterable[StageTime]) -> tuple[Collective, float, Group]:
         """The sum over tp, once a step, of partial gradients of a rank with these stages."""
@@ -339,10 +346,10 @@ class Shared:
     def _collectives(self, part: Part) -> list[list[tuple[Collective, float, Group]]]:
         """Gathers, reductions over the shards, and sums over replicas, each of all groups of a part."""
         of_groups = [(group, *self._ranks[group.apart]) for group in exchanged(self._config, part)]
-        counted = [(group.gathered(shards.size), shards, replicas) for group, shards, replicas in of_groups]
+        counted = [(group.gathered(shards.size, self._element), shards) for group, shards, _ in of_groups]
         made = [(group.reduced(shards.size), shards, replicas) for group, shards, replicas in of_groups]
         return [
-            [("all_gather", self._element * count, shards) for count, shards, _ in counted],
+            [("all_gather", size, shards) for size, shards in counted],
             [("reduce_scatter", self._gradient * count, shards) for count, shards, _ in made],
             [("all_reduce", self._gradient * count / shards.size, replicas) for count, shards, replicas in made],
         ]

@@ -15,6 +15,7 @@ from megalite.cost.stages import expert_parameters
 from megalite.layout_search.micro_batches_in_flight import flight, flights
 from megalite.plan.activations import Activations
 from megalite.plan.model.size import layer_parameters
+from megalite.plan.parts.part import FOUR_BIT_BLOCK, in_four_bits
 from megalite.plan.parts.sizes import PRECISION_BYTES
 from megalite.plan.pipeline import can_pair, is_managed, placement
 from megalite.plan.recompute_modes import Mode, every_nth
@@ -101,6 +102,8 @@ class Estimate:
         self._all = Amount(self._own[-1] + self.matrix * (1 if config.model.tie_embeddings else 2), self._experts[-1])
         self._element = PRECISION_BYTES[config.train.dtype]
         self._wide = max(self._element, 4)
+        four_bits = config.adapter is not None and config.adapter.base == "nf4"
+        self._frozen = in_four_bits(FOUR_BIT_BLOCK) / FOUR_BIT_BLOCK if four_bits else self._element  # at least
         self._gradient = 2 if config.parallel.data.reduce_precision == "bf16" else self._wide
         self._known: dict[tuple[object, ...], Activations] = {}
         self._keep: dict[tuple[object, ...], list[int]] = {}
@@ -336,8 +339,8 @@ class Estimate:
             gathers = choice.mode != "zero3" and self.config.train.dtype == "bf16"
             trains = self.config.adapter is None  # else factors are left out, which are few
             self._each_of[key] = Each(
-                ((1 + states) * self._wide if trains else self._element) / shards / choice.tp,
-                self._element * gathers / choice.tp if trains or shards > 1 else 0.0,
+                ((1 + states) * self._wide if trains else self._frozen) / shards / choice.tp,
+                (self._element if trains else self._frozen) * gathers / choice.tp if trains or shards > 1 else 0.0,
                 self._gradient / choice.tp * trains,
                 self._gradient / shards / choice.tp * trains,
             )

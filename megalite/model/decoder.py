@@ -79,7 +79,7 @@ class Layer(nn.Module):
         else:
             self.attention = LatentAttention(attends, tp, kernels, of_rest)
         self.mlp_norm = norm("mlp_norm", of_first)
-        part = feed_forward(model.width, kind.feed_forward, kind.adapter is not None)
+        part = feed_forward(model.width, kind.feed_forward, kind.base)
         self.mlp: MLP | Experts
         if isinstance(part, SwiGLUPart):
             self.mlp = MLP(part, tp, kernels, of_rest)

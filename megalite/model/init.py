@@ -19,6 +19,7 @@ from megalite.parallel.hashes import splitmix, start_of
 from megalite.parallel.parameter import box, cut, extra_state, parameters
 from megalite.plan.model.parametrization import deviation_of_factor, standard_deviation
 from megalite.plan.parts.roles import RoleKind
+from megalite_kernels.nf4 import quantize_nf4
 
 BLOCK = 1 << 22  # elements made at a time, to bound the temporaries
 
@@ -28,13 +29,19 @@ def initialize(stage: nn.Module, model: Model, seed: int) -> None:
     """Fill every tensor of a materialized stage: norms 1, biases, padding and extra state 0, matrices normal."""
     for extra in extra_state(stage):
         extra.value.to_local().zero_()
-    for name, param, role, shape in parameters(stage):
+    for found in parameters(stage):
+        name, param, role, shape = found
         local = param.to_local()
         match role.kind:
             case RoleKind.NORM:
                 local.fill_(1)
             case RoleKind.BIAS:
                 local.zero_()
+            case _ if found.four_bits:
+                whole, mine, first = found.values()
+                values, std = torch.empty(mine, device=local.device), standard_deviation(model, role)
+                fill_normal(values, whole, first, std, f"{seed}/{name}")
+                local.copy_(quantize_nf4(values))
             case _:
                 local.zero_()
                 part = cut(param, shape)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from megalite.parallel.parameter import COPY, JOINT, Joint, add_gradient
+from megalite.parallel.parameter import COPY, JOINT, Joint, add_gradient, in_four_bits
 
 
 class Copies:
@@ -54,7 +54,7 @@ class Copies:
         """Weights and biases of layers that share an input, with the memory of their copies."""
         for module in self.stage.modules():
             layers = [getattr(module, name) for name in getattr(module, "share_input", ())]
-            if not layers:
+            if not layers or in_four_bits(layers[0].weight):
                 continue
             weight = yield from self._together([layer.weight for layer in layers])
             has_biases = layers[0].bias is not None
@@ -80,7 +80,8 @@ class _Kept:
     def __init__(self, param: nn.Parameter, dtype: torch.dtype, copy: Tensor | None) -> None:
         assert isinstance(param, DTensor)
         self.param, self.local = param, param._local_tensor
-        copy = self.local.detach().to(dtype) if copy is None else copy
+        if copy is None:
+            copy = self.local.detach().to(self.local.dtype if in_four_bits(param) else dtype)
         self.copy = copy.requires_grad_(param.requires_grad)
         self.seen = param._version, self.local._version, self.copy._version
         setattr(param, COPY, self.copy)

@@ -99,7 +99,8 @@ def rows_of_experts(experts: Tensor, count: int) -> Tensor:
 class GroupedProduct(Plain):
     """Products of rows with the weight of their expert: rows `[nK, in]`, weights `[E, out, in]`."""
 
-    def __init__(self, rows: Rows) -> None:
+    def __init__(self, rows: Rows, four_bits: torch.dtype | None = None) -> None:
+        super().__init__(four_bits)
         self.rows = rows
 
     def forward(self, x: Prepared, weight: Prepared, factor: float = 1.0, bias: Tensor | None = None) -> Tensor:

@@ -102,11 +102,11 @@ class _Linears(torch.autograd.Function):
         kept = mine if any(wanted) else ()  # inputs are for the gradients of weights alone
         ctx.inputs = len(kept)
         ctx.save_for_backward(*kept, *weights)
-        prepared = list(map(product.prepare_weight, params, weights))
 
         def outputs(whole: Prepared) -> tuple[Tensor, ...]:
-            pairs = zip(prepared, added, strict=True)
-            return tuple(product.forward(whole, weight, factor, bias) for weight, bias in pairs)
+            # Prepared one after another: a weight in four bits takes its whole size then.
+            each = zip(params, weights, added, strict=False)
+            return tuple(product.forward(whole, product.prepare_weight(p, w), factor, bias) for p, w, bias in each)
 
         ranks = 1 if group is None else group.size()
         if ranks == 1 or product is not PLAIN_PRODUCT or (n := pieces(len(x), x.nbytes * ranks)) == 1:

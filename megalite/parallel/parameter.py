@@ -11,6 +11,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from megalite.plan.parts.part import Weight
 from megalite.plan.parts.roles import Role
+from megalite_kernels.nf4 import packed_shape, values_shape
 
 # Attributes of a parameter with which layers do not compute themselves, see `copies`.
 COPY = "copy_for_compute"
@@ -21,16 +22,19 @@ def parameter(weight: Weight, mesh: DeviceMesh, placement: Placement) -> nn.Para
     """The parameter that `weight` describes, without values: this rank's part is on the meta device.
 
     All ranks have equally large parts. So a dimension that the mesh does not divide is padded, see `Parameter.shape`.
+    One in four bits has the bytes of `megalite_kernels.nf4` for its values.
     """
+    if weight.four_bits:
+        return nn.Parameter(placed(packed_shape(*weight.shape), mesh, placement, torch.uint8), requires_grad=False)
     return nn.Parameter(placed(weight.shape, mesh, placement), requires_grad=weight.trained)
 
 
-def placed(shape: tuple[int, ...], mesh: DeviceMesh, placement: Placement) -> DTensor:
+def placed(shape: tuple[int, ...], mesh: DeviceMesh, placement: Placement, dtype: torch.dtype | None = None) -> DTensor:
     """A tensor of global `shape`, laid out as a `parameter` is. As a buffer with a role, it is `extra_state`."""
     part = list(shape)
     if isinstance(placement, Shard):
         part[placement.dim] = -(-part[placement.dim] // mesh.size())
-    local = torch.empty(part, device="meta")
+    local = torch.empty(part, device="meta", dtype=dtype)
     return DTensor.from_local(local, mesh, [placement], run_check=False)
 
 
@@ -41,6 +45,11 @@ def whole(param: Tensor) -> Tensor:
     partial, FSDP2 would sum every parameter's alone. All are summed at once when gradients are finished.
     """
     return part(param)
+
+
+def in_four_bits(weight: Tensor) -> bool:
+    """Return whether a weight, or a part of one, has the bytes of values in four bits."""
+    return weight.dtype == torch.uint8
 
 
 def part(param: Tensor | None) -> Tensor:
@@ -82,6 +91,16 @@ class Parameter(NamedTuple):
     value: DTensor
     role: Role
     shape: tuple[int, ...]  # without the rows of padding at the end, which begin as 0 and have no gradients
+
+    @property
+    def four_bits(self) -> bool:
+        """Flag: the tensor has the bytes of values in four bits, see `megalite_kernels.nf4`."""
+        return in_four_bits(self.value)
+
+    def values(self) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+        """The shape of the values in four bits, that of this rank's part of them, and the place of its first."""
+        sizes, first = box(self.value)
+        return values_shape(*self.shape), values_shape(*sizes), values_shape(*first)
 
 
 def parameters(stage: nn.Module) -> Iterator[Parameter]:

@@ -7,8 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megalite.parallel.parameter import put
+from megalite.parallel.parameter import in_four_bits, put
 from megalite_kernels.linear_cross_entropy import add_product, has_gpu_products
+from megalite_kernels.nf4 import dequantize_nf4
 
 Prepared = tuple[Tensor, ...]
 
@@ -52,12 +53,20 @@ class Product(Protocol):
 
 
 class Plain:
-    """Products by PyTorch, in the data type of the operands."""
+    """Products by PyTorch, in the data type of the operands.
+
+    four_bits: the data type as which weights in four bits are made wide; None: there are no such weights.
+    """
+
+    def __init__(self, four_bits: torch.dtype | None = None) -> None:
+        self.four_bits = four_bits
 
     def prepare(self, x: Tensor) -> Prepared:
         return (x,)
 
     def prepare_weight(self, weight: Tensor, part: Tensor) -> Prepared:
+        if self.four_bits is not None and in_four_bits(part):
+            return (dequantize_nf4(part, self.four_bits),)
         return (part,)
 
     def prepare_gradient(self, grad: Tensor) -> Prepared:

@@ -140,7 +140,8 @@ class Activations(Sizes):
         made = output.gradient(self.t)
         chunk, several = self._chunk, self.chunks_head
         logits, inputs = chunk * columns * self.w, self.gathered or self.stream
-        block = 2 * min(ROWS, chunk) * columns * self.z if narrow else 0  # a block lives until the next one is made
+        # A block of rows lives until the next one is made, if there is one.
+        block = (chunk if chunk <= ROWS else 2 * ROWS) * columns * self.z if narrow else 0
         kept = [
             Kept("norms", self.stream + self.statistic, "norm"),
             Kept("head", inputs + logits + self.z * chunk, "output"),
@@ -215,6 +216,7 @@ class Activations(Sizes):
             twice=max((size - sum(sizes[at + 1 :]) for at, size in enumerate(sizes)), default=0),
             recut=sum(map(self._recut, several)),
             last_recut=sum(map(self._gradient, last_recut)),
+            four_bits=Parameters.of((weight for weight in several if weight.four_bits), elements),
         )
 
     def _gradient(self, weight: Weight) -> int:

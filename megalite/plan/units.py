@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 
 from megalite.plan.model.size import Parameters
-from megalite.plan.parts.part import Kept, Moment
+from megalite.plan.parts.part import Kept, Moment, in_four_bits
 
 Item = tuple[str, str]  # a kind of `plan.memory`, or HOST, and a component of the model
 
@@ -21,6 +21,7 @@ class Weights:
     newest: of gradients that FSDP2 still holds while it reduces those of all weights. twice: of gradients that are
     there beside all wide ones at most, while FSDP2 widens one after the other. recut: of weights that it shards along
     another dimension than the first, and copies once more to put shards together; last_recut: of the last one.
+    four_bits: of parameters that are kept so.
     """
 
     parameters: Parameters
@@ -31,11 +32,16 @@ class Weights:
     twice: int
     recut: int
     last_recut: int
+    four_bits: Parameters
 
     @cached_property
     def total(self) -> int:
         """The number of parameters."""
         return self.parameters.total
+
+    def gathered(self, each: int) -> int:
+        """Bytes of the parameters where layers compute with them, `each` for those that are not in four bits."""
+        return each * (self.total - self.four_bits.total) + in_four_bits(self.four_bits.total)
 
     @cached_property
     def gradients(self) -> int:
@@ -43,9 +49,11 @@ class Weights:
         return self.trained.total
 
     @cached_property
-    def by_component(self) -> tuple[tuple[str, int, int, int, int], ...]:
-        """Each component of the model that has parameters here, with the four numbers of its elements."""
-        numbers = (asdict(each).values() for each in (self.parameters, self.trained, self.states, self.copies))
+    def by_component(self) -> tuple[tuple[str, int, int, int, int, int], ...]:
+        """Each component of the model that has parameters here, with the numbers of its elements: the first four, and
+        those in four bits."""
+        counts = self.parameters, self.trained, self.states, self.copies, self.four_bits
+        numbers = (asdict(each).values() for each in counts)
         return tuple(row for row in zip(asdict(self.parameters), *numbers, strict=True) if row[1])
 
 
@@ -70,10 +78,9 @@ class Unit:
     rows: int = 0  # bytes of the tokens of these experts, whose gradients have come when they are gathered
     times: int = 1  # how many equal units in a row this one stands for; bytes are of all, parameters of one
 
-    @cached_property
-    def parameters(self) -> int:
-        """Number of all parameters."""
-        return self.weights.total + (self.apart.total if self.apart is not None else 0)
+    def gathered(self, each: int) -> int:
+        """Bytes of all parameters, as `Weights.gathered`."""
+        return self.weights.gathered(each) + (self.apart.gathered(each) if self.apart is not None else 0)
 
     @cached_property
     def gradients(self) -> int:

@@ -31,8 +31,9 @@ from megalite.parallel.gradients import Gradients
 from megalite.parallel.host_memory import HostMemory
 from megalite.parallel.linear import WeightGradients
 from megalite.parallel.offload import AsIs, Offload
+from megalite.parallel.parameter import in_four_bits
 from megalite.parallel.pipeline import Activation, Pipeline
-from megalite.parallel.product import Product, product_of
+from megalite.parallel.product import Plain, Product, product_of
 from megalite.parallel.recompute import recompute
 from megalite.parallel.settled_attention import attention_kernels
 from megalite.parallel.tensor import split_backward, use_product
@@ -152,7 +153,9 @@ def check_kernels(config: Config, device: torch.device) -> None:
 
 def build_product(config: Config) -> Product:
     """The object that computes matrix products of layers. Raises InputError where it cannot be had."""
-    name = config.train.product
+    name, adapter = config.train.product, config.adapter
+    if adapter is not None and adapter.base == "nf4":
+        return Plain(compute_dtype(config.train.dtype))
     try:
         return product_of(name)
     except ValueError as error:
@@ -212,7 +215,7 @@ def keep_narrow(stage: nn.Module, dtype: torch.dtype) -> None:
     """Keep the weights of `stage` that are not trained in the data type of compute."""
     for module in stage.modules():
         for name, param in module.named_parameters(recurse=False):
-            if not param.requires_grad:
+            if not param.requires_grad and not in_four_bits(param):
                 setattr(module, name, nn.Parameter(param.to(dtype), requires_grad=False))
 
 

@@ -19,6 +19,8 @@ from megalite.config.layout import Layout
 from megalite.config.schema import Adapter, Config, Experts
 from megalite.config.schema import Checkpoint as Saving
 from megalite.plan.model.weights import held_weights, weights
+from megalite.plan.parts.adapted import factor_names
+from megalite_kernels.nf4 import dequantize_nf4, quantize_nf4
 
 EXPERTS = Experts(4, 2, width=8, shared_width=12, scores="sigmoid", correction_rate=0.01)
 MIXED = replace(MODEL, experts=EXPERTS)
@@ -93,6 +95,45 @@ def test_a_tied_embedding_is_counted_once(ranks: Ranks, tmp_path: Path) -> None:
         alone = number_of(config(Layout()))
     found = ranks.run(number_of, config(Layout(pp=2, tp=2, dp_shard=2)))
     assert {alone} == set(found)
+
+
+def test_a_base_in_four_bits_goes_on_and_is_merged_as_it_computed(ranks: Ranks, tmp_path: Path) -> None:
+    model = replace(MODEL, width=64, head_width=32, ffn=128, experts=replace(EXPERTS, width=64, shared_width=128))
+    with one_rank():
+        train_and_save(config_of(Layout(), model), tmp_path / "base", 1)
+    base = tmp_path / "base/step-00000001"
+
+    def config(layout: Layout, **keys: str) -> Config:
+        found = replace(config_of(layout, model), adapter=replace(ADAPTER, **{"base": "nf4", **keys}))
+        return replace(found, checkpoint=Saving(weights=f"megalite:{base}"))
+
+    with one_rank():
+        losses, _ = train_and_save(config(Layout()), tmp_path / "alone", 2, 4)
+        plain, _ = train_and_save(config(Layout(), base="compute"), tmp_path / "plain", 1)
+        with pytest.raises(InputError, match=r'adapter.base = "compute": the checkpoint .* has "nf4"'):
+            restorer(make(config(Layout(), base="compute"))).all(tmp_path / "alone/step-00000002")
+    assert plain[0] != pytest.approx(losses[0], rel=1e-6)
+    began = ranks.run(train_and_save, config(Layout(pp=2, dp_shard=2, tp=2)), tmp_path / "ranks", 2)
+    then = config(Layout(dp_replicate=2, dp_shard=2, cp=2, ep=2))
+    resumed = ranks.run(load_and_train, then, tmp_path / "ranks/step-00000002", 4)
+    assert [*began[0][0], *resumed[0][2]] == pytest.approx(losses, rel=1e-10)
+    files = [
+        Checkpoint(tmp_path / each) for each in ("alone/step-00000002", "ranks/step-00000002", "plain/step-00000001")
+    ]
+    assert len({int(each.read("adapter.base")) for each in files}) == 1  # of the base as it is in its files
+    found, factors = open_weights(str(tmp_path / "alone/step-00000002")), files[0]
+    for name, weight in weights(model).items():
+        whole, expected = torch.empty(weight.shape, dtype=torch.float64), Checkpoint(base).read(f"model.{name}")
+        reader_of(found).fill({f"model.{name}": whole})
+        if weight.role.fits_four_bits:
+            expected = dequantize_nf4(quantize_nf4(expected), torch.float32).double()
+            first, second = (factors.read(f"model.{each}") for each in factor_names(name))
+            torch.testing.assert_close(whole, expected + second @ first * 2.0, rtol=1e-6, atol=1e-7)
+            part = torch.empty_like(whole[..., 5:69])
+            reader_of(found).fill_parts([(f"model.{name}", part, [*[0] * (whole.ndim - 1), 5])])
+            assert part.equal(whole[..., 5:69])
+        else:
+            assert whole.equal(expected)
 
 
 def test_another_base_is_refused(

@@ -24,6 +24,10 @@ MODEL = Model(6, 16, 4, 2, None, 24, 32, 8)
 CONFIG = Config(model=MODEL, adapter=Adapter(), parallel=Parallel(dp_shard=1), batch=Batch(1, 4))
 
 
+BLOCKS = Model(6, 64, 4, 2, 32, 192, 32, 8)
+NF4 = replace(CONFIG, model=BLOCKS, adapter=Adapter(base="nf4"))
+
+
 def adapted(**keys: object) -> Config:
     return replace(CONFIG, adapter=replace(Adapter(), **keys))
 
@@ -42,12 +46,31 @@ def adapted(**keys: object) -> Config:
         (adapted(targets=[]), "adapter.targets = []: must name something"),
         (adapted(targets=["query", "experts"]), 'adapter.targets = "experts": names what no layer of the model has'),
         (adapted(targets=["latent"]), 'adapter.targets = "latent": names what no layer of the model has'),
+        (
+            replace(NF4, parallel=Parallel(dp_shard=1, tp=2)),
+            "model.ffn = 192: must be cut into blocks of 64 inputs for adapter.base=nf4, and by tp between these; "
+            "use adapter.base=compute, or a smaller parallel.tp",
+        ),
+        (replace(NF4, model=replace(BLOCKS, width=96)), "model.width = 96: must be cut into blocks of 64 inputs"),
+        (replace(NF4, model=replace(BLOCKS, heads=3, kv_heads=3, head_width=20)), "heads · head_width = 60: must be"),
+        (replace(NF4, model=replace(BLOCKS, experts=Experts(4, 2, width=32))), "model.experts.width = 32: must be cut"),
+        (
+            replace(NF4, model=replace(BLOCKS, experts=Experts(6, 2, width=64)), parallel=Parallel(dp_shard=5)),
+            "parallel.ep = 1: leaves 5 ranks to shard the same experts",
+        ),
+        (replace(NF4, train=Train(compile=True)), "train.compile = true: cannot be used with adapter.base=nf4"),
+        (replace(NF4, train=Train(product="a:b")), 'train.product = "a:b": cannot be used with adapter.base=nf4'),
         (replace(CONFIG, train=Train(precision="fp8")), 'train.precision = "fp8": cannot be used with adapter'),
         (replace(CONFIG, checkpoint=Checkpoint(export="hf")), 'checkpoint.export = "hf": cannot be used with adapter'),
     ],
 )
 def test_broken_rules_are_told(config: Config, told: str) -> None:
     assert told in "\n".join(map(str, validate(config)))
+
+
+def test_whole_blocks_are_taken() -> None:
+    assert validate(NF4) == []
+    assert validate(replace(NF4, parallel=Parallel(dp_shard=1, tp=2), model=replace(BLOCKS, ffn=128))) == []
 
 
 def test_targets_that_a_model_has_are_taken() -> None:

@@ -4,6 +4,7 @@ from typing import Any
 
 import memory_cases
 import pytest
+from memory_cases import FEW_TOKENS
 from traffic_cases import FULL, MUON, POST, SELECTIVE, TIED, TP, data, pipeline
 
 from megalite.dry_run.configuration import as_counted, busiest_rank
@@ -17,6 +18,7 @@ LAYERS = {"model.vocab_size": 256, "model.layers": 4}  # which take more than th
 ADAPTER = {"adapter.rank": 8, "adapter.alpha": 16}
 SOME = {"adapter.targets": "[query,value]"}
 ROWS = {"adapter.targets": "[attention_output,down]"}
+NF4 = {"adapter.base": "nf4"}
 DROPPING = {"adapter.dropout": 0.1}
 OF_EXPERTS = {"adapter.targets": "[experts]"}
 CASES: dict[str, tuple[dict[str, Any], int]] = {
@@ -44,6 +46,19 @@ CASES: dict[str, tuple[dict[str, Any], int]] = {
     "experts apart": (memory_cases.APART, 0),
     "experts alone, narrow": ({**memory_cases.NARROW_APART, **OF_EXPERTS}, 0),
     "experts alone, full": ({**memory_cases.APART, **OF_EXPERTS, **FULL}, 0),
+    # Weights take more than tokens do.
+    "few tokens, zero3": ({**LAYERS, **FEW_TOKENS, **FULL, **data("zero3", dp_shard=2)}, 0),
+    "few tokens, large head": ({**FEW_TOKENS, **data("zero3", dp_shard=2)}, 0),
+    "few tokens, zb_h1, tp": ({**LAYERS, **FEW_TOKENS, **TP, **pipeline("zb_h1"), **data("zero1", dp_shard=2)}, 0),
+    "nf4": ({**LAYERS, **NF4, **FEW_TOKENS}, 0),
+    "nf4, tokens take more": ({**LAYERS, **NF4, **TP, **data("zero3", dp_shard=2)}, 0),
+    "nf4, tp, full": ({**LAYERS, **NF4, **FEW_TOKENS, **TP, **FULL, **data("zero3", dp_shard=2)}, 0),
+    "zbv, tp": ({**LAYERS, **TP, **pipeline("zbv"), **data("zero2", dp_shard=2)}, 0),
+    "zb_h1, tp": ({**LAYERS, **TP, **pipeline("zb_h1"), **data("zero1", dp_shard=2)}, 0),
+    "nf4, dropout, muon": ({**LAYERS, **NF4, **FEW_TOKENS, **TP, **DROPPING, **MUON}, 0),
+    "nf4, zb_h1": ({**LAYERS, **NF4, **FEW_TOKENS, **pipeline("zb_h1"), **data("zero1", dp_shard=2)}, 0),
+    "nf4, latent": ({**LAYERS, **NF4, **memory_cases.LATENT}, 0),
+    "nf4, shared experts": ({**memory_cases.APART, **memory_cases.SHARED, **NF4, **FEW_TOKENS, **FULL}, 0),
     "frozen experts": ({**memory_cases.APART, **memory_cases.SHARED, **SOME}, 0),
 }
 

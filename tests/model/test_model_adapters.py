@@ -1,4 +1,7 @@
-"""A model with adapters computes what the same model computes with W + scale · B A in place of each adapted W."""
+"""A model with adapters computes what the same model computes with W + scale · B A in place of each adapted W.
+
+Where the base is in four bits, W is what these are again.
+"""
 
 from dataclasses import replace
 
@@ -12,7 +15,11 @@ from megalite.config.schema import Adapter, Attention, Base, Config, Experts, La
 from megalite.distributed.mesh import Mesh
 from megalite.model.decoder import Decoder
 from megalite.model.init import initialize
+from megalite.parallel.parameter import parameters
+from megalite.parallel.product import Plain
+from megalite.parallel.tensor import use_product
 from megalite.plan.parts.adapted import factor_names
+from megalite_kernels.nf4 import dequantize_nf4, quantize_nf4
 
 TOKENS = torch.randint(32, (8, 2), generator=torch.Generator().manual_seed(1))
 LATENT = {"kv_heads": 4, "head_width": 6, "rotary_width": 2, "qkv_bias": False}
@@ -27,6 +34,18 @@ MODELS: dict[str, tuple[Model, Adapter]] = {
     "experts": (
         replace(MODEL, experts=Experts(4, 2, width=8, shared_width=12, biases=True, gate="clamped")),
         Adapter(rank=3, alpha=9.0),
+    ),
+    "four bits": (
+        replace(MODEL, width=64, head_width=16, ffn=128, experts=Experts(4, 2, width=64, shared_width=128)),
+        Adapter(rank=3, alpha=9.0, base="nf4"),
+    ),
+    "four bits, latent": (
+        replace(
+            MODEL,
+            **{**LATENT, "width": 64, "head_width": 16, "ffn": 128},
+            attention=Attention(latent=Latent(query_rank=64, key_rank=128, value_width=16)),
+        ),
+        Adapter(rank=3, alpha=9.0, targets=["query", "latent", "down"], base="nf4"),
     ),
     "latent": (
         replace(MODEL, attention=Attention(latent=Latent(query_rank=10, key_rank=6, value_width=4)), **LATENT),
@@ -46,8 +65,18 @@ def test_it_computes_what_merged_weights_do(name: str) -> None:
             Decoder(each, mesh.tp, range(model.layers)).double().to_empty(device="cpu")
             for each in (Config(model=model, adapter=adapter).model, model)
         )
+        use_product(adapted.layers, Plain(torch.float64))
         initialize(adapted, adapted.model, seed=0)
         initialize(plain, model, seed=0)
+        kept = {each.name: each for each in parameters(adapted)}
+        assert any(each.four_bits for each in kept.values()) is (adapter.base == "nf4")
+        for each in parameters(plain):
+            assert kept[each.name].four_bits is (adapter.base == "nf4" and each.role.fits_four_bits)
+            if kept[each.name].four_bits:
+                local = each.value.to_local()
+                exact = local.clone()
+                local.copy_(dequantize_nf4(quantize_nf4(local), torch.float64))
+                assert not local.equal(exact)
         factors = {key: each.to_local() for key, each in adapted.named_parameters() if "lora_" in key}
         before = plain(TOKENS)
         torch.testing.assert_close(adapted(TOKENS), before, rtol=1e-13, atol=1e-13)  # the second factors begin at 0

@@ -14,6 +14,8 @@ from megalite.config.schema import Adapter, Attention, Config, DataParallel, Exp
 ALL = Adapter(rank=4, alpha=8.0)
 SOME = Adapter(rank=3, alpha=2.0, rslora=True, targets=["query", "value", "down"])
 DROPPING = Adapter(rank=4, alpha=8.0, dropout=0.4)
+NF4 = Adapter(rank=4, alpha=8.0, base="nf4")
+BLOCKS = replace(MODEL, width=64, heads=4, kv_heads=4, head_width=32, ffn=128)  # rows that tp cuts into whole blocks
 EXPERTS = replace(MODEL, experts=Experts(8, 2, width=8, shared_width=12, biases=True, gate="clamped"))
 LATENT = replace(
     MODEL,
@@ -57,6 +59,17 @@ LAYOUTS = {
     "experts, dualpipev": adapted(Layout(pp=2, dp_shard=4, ep=2), model=EXPERTS, schedule="dualpipev", mode="zero1"),
     "experts, muon, full": adapted(
         Layout(cp=2, dp_shard=2, tp=2, ep=2), model=EXPERTS, optimizer="muon", recompute="full"
+    ),
+    "nf4, tp, muon": adapted(Layout(tp=2, cp=2, dp_shard=2), NF4, BLOCKS, optimizer="muon"),
+    "nf4, zb_h1, zero2": adapted(Layout(pp=2, tp=2, dp_shard=2), NF4, BLOCKS, "zb_h1", "zero2", recompute="full"),
+    "nf4, zbv, ddp": adapted(Layout(pp=2, dp_shard=4), replace(NF4, targets=["value", "down"]), BLOCKS, "zbv", "ddp"),
+    "nf4, latent": adapted(
+        Layout(tp=2, dp_shard=2, cp=2),
+        NF4,
+        replace(BLOCKS, qkv_bias=False, rotary_width=2, attention=Attention(latent=Latent(64, 64, value_width=32))),
+    ),
+    "nf4, experts": adapted(
+        Layout(pp=2, tp=2, dp_shard=2, ep=2), NF4, replace(BLOCKS, experts=Experts(8, 2, width=64, shared_width=128))
     ),
     "experts alone": adapted(Layout(dp_shard=8, ep=8), Adapter(2, 4.0, targets=["experts"]), EXPERTS),
 }

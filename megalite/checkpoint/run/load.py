@@ -1,10 +1,11 @@
 """Loading: every rank reads its part of a checkpoint of any layout; together they check every file's hash."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import chain
 from pathlib import Path
+from typing import TypeVar
 
 from torch import Tensor
 
@@ -18,7 +19,7 @@ from megalite.checkpoint.store.host_group import HostGroup
 from megalite.checkpoint.store.manifest import INDEX, MANIFEST, Manifest, Source, check_sizes, complete, step_of
 from megalite.checkpoint.store.progress import Progress
 from megalite.checkpoint.store.retain import check_own, refuse_only_damaged, set_aside
-from megalite.checkpoint.store.state import State, empty_progress, progress_from
+from megalite.checkpoint.store.state import FilledPart, State, empty_progress, progress_from
 from megalite.checkpoint.weights.formats.opened import Weights
 from megalite.checkpoint.weights.merged import BASE
 from megalite.checkpoint.weights.missing_tensors import FLOATS, differences
@@ -30,6 +31,7 @@ from megalite.parallel.fsdp import parameter_dtype
 from megalite.parallel.hashes import signed
 
 Say = Callable[[str], None]
+T = TypeVar("T")
 
 
 class Restorer:
@@ -101,7 +103,7 @@ class Restorer:
             assert self.config.checkpoint.weights is not None, "`check_start` has refused an adapter without a base"
             self.weights(self.config.checkpoint.weights)
         tensors = self.state.tensors()
-        self._fill(path, manifest, tensors, progress=True)
+        self._fill(path, manifest, lambda: self._read(path, manifest, tensors))
         if self.base is not None:
             source = str(self.config.checkpoint.weights)
             refuse_other_base(int(tensors[BASE]), self.base, str(path), f"checkpoint.weights = {source}")
@@ -121,14 +123,14 @@ class Restorer:
         manifest = self._group.once(lambda: check_sizes(path)) if kind == "megalite" else None
         if manifest is not None and manifest.configuration.adapter is None:
             refuse_other_model(path, manifest.configuration.model, self.config)
-            self._fill(path, manifest, self.state.base(), progress=False)
+            numbers = self._fill(path, manifest, lambda: self._fill_base(Reader.of_checkpoint(path, manifest)))
         else:
             found = self._group.once(lambda: opened(f"{kind}:{path}", base))
             refuse_other_model(path, found.model, self.config)
-            self._group.everywhere(lambda: _fill_from(found, self.state.base()))
+            numbers = self._group.everywhere(lambda: self._fill_base(reader_of(found)))
         self.state.loaded_weights()
         if self.state.adapted:
-            parts = self._group.share(self.state.numbers_of_base())
+            parts = self._group.share(numbers)
             apart = dict(chain.from_iterable(part.items() for part in parts)) | {"": sum(part[""] for part in parts)}
             self.base = signed(sum(apart.values()) % MODULUS)
 
@@ -138,37 +140,49 @@ class Restorer:
         self._group.once(lambda: refuse_other_factors(source, found, self.config))
         assert found.merging is not None
         factors = found.merging.factors
-        self._group.everywhere(lambda: _fill_from(factors, self.state.held()))
+        self._group.everywhere(lambda: _fill_factors(factors, self.state.held()))
 
-    def _fill(self, path: Path, manifest: Manifest, tensors: dict[str, Tensor], progress: bool) -> None:
-        """Read into `tensors`. With `progress`, tensors of the progress are added and read too."""
+    def _fill(self, path: Path, manifest: Manifest, read: Callable[[], T]) -> T:
+        """Run `read`, which reads the checkpoint `path`, while its files are hashed; return what it returns."""
         mine = share_of(manifest.files, self._group.rank, self._group.ranks)
         with ThreadPoolExecutor(1, "hash") as beside:
             hashing = beside.submit(check_hashes, path, mine if self.config.checkpoint.verify else {}, self._hashed)
             problem: InputError | None = None
             try:
-                self._group.everywhere(lambda: self._read(path, manifest, tensors, progress))
+                found = self._group.everywhere(read)
             except InputError as error:
                 problem = error
             self._group.everywhere(hashing.result)  # damage explains why reading failed, so it comes first
             if problem is not None:
                 raise problem
+        return found
 
-    def _read(self, path: Path, manifest: Manifest, tensors: dict[str, Tensor], progress: bool) -> None:
+    def _read(self, path: Path, manifest: Manifest, tensors: dict[str, Tensor]) -> None:
+        """Read into `tensors`, to which those of the progress are added."""
         reader = Reader.of_checkpoint(path, manifest)
         own = str(parameter_dtype(manifest.configuration.train.dtype)).removeprefix("torch.")
         shapes = {name: tensor.shape for name, tensor in tensors.items()}
-        if differ := differences(reader.index, shapes, {own} if progress else FLOATS):
+        if differ := differences(reader.index, shapes, {own}):
             raise DamagedError(path, f"{INDEX} does not have the tensors of its model: {differ}")
-        if progress:
-            with damage_of(path, INDEX):
-                tensors |= empty_progress(reader.index, more=(BASE,) if self.state.adapted else ())
+        with damage_of(path, INDEX):
+            tensors |= empty_progress(reader.index, more=(BASE,) if self.state.adapted else ())
         reader.fill(tensors)
         try:
             refuse_poisoned(tensors)
             refuse_negative_squares(tensors)
         except ValueError as error:
             raise DamagedError(path, str(error)) from None
+
+    def _fill_base(self, reader: Reader) -> dict[str, int]:
+        """Fill this rank's part of the base, and return its numbers. Raises DamagedError."""
+        _refuse_others(reader, self.state.base())
+        reader.check(self.state.base())
+
+        def fill(parts: Sequence[FilledPart]) -> None:
+            reader.fill_parts(parts)
+            _refuse_poisoned(reader.path, {name: part for name, part, _ in parts})
+
+        return self.state.fill_base(fill)
 
     def _hashed(self, _: int) -> None:
         self._advanced()
@@ -184,16 +198,26 @@ def opened(source: str, base: str | None) -> Weights:
     return found
 
 
-def _fill_from(found: Weights, tensors: dict[str, Tensor]) -> None:
-    """Fill this rank's part of the weights from files of another format. Raises DamagedError."""
+def _fill_factors(found: Weights, tensors: dict[str, Tensor]) -> None:
+    """Fill this rank's part of an adapter's factors. Raises DamagedError."""
     reader = reader_of(found)
-    if differ := differences(reader.index, {name: tensor.shape for name, tensor in tensors.items()}, FLOATS):
-        raise DamagedError(found.path, f"{found.source} does not have the tensors of its model: {differ}")
+    _refuse_others(reader, {name: tensor.shape for name, tensor in tensors.items()})
     reader.fill(tensors)
+    _refuse_poisoned(found.path, tensors)
+
+
+def _refuse_others(reader: Reader, shapes: Mapping[str, Sequence[int]]) -> None:
+    """Raises DamagedError unless files have tensors of these shapes."""
+    if differ := differences(reader.index, shapes, FLOATS):
+        raise DamagedError(reader.path, f"{reader.source} does not have the tensors of its model: {differ}")
+
+
+def _refuse_poisoned(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Raises DamagedError if a tensor that was read in `path` is not finite."""
     try:
         refuse_poisoned(tensors)
     except ValueError as error:
-        raise DamagedError(found.path, str(error)) from None
+        raise DamagedError(path, str(error)) from None
 
 
 def _newest(

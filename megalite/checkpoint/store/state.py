@@ -1,10 +1,11 @@
 """Content of a checkpoint: the global tensors of a run under global names, and its progress as tensors among them."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from megalite.checkpoint.store.index import Index
 from megalite.checkpoint.store.progress import Progress, impossible
@@ -13,6 +14,7 @@ from megalite.optim.interface import Optimizer
 from megalite.parallel.gradients import counts
 from megalite.parallel.parameter import Parameter, box, cut, extra_state, parameters
 from megalite.plan.parts.roles import EMBEDDING
+from megalite_kernels.nf4 import quantize_nf4
 
 COUNTS = ("step", "updates", "samples", "tokens", "bad_steps")  # fields of Progress that are whole numbers
 FORMS = {  # tensors of Progress: dtype, number of dimensions, sizes of all but the first
@@ -22,6 +24,7 @@ FORMS = {  # tensors of Progress: dtype, number of dimensions, sizes of all but 
 }
 MAX_ELEMENTS = 1 << 24  # elements of such a tensor
 CPU = torch.device("cpu")
+FilledPart = tuple[str, Tensor, Sequence[int]]  # name, the part to fill, and the place of its first element
 STEP_COUNT = "step"  # count of updates among an optimizer's states: it is a part of the progress
 
 
@@ -46,19 +49,44 @@ class State:
         }
         return found | {f"model.{each.name}": cut(each.value, each.shape) for each in extra}
 
-    def base(self) -> dict[str, Tensor]:
-        """All `weights` but the factors of adapters, which are trained beside them."""
-        factors = self._factors()
-        return {name: weight for name, weight in self.weights().items() if name not in factors}
+    def base(self) -> dict[str, tuple[int, ...]]:
+        """All `weights` but the factors of adapters, which are trained beside them: the shapes of their values."""
+        found = {name: tuple(weight.shape) for name, weight in self._plain().items()}
+        return found | {f"model.{each.name}": each.values()[0] for each in self._in_four_bits()}
 
-    def numbers_of_base(self) -> dict[str, int]:
-        """The numbers of this rank's parts of the base, see `model.fingerprint`: of parameters together, under the name
-        "", each counted on one rank; and of extra state by its name, which all ranks that have it have whole."""
+    @torch.no_grad()
+    def fill_base(self, fill: Callable[[Sequence[FilledPart]], None]) -> dict[str, int]:
+        """Have `fill` fill this rank's parts of the base, those in four bits one after another, in float32.
+
+        Returns their numbers if there are adapters, see `model.fingerprint`: of parameters together, under the name "",
+        each counted on one rank; and of extra state by its name, which all ranks that have it have whole.
+        """
+        fill([(name, *_part(tensor)) for name, tensor in self._plain().items()])
+        found = self._numbers() if self.adapted else {"": 0}
+        for each in self._in_four_bits():
+            whole, sizes, first = each.values()
+            values = torch.empty(sizes)
+            fill([(f"model.{each.name}", values, first)])
+            local = each.value.to_local()
+            values = values.to(local.device)
+            local.copy_(quantize_nf4(values))
+            found[""] += counts(each.value) and fingerprint(each.name, values, whole, first)
+        return found
+
+    def _plain(self) -> dict[str, Tensor]:
+        """The base without weights in four bits."""
+        others = self._factors() | {f"model.{each.name}" for each in self._in_four_bits()}
+        return {name: weight for name, weight in self.weights().items() if name not in others}
+
+    def _in_four_bits(self) -> list[Parameter]:
+        return [first for first, *_ in self._named().values() if first.four_bits]
+
+    def _numbers(self) -> dict[str, int]:
         found = {"": 0}
         for number, stage in self.stages.items():
             for each in parameters(stage):
                 second_copy = each.role == EMBEDDING and number > 0
-                if not each.role.adapts and not second_copy and counts(each.value):
+                if not each.role.adapts and not each.four_bits and not second_copy and counts(each.value):
                     found[""] += _number(each)
             found |= {each.name: _number(each) for each in extra_state(stage)}
         return found
@@ -114,6 +142,12 @@ class State:
             for parameter in parameters(stage):
                 found.setdefault(parameter.name, []).append(parameter)
         return found
+
+
+def _part(tensor: Tensor) -> tuple[Tensor, Sequence[int]]:
+    """Return the part of a DTensor on this rank, and the place of its first element."""
+    assert isinstance(tensor, DTensor)
+    return tensor.to_local(), box(tensor)[1]
 
 
 def _number(found: Parameter) -> int:

@@ -18,12 +18,13 @@ from megalite.checkpoint.store.disk import DamagedError, damage_of, opened, read
 from megalite.checkpoint.store.index import ITEM_BYTES, MAX_INDEX_BYTES, Index, Stored
 from megalite.checkpoint.store.manifest import INDEX, Manifest
 from megalite.checkpoint.weights import woven
-from megalite.checkpoint.weights.formats.opened import Weights
+from megalite.checkpoint.weights.formats.opened import Merging, Weights
 from megalite.checkpoint.weights.maps.strips import PREFIX
 from megalite.checkpoint.weights.maps.upcycled import BEGUN, Upcycling, dense_name
 from megalite.checkpoint.weights.maps.woven import Woven
 from megalite.checkpoint.weights.merged import BASE
 from megalite.config.layers import adapter_of
+from megalite.config.schema import Config
 from megalite.model.fingerprint import MODULUS, fingerprint
 from megalite.model.init import fill_normal
 from megalite.parallel.parameter import box
@@ -31,6 +32,8 @@ from megalite.plan.model.parametrization import standard_deviation
 from megalite.plan.model.weights import weights
 from megalite.plan.parts.adapted import factor_names
 from megalite.plan.parts.roles import ROUTER
+from megalite_kernels.nf4 import BLOCK as BLOCK_VALUES
+from megalite_kernels.nf4 import dequantize_nf4, quantize_nf4
 
 NO_FACTORS: Mapping[str, float] = MappingProxyType({})
 NONE_WOVEN: Mapping[str, Woven] = MappingProxyType({})
@@ -111,9 +114,7 @@ def reader_of(found: Weights) -> Reader:
     if found.dense is not None and found.upcycling is not None:
         return UpcycledReader(found, found.dense, found.upcycling)
     if found.dense is not None and found.merging is not None:
-        return MergedReader(
-            found, reader_of(found.dense), reader_of(found.merging.factors), adapter_of(found.merging.adapter).scale
-        )
+        return MergedReader(found, reader_of(found.dense), found.merging)
     reader = Reader(
         found.path, found.index, found.sizes, found.source, found.links, found.factors, found.woven, found.shared
     )
@@ -182,12 +183,18 @@ class MergedReader(Reader):
     """The weights `found`: those of a `base`, with the products of an adapter's `factors` added; see `merged`.
 
     They are added in float32 or wider, and each product is made whole, so that every part of a matrix has the bits that
-    it has in the whole.
+    it has in the whole. Beside a base in four bits, that is what they are added to, since it has computed so.
     """
 
-    def __init__(self, found: Weights, base: Reader, factors: Reader, scale: float) -> None:
+    def __init__(self, found: Weights, base: Reader, merging: Merging) -> None:
         super().__init__(found.path, found.index, found.sizes, found.source, found.links, found.factors)
-        self.base, self.adapter, self.scale = base, factors, scale
+        self.base, self.adapter = base, reader_of(merging.factors)
+        self.scale = adapter_of(merging.adapter).scale
+        self.four_bits = {
+            PREFIX + name
+            for name, weight in weights(Config(model=found.model, adapter=merging.adapter).model).items()
+            if weight.four_bits
+        }
         self.product = lru_cache(maxsize=2)(self._product)
 
     def check(self, names: Iterable[str]) -> None:
@@ -197,15 +204,30 @@ class MergedReader(Reader):
         """Fill parts of tensors, each given by name, target, and its first element's place."""
         for name, part, offset in parts:
             adapted, factor = factor_names(name)[0] in self.adapter.index.tensors, self.factors.get(name, 1.0)
-            if not adapted and factor == 1:
+            if name in self.four_bits:
+                wide = self._from_four_bits(name, part.shape, offset)
+            elif not adapted and factor == 1:
                 self.base.fill_parts([(name, part, offset)])
                 continue
-            wide = allocated(self.path, part.shape, self._wide(name))
-            self.base.fill_parts([(name, wide, offset)])
+            else:
+                wide = allocated(self.path, part.shape, self._wide(name))
+                self.base.fill_parts([(name, wide, offset)])
             if adapted:
                 box = tuple(slice(at, at + size) for at, size in zip(offset, part.shape, strict=True))
                 wide += self.product(name)[box]
             part.copy_(wide if factor == 1 else wide.double() * factor)
+
+    def _from_four_bits(self, name: str, shape: Sequence[int], offset: Sequence[int]) -> Tensor:
+        """The part at `offset` of a weight as it is when it comes from four bits: read are the blocks that it is in."""
+        first, end = offset[-1] // BLOCK_VALUES * BLOCK_VALUES, offset[-1] + shape[-1]
+        end = -(-end // BLOCK_VALUES) * BLOCK_VALUES
+        read = allocated(self.path, (*shape[:-1], end - first), torch.float32)
+        self.base.fill_parts([(name, read, (*offset[:-1], first))])
+        try:
+            kept = dequantize_nf4(quantize_nf4(read), torch.float32)
+        except ValueError as error:
+            raise DamagedError(self.base.path, f"{name}: {error}") from None
+        return kept[..., offset[-1] - first : offset[-1] - first + shape[-1]]
 
     def _wide(self, name: str) -> torch.dtype:
         there = getattr(torch, self.index.tensors[name].dtype)

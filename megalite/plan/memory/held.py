@@ -7,6 +7,7 @@ from typing import NamedTuple
 from megalite.config.schema import Place
 from megalite.plan.memory.moment_text import Instant
 from megalite.plan.memory.states import States
+from megalite.plan.parts.part import in_four_bits
 from megalite.plan.repeated_layers import parts_of
 from megalite.plan.resolved import Plan
 from megalite.plan.units import Item, Unit, Weights
@@ -74,8 +75,8 @@ class Held:
         """Hold parameters and optimizer states of a part, which exist from the first step on."""
         states, kind, part = self.states, STATES_IN[self.config.optim.place], self.parts[stage][index]
         for group in self._groups(stage, index):
-            for component, count, trained, moments, copies in group.weights.by_component:
-                kept = states.kept(count, trained) // group.shards + states.copied(count, trained)
+            for component, count, trained, moments, copies, four_bits in group.weights.by_component:
+                kept = states.kept(count, trained, four_bits) // group.shards + states.copied(count, trained)
                 self._hold("parameters", component, part.times * kept)
                 self._hold(kind, component, part.times * (states.p * (moments + copies) // group.shards))
 
@@ -85,7 +86,7 @@ class Held:
         return self.parts[stage][index].times * sum(
             self.states.p * saved // group.shards
             for group in self._groups(stage, index)
-            for _, count, trained, moments, _ in group.weights.by_component
+            for _, count, trained, moments, *_ in group.weights.by_component
             for saved in (count if of_all else trained, moments)
         )
 
@@ -101,15 +102,17 @@ class Held:
             return [own]
         return [Group((stage, -1 - index), part.apart, states.expert_shards), own]
 
-    def _hold_weights(self, kind: str, stage: int, index: int, each: int, sharded: bool = False) -> None:
-        """Hold `each` bytes for every parameter of a part, of gradients for every trained one; release if negative."""
+    def _hold_gathered(self, stage: int, index: int, sign: int) -> None:
+        """Hold the gathered weights of a part; release them if `sign` is negative."""
         for group in self._groups(stage, index):
-            self._hold_group(kind, self.parts[stage][index], group, each, sharded)
+            for component, count, *_, four_bits in group.weights.by_component:
+                size = self.states.w * (count - four_bits) + in_four_bits(four_bits)
+                self._hold("gathered weights", component, sign * self.parts[stage][index].times * size)
 
-    def _hold_group(self, kind: str, part: Unit, group: Group, each: int, sharded: bool = False) -> None:
-        for component, count, trained, *_ in group.weights.by_component:
-            held = trained if kind == "gradients" else count
-            self._hold(kind, component, part.times * (each * held // (group.shards if sharded else 1)))
+    def _hold_gradients(self, part: Unit, group: Group, each: int, sharded: bool = False) -> None:
+        """Hold `each` bytes for every trained parameter of a group; release them if negative."""
+        for component, _, trained, *_ in group.weights.by_component:
+            self._hold("gradients", component, part.times * (each * trained // (group.shards if sharded else 1)))
 
     def _hold(self, kind: str, component: str, size: int) -> None:
         self.held[kind, component] += size

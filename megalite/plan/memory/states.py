@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from megalite.config.schema import Config
+from megalite.plan.parts.part import in_four_bits
 from megalite.plan.parts.sizes import PRECISION_BYTES
 from megalite.plan.resolved import Plan
 
@@ -39,11 +40,12 @@ class States:
         """Bytes of the copy of a parameter with which layers compute, kept beside it; 0 without one."""
         return self.w if self.plan.copies else 0
 
-    def kept(self, count: int, trained: int) -> int:
-        """Bytes of parameters, some of which are trained; with adapters, others are in the precision of compute."""
+    def kept(self, count: int, trained: int, four_bits: int) -> int:
+        """Bytes of parameters, some of which are trained; with adapters, others are in the precision of compute or in
+        four bits."""
         if self.config.adapter is None:
             return self.p * count
-        return self.p * trained + self.w * (count - trained)
+        return self.p * trained + self.w * (count - trained - four_bits) + in_four_bits(four_bits)
 
     def copied(self, count: int, trained: int) -> int:
         """Bytes of the copies of parameters; with adapters, only of those that are trained."""

@@ -40,6 +40,9 @@ class Walk(Held):
         self.put_off: dict[tuple[int, int], list[PutOff]] = {}  # by stage and micro-batch, from I to W
         self.reducing: Counter[int] = Counter()  # by stage: bytes being reduced, kept until FSDP2 reduces again
         self.sending = 0  # tensors on their way to other ranks
+        # Bytes of the latest gather of a forward pass. FSDP2 means to free them before it takes the next one apart, but
+        # a variable of `wait_for_unshard` has them until that is done.
+        self.buffer = 0
 
     def run(self) -> dict[Item, int]:
         """Bytes held at the peak of device memory, and bytes of host memory at its own peak."""
@@ -71,7 +74,7 @@ class Walk(Held):
                 case Kind.GATHER | Kind.RESHARD:
                     sign = 1 if item.kind is Kind.GATHER else -1
                     for index in range(len(self.parts[item.stage])):
-                        self._hold_weights("gathered weights", item.stage, index, sign * self.states.w)
+                        self._hold_gathered(item.stage, index, sign)
         self._hold("gathered weights", "in 8 bits", -casts)
         self.doing = "update of the weights"
         self._see(step_temporaries(self.states.plan, self.pp))
@@ -94,6 +97,7 @@ class Walk(Held):
         """Action F. Yields its temporaries whenever it gives way, as `_backward` does."""
         self._stay(action.stage, True)
         self._hold("activations", "attention", self.sizes.turns)
+        self.buffer = 0
         if action.stage > 0 and not self._offloads_input(action.stage):
             self._hold("activations", "between stages", -self.sizes.stream)  # counted as the first layer's input
         for _, part in self._through(action.stage):
@@ -146,7 +150,7 @@ class Walk(Held):
                 sums += 0 if is_sum else begun
                 again = part.again[moment.name]
                 summed = waiting if index == 0 else 0
-                taken = moment.temporaries - held
+                taken = moment.temporaries - held - moment.held * puts_off
                 # The two gradients of a tied copy make one, which is its float32 sum.
                 new = made + (summed or sums if states.copies else sums + summed)
                 self._see(taken + new + again + beside, gathered, moment.name)
@@ -221,29 +225,32 @@ class Walk(Held):
         gathered, gradients = 0, self.sizes.stream
         for weights, shards in ((part.weights, self.states.shards), (part.apart, self.states.expert_shards)):
             if weights is not None:
-                gathered += self.states.w * weights.total
+                gathered += weights.gathered(self.states.w)
                 if shards > 1:
-                    copies = self.states.w * (weights.total + weights.recut)
-                    self._see(copies + gradients * backward, gathered, GATHERING)
+                    buffer = weights.gathered(self.states.w)
+                    beside = gradients if backward else self.buffer
+                    self._see(buffer + self.states.w * weights.recut + beside, gathered, GATHERING)
+                    self.buffer = buffer
                 gradients += part.rows
 
     def _stay(self, stage: int, gathered: bool) -> None:
         """Gather a tied embedding that stays with its stage, or free it, if that is not done yet."""
-        part, each = self.parts[stage][0], self.states.w
+        part = self.parts[stage][0]
         if not (self.states.frees and part.with_stage) or (stage in self.staying) == gathered:
             return
         self.staying ^= {stage}
         if gathered and self.states.shards > 1:
-            self._see(each * part.weights.total, each * part.weights.total, GATHERING)
-        self._hold_weights("gathered weights", stage, 0, each if gathered else -each)
+            size = part.weights.gathered(self.states.w)
+            self._see(size, size, GATHERING)
+        self._hold_gathered(stage, 0, 1 if gathered else -1)
 
     def _gathered(self, part: Unit) -> int:
         """Bytes of weights that are gathered only while `part` is in use."""
-        return self.states.w * part.parameters if self.states.frees and not part.with_stage else 0
+        return part.gathered(self.states.w) if self.states.frees and not part.with_stage else 0
 
     def _gathered_experts(self, part: Unit) -> int:
         """Bytes of experts among those of `_gathered`; they are gathered by themselves."""
-        return self.states.w * part.apart.total if self.states.frees and part.apart is not None else 0
+        return part.apart.gathered(self.states.w) if self.states.frees and part.apart is not None else 0
 
     def _keep(self, part: Unit) -> None:
         """Hold the tensors that a forward pass keeps."""
@@ -309,7 +316,7 @@ class Walk(Held):
         states = self.states
         summed = group.key in self.whole
         if not summed:
-            self._hold_group("gradients", part, group, states.r)
+            self._hold_gradients(part, group, states.r)
             self.whole.add(group.key)
         if states.r != states.w and not states.copies:
             new = 0 if summed else states.w * group.weights.twice
@@ -333,7 +340,7 @@ class Walk(Held):
         self._hold("gradients", "being reduced", whole)
         self.reducing[action.stage] = whole
         if summed:
-            self._hold_group("gradients", part, group, -states.r)
+            self._hold_gradients(part, group, -states.r)
             self.whole.remove(key)
         if group.shards > 1:  # FSDP2 still holds the gradient that it handled last
             copy = element * group.weights.newest
@@ -347,7 +354,7 @@ class Walk(Held):
             more = each * count // group.shards if held else 0
             self._see(beside + copy + reduced + more, what=GRADIENT_REDUCTION)
         if held != each:
-            self._hold_group("gradients", part, group, each - held, sharded=True)
+            self._hold_gradients(part, group, each - held, sharded=True)
             self.sharded[key] = each
         # The first gradient is the buffer itself, and so is a sum that has waited for the replicas.
         is_gradient = states.r == states.p and not (held and self.table.splits_backward)

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import prod
 from typing import NamedTuple
 
 from megalite.config.layers import Adapter, Heads
@@ -124,7 +125,8 @@ class Adapted:
         ]
 
     def products(self, tokens: float, tp: int) -> list[Product]:
-        found = [product._replace(trained=False) for product in self.part.products(tokens, tp)]
+        narrow = self.adapter.base == "nf4"
+        found = [each._replace(trained=False, four_bits=narrow) for each in self.part.products(tokens, tp)]
         for pair in self.pairs:
             *stack, outputs, inputs = pair.weight.shape
             r, rows, groups = self.adapter.rank, tokens / tp, stack[0] if stack else 1
@@ -180,10 +182,18 @@ class Adapted:
     def forward(self, sizes: Sizes, passing: Sequence[Kept]) -> int:
         """Temporaries of the part, and what the adapter of its last matrix adds, if that is as large as its output."""
         last = next((pair for pair in self.pairs if pair.moment == "down"), None)
-        alone = last is not None and (last.weight.role.of_expert or sizes.t == 1)
-        added = self._rows(sizes, last) * last.weight.shape[-2] * sizes.w if last is not None and alone else 0
+        whole = last is not None and (last.weight.role.of_expert or sizes.t == 1)
+        added = self._rows(sizes, last) * last.weight.shape[-2] * sizes.w if last is not None and whole else 0
         dropping = 0 if last is None else self._dropping(sizes, last)
-        return self.part.forward(sizes, [*passing, Kept("adapters", max(added, dropping), "down")])
+        with_factors = self.part.forward(sizes, [*passing, Kept("adapters", max(added, dropping), "down")])
+        alone = self.part.forward(sizes, [*passing, Kept("adapters", added, "down")]) + self._widened(sizes, "down")
+        return max(with_factors, alone)
+
+    def _widened(self, sizes: Sizes, moment: str) -> int:
+        """Bytes of the largest weight in four bits of a moment, which is made wide for its product."""
+        ep, weights = sizes.config.parallel.ep, ((name, each) for name, each in self.part.weights() if each.four_bits)
+        found = (prod(each.part(sizes.t, ep)) for name, each in weights if self.part.moment_of(name) == moment)
+        return sizes.w * max(found, default=0)
 
     def pauses(self, sizes: Sizes) -> tuple[Pause, ...]:
         return self.part.pauses(sizes)
@@ -200,23 +210,35 @@ class Adapted:
         Layers that return a part of the sequence have used their factors first, so these come last.
         """
         here = [pair for pair in self.pairs if pair.moment == moment.name]
-        ep, made, between, put_off = sizes.config.parallel.ep, 0, 0, 0
+        ep, made, between, put_off, outputs = sizes.config.parallel.ep, 0, 0, 0, 0
         for pair in here:
             made += sum(sizes.w * factor.gradient(sizes.t, ep) for factor in (pair.first, pair.second))
-            rows, outputs = self._rows(sizes, pair) * sizes.w, pair.weight.shape[-2]
+            rows = self._rows(sizes, pair) * sizes.w
             between += self._between(sizes, pair)
             # The output's gradient is kept for the second factor, and that between them for the first.
-            put_off += rows * outputs + rows * self.adapter.rank * (sizes.t if pair.scatters else 1)
+            outputs += rows * pair.weight.shape[-2]
+            put_off += rows * self.adapter.rank * (sizes.t if pair.scatters else 1)
         taken, twice = moment.temporaries + between, self._input(sizes, here[0]) if here else 0
+        widened = moment.temporaries + self._widened(sizes, moment.name)
         if here:  # inputs with features dropped are gone by then
             taken += self._dropping(sizes, here[0])
+        else:
+            taken = widened
         last = bool(here) and here[0].scatters
         if last:  # the gathered gradient of the output is gone
             taken -= max(own, sizes.gathered) - own
-        alone = Moment(f"{moment.name} without factors", moment.temporaries + twice * (not last), where=moment.where)
+        held = 0 if last else outputs
+        alone = Moment(f"{moment.name} without factors", widened + twice * (not last), held=held, where=moment.where)
         if last:
             yield alone
-        yield replace(moment, temporaries=taken + twice * last, weights=made, put_off=put_off, again=0)
+        yield replace(
+            moment,
+            temporaries=taken + twice * last,
+            weights=made,
+            put_off=put_off + outputs,
+            of_stream=moment.of_stream or (last and not own),  # as a rank's part of the sequence
+            again=0,
+        )
         if here and not last:
             yield alone
 

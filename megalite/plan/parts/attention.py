@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from megalite.config.layers import GroupedQuery, Heads
+from megalite.config.schema import BaseForm
 from megalite.plan.parts import roles
 from megalite.plan.parts.attention_memory import AttentionMemory
 from megalite.plan.parts.context import ContextTraffic
@@ -28,7 +29,7 @@ class GroupedQueryPart(Gathered):
 
     width: int
     kind: GroupedQuery
-    frozen: bool = False
+    base: BaseForm | None = None
     rotary: bool = True  # positions turn queries and keys
 
     name = title = "attention"

@@ -24,6 +24,7 @@ from functools import cached_property
 from types import MappingProxyType
 
 from megalite.config.layers import Mixture
+from megalite.config.schema import BaseForm
 from megalite.plan.parts import roles
 from megalite.plan.parts.part import Kept, Moment, Passed, Pause, Product, Weight, Weighted
 from megalite.plan.parts.sizes import Sizes
@@ -47,7 +48,7 @@ class ExpertsPart(Weighted):
 
     width: int
     kind: Mixture
-    frozen: bool = False
+    base: BaseForm | None = None
 
     name = "mlp"
     takes = "router"
@@ -78,7 +79,7 @@ class ExpertsPart(Weighted):
     @cached_property
     def shared(self) -> SharedExpertPart | None:
         """The expert that computes all tokens, if there is one."""
-        return None if self.kind.shared is None else SharedExpertPart(self.width, self.kind.shared, self.frozen)
+        return None if self.kind.shared is None else SharedExpertPart(self.width, self.kind.shared, self.base)
 
     def products(self, tokens: float, tp: int) -> list[Product]:
         here, count, hidden = tokens / tp, self.kind.count, self.kind.width

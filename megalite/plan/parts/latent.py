@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from megalite.config.layers import Heads, Latent
+from megalite.config.schema import BaseForm
 from megalite.plan.parts import roles
 from megalite.plan.parts.attention_memory import AttentionMemory
 from megalite.plan.parts.context import ContextTraffic
@@ -36,7 +37,7 @@ class LatentPart(Weighted):
 
     width: int
     kind: Latent
-    frozen: bool = False
+    base: BaseForm | None = None
 
     name = "attention"
     takes = "latents"

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from megalite.config.layers import GroupedQuery, LayerKind, Mixture, SwiGLU
+from megalite.config.schema import BaseForm
 from megalite.plan.parts import roles
 from megalite.plan.parts.adapted import Adapted
 from megalite.plan.parts.attention import GroupedQueryPart
@@ -20,15 +21,14 @@ from megalite.plan.parts.transfers import Transfers
 
 def attention(width: int, kind: LayerKind) -> GroupedQueryPart | LatentPart:
     """The attention of a layer of `kind` in a residual stream of `width` features."""
-    frozen = kind.adapter is not None
     if isinstance(kind.attention, GroupedQuery):
-        return GroupedQueryPart(width, kind.attention, frozen, rotary=kind.rope is not None)
-    return LatentPart(width, kind.attention, frozen)
+        return GroupedQueryPart(width, kind.attention, kind.base, rotary=kind.rope is not None)
+    return LatentPart(width, kind.attention, kind.base)
 
 
-def feed_forward(width: int, kind: SwiGLU | Mixture, frozen: bool = False) -> SwiGLUPart | ExpertsPart:
-    """The feed-forward of a layer of the residual stream's `width`. frozen: its weights are not trained."""
-    return SwiGLUPart(width, kind, frozen) if isinstance(kind, SwiGLU) else ExpertsPart(width, kind, frozen)
+def feed_forward(width: int, kind: SwiGLU | Mixture, base: BaseForm | None = None) -> SwiGLUPart | ExpertsPart:
+    """The feed-forward of a layer of the residual stream's `width`. base: as `LayerKind.base`."""
+    return SwiGLUPart(width, kind, base) if isinstance(kind, SwiGLU) else ExpertsPart(width, kind, base)
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Layer:
     def parts(self) -> tuple[Part, Part]:
         """Attention and feed-forward."""
         kind = self.kind
-        parts = attention(self.width, kind), feed_forward(self.width, kind.feed_forward, self.frozen)
+        parts = attention(self.width, kind), feed_forward(self.width, kind.feed_forward, kind.base)
         if kind.adapter is None:
             return parts
         return Adapted(parts[0], kind.adapter), Adapted(parts[1], kind.adapter)

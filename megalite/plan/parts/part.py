@@ -12,9 +12,12 @@ from typing import ClassVar, Literal, NamedTuple, Protocol
 
 from megalite.config.layers import Heads
 from megalite.config.layout import shard_dim
+from megalite.config.schema import BaseForm
 from megalite.plan.parts.roles import SPLIT, Role
 from megalite.plan.parts.sizes import Sizes
 from megalite.plan.parts.transfers import Transfers
+
+FOUR_BIT_BLOCK, FOUR_BIT_BLOCK_BYTES = 64, 36  # values of a block, and its bytes, see `megalite_kernels.nf4`
 
 
 @dataclass(frozen=True)
@@ -22,13 +25,15 @@ class Weight:
     """A parameter of the model: a vector, a matrix, or a stack of matrices, which are its last two dimensions.
 
     trained: False for a weight that training leaves as it is. It has no gradient and no optimizer states; gradients of
-    inputs pass through it. used: matrices of a stack that compute a token; None: all.
+    inputs pass through it. used: matrices of a stack that compute a token; None: all. four_bits: it is kept so
+    (`megalite_kernels.nf4`), and made wide where it is used.
     """
 
     shape: tuple[int, ...]
     role: Role
     trained: bool = True
     used: int | None = None
+    four_bits: bool = False
 
     @property
     def elements(self) -> int:
@@ -72,18 +77,27 @@ class Weight:
         sizes[dim] = -(-sizes[dim] // shards) * shards
         return prod(sizes)
 
+    def bytes(self, elements: int, each: int) -> int:
+        """Bytes of so many elements, of `each` bytes unless they are in four bits."""
+        return in_four_bits(elements) if self.four_bits else each * elements
+
     def gradient(self, tp: int, ep: int = 1) -> int:
         """Elements of the gradient on a rank, 0 if there is none. tp, ep: as for `part`."""
         return prod(self.part(tp, ep)) if self.trained else 0
 
 
+def in_four_bits(elements: int) -> int:
+    """Bytes of so many elements, which are whole blocks."""
+    return elements // FOUR_BIT_BLOCK * FOUR_BIT_BLOCK_BYTES
+
+
 class Weighted(ABC):
-    """A part with weights that are trained, or, with adapters beside them, `frozen`.
+    """A part with weights that are trained, or, with adapters beside them, are kept as `base` says.
 
     moments: of backward, by the layers whose weights' gradients they make.
     """
 
-    frozen: bool
+    base: BaseForm | None
     moments: ClassVar[Mapping[str, str]]
 
     @abstractmethod
@@ -93,7 +107,10 @@ class Weighted(ABC):
     def weights(self) -> Iterator[tuple[str, Weight]]:
         """The weights that are `described`, as they are trained."""
         for name, weight in self.described():
-            yield name, replace(weight, trained=False) if self.frozen else weight
+            if self.base is None:
+                yield name, weight
+            else:
+                yield name, replace(weight, trained=False, four_bits=self.base == "nf4" and weight.role.fits_four_bits)
 
     def moment_of(self, name: str) -> str:
         """The moment of backward that makes the gradient of a matrix."""
@@ -105,7 +122,7 @@ class Product(NamedTuple):
 
     groups: weights among which the rows are divided, evenly on average. gathered: features of a token that ranks of
     tensor parallelism gather for it. scattered: they sum its outputs, and each takes its part of the sequence. trained:
-    its weight has a gradient.
+    its weight has a gradient. four_bits: it is kept in them, and made wide before the product.
     """
 
     rows: float
@@ -115,6 +132,7 @@ class Product(NamedTuple):
     gathered: int = 0
     scattered: bool = False
     trained: bool = True
+    four_bits: bool = False
 
     @property
     def flops(self) -> float:
@@ -159,6 +177,7 @@ class Moment:
     weights: int = 0  # bytes of weight gradients made here; they stay until the unit has all of its weight gradients
     put_off: int = 0  # bytes of output gradients that a split backward keeps until W
     of_stream: bool = False  # these are the gradient of the residual stream itself
+    held: int = 0  # bytes of `temporaries` that a moment before has put off, where gradients of weights are
     again: int = 0  # temporaries of W when it makes the weight gradients that were put off
     # Bytes of new float32 sums in place of `weights`, where weights have copies; 0: forward keeps the sum already.
     summed: int | None = None

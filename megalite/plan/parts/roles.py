@@ -64,6 +64,11 @@ class Role:
         return self.kind is RoleKind.MATRIX and self.outputs is Side.STREAM
 
     @property
+    def fits_four_bits(self) -> bool:
+        """Flag: the parameter may be kept in four bits, as matrices of layers but those that choose experts may."""
+        return self.kind is RoleKind.MATRIX and self.outputs is not Side.EXPERTS
+
+    @property
     def adapts(self) -> bool:
         """Flag: the parameter is a factor of an adapter."""
         return Side.ADAPTER in (self.outputs, self.inputs)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from megalite.config.layers import SwiGLU
+from megalite.config.schema import BaseForm
 from megalite.plan.parts import roles
 from megalite.plan.parts.gathered import Gathered
 from megalite.plan.parts.part import Kept, Moment, Passed, Pause, Product, Weight
@@ -22,7 +23,7 @@ class SwiGLUPart(Gathered):
 
     width: int
     kind: SwiGLU
-    frozen: bool = False
+    base: BaseForm | None = None
 
     name, title = "mlp", "MLP"
     takes = "gate and up"

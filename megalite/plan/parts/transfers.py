@@ -6,7 +6,8 @@ from typing import NamedTuple
 
 from megalite.config.schema import Config
 
-TYPE_NAMES = {2: "bfloat16", 4: "float32", 8: "float64"}  # data type of an activation or a weight, by its bytes
+# The data type of an activation or a weight, by its bytes; 1: of weights that are gathered as bytes.
+TYPE_NAMES = {1: "uint8", 2: "bfloat16", 4: "float32", 8: "float64"}
 
 
 class Transfer(NamedTuple):

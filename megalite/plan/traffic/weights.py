@@ -40,17 +40,21 @@ class Group:
     apart: bool = False  # experts that ranks of ep share out, sharded and copied over ranks of their own
     with_stage: bool = False  # gathered as long as the stage is in use, since its first and its last module need it
 
-    def gathered(self, shards: int) -> int:
-        """Elements on a tensor-parallel rank, with padding for `shards` ranks."""
-        return self._padded(self.weights, shards)
+    def gathered(self, shards: int, each: int) -> int:
+        """Bytes on a tensor-parallel rank, `each` for an element that is not in four bits, with padding for `shards`
+        ranks."""
+        return sum(weight.bytes(weight.padded(shards, self.tp, self.ep), each) for weight in self.weights)
+
+    @property
+    def mixed(self) -> bool:
+        """Flag: some weights are in four bits, so all are gathered as bytes."""
+        return any(weight.four_bits for weight in self.weights)
 
     def reduced(self, shards: int, matrices_only: bool = False) -> int:
-        """Elements of the gradients of trained weights, padded as in `gathered`. matrices_only: only those that a split
+        """Elements of the gradients of trained weights, padded for `shards`. matrices_only: only those that a split
         backward puts off."""
-        return self._padded(filter(put_off if matrices_only else attrgetter("trained"), self.weights), shards)
-
-    def _padded(self, weights: Iterable[Weight], shards: int) -> int:
-        return sum(weight.padded(shards, self.tp, self.ep) for weight in weights)
+        made = filter(put_off if matrices_only else attrgetter("trained"), self.weights)
+        return sum(weight.padded(shards, self.tp, self.ep) for weight in made)
 
     def recut(self, shards: int) -> int:
         """Elements on a rank of weights that are not sharded along their first dimension."""
@@ -92,7 +96,9 @@ class WeightTraffic:
         for group, times in Counter(groups).items():
             axis, shards, _, _ = self._axes(group)
             if shards > 1:
-                transfer = Transfer("all_gather", axis, each * group.gathered(shards), TYPE_NAMES[each])
+                transfer = Transfer(
+                    "all_gather", axis, group.gathered(shards, each), TYPE_NAMES[1 if group.mixed else each]
+                )
                 found[transfer, f"{phase}: gather of the weights of {group.name}"] += times
         return found
 

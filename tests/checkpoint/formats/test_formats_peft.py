@@ -85,7 +85,7 @@ def test_losses_and_gradients_are_theirs(name: str, tmp_path: Path) -> None:
     with one_rank():
         decoder = decoder_of(adapted)
         state = State({0: decoder}, adapted=True)
-        reader_of(found.dense).fill(state.base())
+        state.fill_base(reader_of(found.dense).fill_parts)
         reader_of(found.merging.factors).fill(state.held())
         loss = decoder(TOKENS[:-1], targets=TOKENS[1:])
         loss.backward()

@@ -5,6 +5,7 @@ from dataclasses import asdict, replace
 from math import gcd, lcm
 from typing import Any
 
+from megalite.config.layout import FOUR_BIT_BLOCK
 from megalite.config.schema import (
     SCHEDULES,
     Base,
@@ -20,7 +21,6 @@ from megalite.config.schema import (
 )
 from megalite.plan.activations import Activations
 from megalite.plan.automatic import as_tight
-from megalite.plan.parts.part import FOUR_BIT_BLOCK
 from megalite.plan.pipeline import tables_of
 from megalite.plan.recompute_modes import GIB, Mode, by_rank, held_by_rank, kept_by_rank
 from megalite.plan.resolved import estimated_costs

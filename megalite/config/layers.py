@@ -1,6 +1,7 @@
 """The kinds of a model's layers. All code that looks at layers reads them here, so layers may differ."""
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, replace
 from functools import cache, lru_cache
 from typing import Literal, NamedTuple, get_args
@@ -220,6 +221,24 @@ def _attention(model: Model) -> GroupedQuery | Latent:
         sharper = yarn_factor(scaling, scaling.mscale_all_dim) ** 2
         scores = replace(scores, scale=sharper / math.sqrt(model.head_size))
     return Latent(replace(heads, value_width=latent.value_width, scores=scores), latent.query_rank, latent.key_rank)
+
+
+def inputs_of_matrices(model: Model) -> Iterator[tuple[str, int, bool]]:
+    """By key: how many features matrices of layers take, and whether ranks of tp share these out."""
+    yield "model.width", model.width, False
+    for kind in dict.fromkeys(layer_kinds(model)):
+        attention, mixture = kind.attention, kind.mixture
+        yield "model.heads · head_width", attention.heads.outputs, True
+        if isinstance(attention, Latent):
+            yield "model.attention.latent.key_rank", attention.key_rank, False
+            if attention.query_rank is not None:
+                yield "model.attention.latent.query_rank", attention.query_rank, False
+        if isinstance(kind.feed_forward, SwiGLU):
+            yield "model.ffn", kind.feed_forward.width, True
+        if mixture is not None:
+            yield "model.experts.width", mixture.width, False
+            if mixture.shared is not None:
+                yield "model.experts.shared_width", mixture.shared.width, True
 
 
 def adapter_of(adapter: schema.Adapter) -> Adapter:

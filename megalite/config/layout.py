@@ -75,4 +75,5 @@ def shard_dim(sizes: Sequence[int], ranks: int) -> int | None:
     return next((dim for dim, size in enumerate(sizes) if size % ranks == 0), None)
 
 
+FOUR_BIT_BLOCK = 64  # inputs of an output that weights in four bits have a maximum for, see `megalite_kernels.nf4`
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")

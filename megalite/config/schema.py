@@ -122,9 +122,7 @@ class Adapter:
     rslora: bool = False  # it is divided by √rank instead (arXiv 2312.03732)
     targets: list[Target] | Literal["all"] = "all"  # matrices that have factors; all: every one of a layer
     dropout: float = 0.0  # share of the features of a layer's input that its factors do not see, another in every token
-    base: BaseForm = (
-        "compute"  # form of weights that are not trained: nf4: matrices of layers in four bits
-    )
+    base: BaseForm = "compute"  # form of weights that are not trained: nf4: matrices of layers in four bits
     weights: str | None = None  # a run or peft:PATH, with whose factors a new run begins; null: B begins at 0
 
 

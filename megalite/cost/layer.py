@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from megalite.config.attention_kernels import PADDING
 from megalite.config.layers import Heads
+from megalite.config.layout import FOUR_BIT_BLOCK
 from megalite.cost.cluster import Cluster
 from megalite.cost.constants import FITTED_CONSTANTS, Constants
 from megalite.cost.kernels import VECTOR_ELEMENTS, Kernels, launched
@@ -22,7 +23,7 @@ from megalite.cost.share import Share
 from megalite.cost.turns import LayerPass, Stretch
 from megalite.plan.parts.adapted import bare
 from megalite.plan.parts.experts import ExpertsPart
-from megalite.plan.parts.part import FOUR_BIT_BLOCK, Product, in_four_bits
+from megalite.plan.parts.part import Product, in_four_bits
 from megalite.plan.parts.window import attended_pairs
 from megalite.plan.recompute_modes import Mode
 

@@ -35,9 +35,9 @@ class Exchanges:
             added, last, _ = shared.summed(choice.micro_batches(self.config.batch.global_))
             if self.config.adapter is not None:  # factors are few, and left out
                 added = last = 0.0
-            sizes = *(amount.whole(choice) for amount in self.estimate.amounts), self._matrix
+            sizes = *(amount.whole(choice) / choice.tp for amount in self.estimate.amounts), self._matrix / choice.tp
             *layers, end = (
-                Moved(*sent, passes(shared.copied * (size / choice.tp)), passes(added * (size / choice.tp)))
+                Moved(*sent, passes(shared.copied * size * self.estimate.narrow), passes(added * size))
                 for sent, size in zip(seconds, sizes, strict=True)
             )
             counts, fields = list(self.estimate.kinds.values()), list(zip(*layers, strict=True))

@@ -10,7 +10,8 @@ from functools import cached_property
 from math import inf
 from typing import Any, NamedTuple
 
-from megalite.config.layers import layer_kinds
+from megalite.config.layers import inputs_of_matrices, layer_kinds
+from megalite.config.layout import FOUR_BIT_BLOCK
 from megalite.config.rules.numbers import every_divisor
 from megalite.config.rules.parallel import share_experts
 from megalite.config.schema import SCHEDULES, Config, DataMode, Place, place_of
@@ -207,7 +208,11 @@ class Space:
         model, node = self.model, self.timer.cluster.gpus_per_node
         sizes = (model.heads, model.kv_heads, model.ffn, model.sequence_length)
         wanted = self._pinned("parallel.tp", lambda: [tp for tp in every_divisor(self.gpus) if tp <= node])
-        return [tp for tp in wanted if not any(size % tp for size in sizes)]
+        found = [tp for tp in wanted if not any(size % tp for size in sizes)]
+        if model.adapter is None or model.adapter.base != "nf4":
+            return found
+        rows = [inputs for _, inputs, split in inputs_of_matrices(model) if split]
+        return [tp for tp in found if not any(inputs % (FOUR_BIT_BLOCK * tp) for inputs in rows)]
 
     def _experts(self, tp: int, ranks: int) -> list[int]:
         """Numbers of ranks, among so many, that may share out experts."""

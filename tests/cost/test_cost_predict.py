@@ -32,6 +32,7 @@ from megalite_kernels.adamw import bytes_moved as adamw_bytes
 from megalite_kernels.add_rms_norm import bytes_moved as norm_bytes
 from megalite_kernels.grad_norm import bytes_moved as grad_norm_bytes
 from megalite_kernels.linear_cross_entropy import bytes_moved as loss_bytes
+from megalite_kernels.nf4 import bytes_moved as nf4_bytes
 from megalite_kernels.routed_rows import bytes_moved as routed_bytes
 from megalite_kernels.swiglu import bytes_moved as swiglu_bytes
 from megalite_kernels.weighted_swiglu import bytes_moved as weighted_bytes
@@ -255,6 +256,19 @@ def test_more_than_the_peak_is_an_error_that_names_the_figures() -> None:
     with pytest.raises(InputError, match=r"h100_sxm: a step of .* would be 1\d\d% of the peak: .*gpu.power = 10000 W"):
         predict(config, wrong)
     assert predict(config, H100).mfu < 1
+
+
+def test_weights_in_four_bits_take_a_pass_more_in_forward_and_in_backward() -> None:
+    keys = ["run.device=cuda", "parallel.dp_shard=1", "batch.global=2", "batch.micro=1", "adapter.rank=16"]
+    found = {}
+    for base in ("compute", "nf4"):
+        config = load(["configs/model/llama3_8b.yaml"], [*keys, f"adapter.base={base}"])
+        found[base] = Timer(H100).layer(share_of(config, layer_kinds(config.model)[0]))
+    elements = 2 * 4096**2 + 2 * 1024 * 4096 + 3 * 14336 * 4096
+    expected = Timer(H100).kernels.passes(nf4_bytes(elements, torch.bfloat16))
+    plain, four_bits = found["compute"], found["nf4"]
+    assert four_bits.forward.total - plain.forward.total == pytest.approx(expected, rel=0.01)
+    assert four_bits.backward.total - plain.backward.total == pytest.approx(expected, rel=0.01)
 
 
 def test_bytes_of_passes_are_those_that_kernels_declare() -> None:

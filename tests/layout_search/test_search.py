@@ -158,6 +158,13 @@ def test_tp_need_not_divide_a_vocabulary() -> None:
     assert search(config, 4, TIMERS["h100_sxm"], GIB, pins, wanted=1).results
 
 
+def test_ranks_of_tp_have_whole_blocks_of_a_base_in_four_bits() -> None:
+    for base, most in (("compute", 4), ("nf4", 2)):  # 384 hidden features are six blocks
+        config = load(["configs/run/quickstart.yaml"], ["run.device=cuda", "adapter.rank=4", f"adapter.base={base}"])
+        space = Space(config, 4, Timer(load_cluster("h100_sxm")), {}, False)
+        assert max(shape.choice.tp for shape in space.shapes(float("inf"))) == most
+
+
 def test_few_layouts_are_simulated() -> None:
     """Bounds that leave out gathers, reductions and the optimizer make it 130."""
     found = search(configured("llama3_8b", ["batch.global=16"], {}), 16, TIMERS["h100_sxm"], 71 * GIB, wanted=3)

@@ -69,7 +69,12 @@ def test_it_computes_what_merged_weights_do(name: str) -> None:
         initialize(adapted, adapted.model, seed=0)
         initialize(plain, model, seed=0)
         kept = {each.name: each for each in parameters(adapted)}
-        assert any(each.four_bits for each in kept.values()) is (adapter.base == "nf4")
+        wide = {key for key, each in kept.items() if not each.four_bits and "lora_" not in key}
+        if adapter.base == "nf4":
+            assert {key for key in wide if "layers." in key and kept[key].value.ndim > 1} <= {
+                f"layers.{layer}.mlp.router.weight" for layer in range(model.layers)
+            }
+            assert {"embed.weight", "head.output.weight"} <= wide
         for each in parameters(plain):
             assert kept[each.name].four_bits is (adapter.base == "nf4" and each.role.fits_four_bits)
             if kept[each.name].four_bits:

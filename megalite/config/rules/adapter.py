@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 
 from megalite.base.errors import Problem, listing
-from megalite.config.layers import Latent, SwiGLU, layer_kinds
-from megalite.config.layout import shard_dim
+from megalite.config.layers import Latent, SwiGLU, inputs_of_matrices, layer_kinds
+from megalite.config.layout import FOUR_BIT_BLOCK
 from megalite.config.schema import Config, Model, Target
 
 
@@ -46,37 +46,12 @@ def _four_bit_rules(config: Config) -> Iterator[Problem]:
         if value != other:
             rule = "cannot be used with adapter.base=nf4, whose weights are made wide layer by layer"
             yield Problem(key, rule, f"use {str(other).lower()}, or adapter.base=compute", value)
-    blocks = "must be cut into blocks of 64 inputs for adapter.base=nf4, and by tp between these"
-    for key, inputs, ranks in _inputs(config):
-        if inputs % (64 * ranks):
-            fix = "use adapter.base=compute" + (", or a smaller parallel.tp" if inputs % 64 == 0 else "")
-            yield Problem(key, blocks, fix, inputs)
-    model, parallel = config.model, config.parallel
-    if model.experts is not None and isinstance(parallel.dp_shard, int) and parallel.ep >= 1:
-        count, shards = model.experts.count // parallel.ep, parallel.expert_shards
-        outputs = model.experts.width or model.ffn, model.width
-        if any(shard_dim((count, each), shards) is None for each in outputs):
-            rule = f"leaves {shards} ranks to shard the same experts, which divide neither their number nor their width"
-            yield Problem("parallel.ep", rule, "use another, or adapter.base=compute", parallel.ep)
-
-
-def _inputs(config: Config) -> Iterator[tuple[str, int, int]]:
-    """By key: features that matrices of layers take, and the ranks that share these out."""
+    blocks = f"must be cut into blocks of {FOUR_BIT_BLOCK} inputs for adapter.base=nf4, and by tp between these"
     model, tp = config.model, config.parallel.tp
-    yield "model.width", model.width, 1
-    for kind in dict.fromkeys(layer_kinds(model)):
-        attention, mixture = kind.attention, kind.mixture
-        yield "model.heads · head_width", attention.heads.outputs, tp
-        if isinstance(attention, Latent):
-            yield "model.attention.latent.key_rank", attention.key_rank, 1
-            if attention.query_rank is not None:
-                yield "model.attention.latent.query_rank", attention.query_rank, 1
-        if isinstance(kind.feed_forward, SwiGLU):
-            yield "model.ffn", kind.feed_forward.width, tp
-        if mixture is not None:
-            yield "model.experts.width", mixture.width, 1
-            if mixture.shared is not None:
-                yield "model.experts.shared_width", mixture.shared.width, tp
+    for key, inputs, split in inputs_of_matrices(model) if min(model.heads, model.layers, tp) >= 1 else ():
+        if inputs % (FOUR_BIT_BLOCK * (tp if split else 1)):
+            fix = "use adapter.base=compute" + (", or a smaller parallel.tp" if inputs % FOUR_BIT_BLOCK == 0 else "")
+            yield Problem(key, blocks, fix, inputs)
 
 
 def targets_of(model: Model) -> list[Target]:

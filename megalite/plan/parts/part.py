@@ -11,13 +11,13 @@ from math import prod
 from typing import ClassVar, Literal, NamedTuple, Protocol
 
 from megalite.config.layers import Heads
-from megalite.config.layout import shard_dim
+from megalite.config.layout import FOUR_BIT_BLOCK, shard_dim
 from megalite.config.schema import BaseForm
 from megalite.plan.parts.roles import SPLIT, Role
 from megalite.plan.parts.sizes import Sizes
 from megalite.plan.parts.transfers import Transfers
 
-FOUR_BIT_BLOCK, FOUR_BIT_BLOCK_BYTES = 64, 36  # values of a block, and its bytes, see `megalite_kernels.nf4`
+FOUR_BIT_BLOCK_BYTES = 36  # see `megalite_kernels.nf4`
 
 
 @dataclass(frozen=True)

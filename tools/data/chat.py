@@ -1,10 +1,9 @@
-"""Conversations in JSON Lines become tokens, and a mask of those that the assistant writes.
+"""Conversations become tokens, and a mask of those that the assistant writes, or of those of a completion.
 
 A template comes from outside: worker processes render, each with a limit of memory, and each conversation with one of
 time.
 """
 
-import json
 import re
 import resource
 import signal
@@ -12,21 +11,19 @@ from collections.abc import Generator, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache, partial
+from itertools import takewhile
 from types import FrameType
-from typing import Any
 
 import numpy as np
 
-from megalite.base.errors import InputError, listing
+from megalite.base.errors import InputError
 from megalite.data.store import token_dtype
 from megalite.data.tokenizer import Tokenizer, load_tokenizer
-from megalite_tools.data.chat_template import ChatTemplate, Message, Source, TemplateError
-from megalite_tools.data.documents import Document, Reject
+from megalite_tools.data.chat_template import NO_TEMPLATE, ChatTemplate, Source, TemplateError
+from megalite_tools.data.conversations import Conversation, parts_text, read_chat
+from megalite_tools.data.documents import Reject
 from megalite_tools.data.encode import BATCH_CHARACTERS, BATCH_DOCUMENTS, Encoded, in_workers
 
-ROLES = ("system", "user", "assistant", "tool")
-MAX_MESSAGES = 10_000
-MAX_DEPTH = 100  # lists and objects, one in the other
 SECONDS = 20  # for one conversation
 MEMORY = 4 << 30  # bytes that rendering may take in a worker, beside what it has
 
@@ -40,58 +37,7 @@ class ChatEncoding:
     tokenizer: str  # path
     eod_token: str | None
     ends: bool  # whether the end-of-document id ends every conversation
-    template: Source
-
-
-def checked_chat(origin: str, record: dict[str, Any], messages: object) -> Document | Reject:
-    """A conversation as a document, whose text is JSON of the messages and tools; or why it is none."""
-
-    def reject(rule: str) -> Reject:
-        return Reject(origin, "not a conversation", rule)
-
-    if not isinstance(messages, list) or not messages:
-        return reject("messages must be a list of one or more objects with `role` and `content`")
-    if len(messages) > MAX_MESSAGES:
-        return reject(f"{len(messages):,} messages; {MAX_MESSAGES:,} are allowed")
-    for number, message in enumerate(messages, 1):
-        if (wrong := _wrong_message(message)) is not None:
-            return reject(f"message {number}: {wrong}")
-    tools = record.get("tools") or None
-    if isinstance(tools, str):
-        try:
-            tools = json.loads(tools)
-        except (ValueError, RecursionError):
-            return reject("`tools` is a text that is no JSON; give a list of objects")
-    if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
-        return reject("`tools` must be a list of objects")
-    if _deep([messages, tools]):
-        return reject(f"more than {MAX_DEPTH} lists and objects lie one in the other")
-    text = json.dumps([origin, messages, tools], ensure_ascii=False)
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        return Reject(origin, "not valid Unicode", f"lone surrogate {text[error.start]!a}")
-    return Document(text)
-
-
-def _deep(value: object) -> bool:
-    level = [value]
-    for _ in range(MAX_DEPTH):
-        inside = (each.values() if isinstance(each, dict) else each for each in level if isinstance(each, dict | list))
-        level = [item for items in inside for item in items]
-    return bool(level)
-
-
-def _wrong_message(message: object) -> str | None:
-    if not isinstance(message, dict):
-        return f"is {type(message).__name__}, not an object with `role` and `content`"
-    role, content = message.get("role"), message.get("content")
-    if role not in ROLES:
-        return f"its role is {json.dumps(role)[:50]}, which must be {listing([f'`{each}`' for each in ROLES])}"
-    if isinstance(content, str) or (content is None and role == "assistant" and message.get("tool_calls")):
-        return None
-    found = "missing" if content is None else type(content).__name__
-    return f"its content is {found}, but must be text; only an assistant's message with `tool_calls` may have none"
+    template: Source | None  # None: there is none, and only texts can be encoded
 
 
 def encode_chats(chats: Iterable[str], encoding: ChatEncoding, workers: int) -> Generator[Encoded]:
@@ -110,24 +56,28 @@ def encode_batch(encoding: ChatEncoding, batch: list[str]) -> Encoded:
     bits: list[bool] = []
     lengths: list[int] = []
     rejects = []
-    for chat in batch:
-        origin, messages, tools = json.loads(chat)
-        try:
-            with _limited():
-                found, trained = encode_chat(tokenizer, template, messages, tools)
-        except TemplateError as error:
-            rejects.append(Reject(origin, f"{encoding.template.path} cannot render it", str(error)))
-            continue
-        except InputError as error:
-            rejects.append(Reject(origin, "cannot be tokenized", str(error)))
-            continue
-        if not any(trained):
-            rejects.append(Reject(origin, NO_ASSISTANT, "the template marks none as the assistant's"))
-            continue
-        if encoding.ends and found[-1] != tokenizer.eod:
+    for chat in map(read_chat, batch):
+        if isinstance(chat.begin, str):
+            found, trained = encode_texts(tokenizer, chat.begin, str(chat.completion))
+        elif template is None:
+            raise InputError(f"{encoding.tokenizer}: {NO_TEMPLATE}")
+        else:
+            try:
+                with _limited():
+                    found, trained = encode_chat(tokenizer, template, chat)
+            except TemplateError as error:
+                rejects.append(Reject(chat.origin, f"{template.source.path} cannot render it", str(error)))
+                continue
+            except InputError as error:
+                rejects.append(Reject(chat.origin, "cannot be tokenized", str(error)))
+                continue
+        if encoding.ends and (not found or found[-1] != tokenizer.eod):
             assert tokenizer.eod is not None, "the caller has asked"
             found.append(tokenizer.eod)
-            trained.append(False)
+            trained.append(isinstance(chat.begin, str))  # a template has the ends that are to be learned
+        if not any(trained):
+            rejects.append(Reject(chat.origin, NO_ASSISTANT, "no text of the assistant or of a completion"))
+            continue
         ids += found
         bits += trained
         lengths.append(len(found))
@@ -135,16 +85,19 @@ def encode_batch(encoding: ChatEncoding, batch: list[str]) -> Encoded:
     return Encoded(tokens, lengths, [True] * len(lengths), np.array(bits, np.bool_), tuple(rejects))
 
 
-def encode_chat(
-    tokenizer: Tokenizer, template: ChatTemplate, messages: list[Message], tools: list[Any] | None = None
-) -> tuple[list[int], list[bool]]:
+def encode_chat(tokenizer: Tokenizer, template: ChatTemplate, chat: Conversation) -> tuple[list[int], list[bool]]:
     """Tokens of one conversation, and whether each is trained: where a character of it is the assistant's.
 
-    Raises TemplateError, and InputError for messages with the text of a special token, which would be taken for one of
-    the template's own.
+    With a completion, it is trained instead: what follows the tokens of the prompt with the prompt for an answer, as
+    far as these are the same when the completion follows. Raises TemplateError, and InputError for messages with the
+    text of a special token, which would be taken for one of the template's own.
     """
-    _refuse_forged(tokenizer, messages, tools)
-    text, spans = template.render(messages, tools)
+    _refuse_forged(tokenizer, chat)
+    if isinstance(chat.begin, list) and chat.completion is not None:
+        prompt = template.text(chat.begin, chat.tools, chat.variables, ask=True)
+        whole = template.text(chat.messages, chat.tools, chat.variables)
+        return _after(tokenizer.encode_marked(prompt)[0], tokenizer.encode_marked(whole)[0])
+    text, spans = template.render(chat.messages, chat.tools, chat.variables)
     ids, offsets = tokenizer.encode_marked(text)
     trained, at = [], 0
     for start, end in offsets:  # both are in order
@@ -154,12 +107,26 @@ def encode_chat(
     return ids, trained
 
 
-def _refuse_forged(tokenizer: Tokenizer, messages: list[Message], tools: list[Any] | None) -> None:
+def encode_texts(tokenizer: Tokenizer, prompt: str, completion: str) -> tuple[list[int], list[bool]]:
+    """Tokens of two texts as one, and whether each is of the second. Special tokens stand for themselves in both."""
+    begin = tokenizer.begin
+    alone, whole = (tokenizer.encode_marked(text)[0] for text in (prompt, prompt + completion))
+    return _after([*begin, *alone], [*begin, *whole])
+
+
+def _after(prompt: list[int], whole: list[int]) -> tuple[list[int], list[bool]]:
+    """Mark what follows the tokens that both begin with."""
+    same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(prompt, whole, strict=False)))
+    return whole, [place >= same for place in range(len(whole))]
+
+
+def _refuse_forged(tokenizer: Tokenizer, chat: Conversation) -> None:
     pattern = _special(tokenizer.specials)
-    for number, message in enumerate([*messages, *(tools or [])], 1):
-        for text in _texts(message):
+    given = [(f"message {number}", message) for number, message in enumerate(chat.messages, 1)]
+    given += [(f"tool {number}", tool) for number, tool in enumerate(chat.tools or [], 1)]
+    for where, value in [*given, ("chat_template_kwargs", chat.variables)]:
+        for text in _texts(value):
             if pattern is not None and (found := pattern.search(text)):
-                where = f"message {number}" if number <= len(messages) else f"tool {number - len(messages)}"
                 raise InputError(f"{where} has the special token {found.group()!r} in its text; take it out")
 
 
@@ -178,6 +145,8 @@ def _texts(value: object) -> Iterator[str]:
                 waiting += [*fields, *fields.values()]
             case list(items):
                 waiting += items
+                if items and all(isinstance(item, dict) and isinstance(item.get("text"), str) for item in items):
+                    yield parts_text(items)  # which templates join
 
 
 @contextmanager
@@ -195,7 +164,7 @@ def _limited() -> Iterator[None]:
 
 
 @cache
-def _opened(encoding: ChatEncoding) -> tuple[Tokenizer, ChatTemplate]:
+def _opened(encoding: ChatEncoding) -> tuple[Tokenizer, ChatTemplate | None]:
     """The tokenizer and template of a worker, whose memory is limited from then on.
 
     Templates are compiled here alone, as that computes what is constant in them.
@@ -207,6 +176,8 @@ def _opened(encoding: ChatEncoding) -> tuple[Tokenizer, ChatTemplate]:
     ):  # a lower limit is in force, or no Linux
         limit = int(file.read().split()[0]) * resource.getpagesize() + MEMORY
         resource.setrlimit(resource.RLIMIT_AS, (limit, resource.getrlimit(resource.RLIMIT_AS)[1]))
+    if encoding.template is None:
+        return tokenizer, None
     try:
         with _limited():
             return tokenizer, ChatTemplate(encoding.template)

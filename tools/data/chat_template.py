@@ -8,6 +8,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -20,13 +21,18 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
 from megalite.base.errors import InputError
 from megalite.base.files import exists, is_file, read_object
 from megalite.data.tokenizer import COMPANION_FILES, MAX_COMPANION_BYTES
+from megalite_tools.data.conversations import Message, parts_text
 
 TEMPLATE_FILE = "chat_template.jinja"
+NO_TEMPLATE = (
+    f"no chat template: neither {TEMPLATE_FILE} nor `chat_template` in tokenizer_config.json is beside it; name a file "
+    "with --template"
+)
 MAX_TEMPLATE_BYTES = 1 << 20
 MAX_RENDERED = 64 << 20  # characters
 MAX_EXPONENT = 1000
 REASONING = ("reasoning_content", "thinking", "reasoning")  # fields that templates and data have it under
-Message = dict[str, Any]
+PROBE = "a text that no template has"
 Spans = list[tuple[int, int]]  # stretches of characters, [start, end)
 
 
@@ -44,8 +50,11 @@ class Source:
     tokens: tuple[tuple[str, str], ...] = ()  # names, such as bos_token, with texts
 
 
-def template_source(tokenizer: Path, template: str | None) -> Source:
-    """The template in the file `template`, or else that of a tokenizer. Raises InputError if there is none."""
+def found_template(tokenizer: Path, template: str | None) -> Source | None:
+    """The template in the file `template`, or else that of a tokenizer; None: there is none.
+
+    Raises InputError if the file is none.
+    """
     beside = [
         read_object(file, MAX_COMPANION_BYTES) for file in map(tokenizer.with_name, COMPANION_FILES) if exists(file)
     ]
@@ -63,8 +72,7 @@ def template_source(tokenizer: Path, template: str | None) -> Source:
         default = for_tools = named
     if isinstance(default, str) and isinstance(for_tools, str):
         return Source(str(config), default, for_tools, tokens)
-    what = f"no chat template: neither {TEMPLATE_FILE} nor `chat_template` in tokenizer_config.json is beside it"
-    raise InputError(f"{tokenizer}: {what}; name a file with --template")
+    return None
 
 
 def _tokens(known: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -93,24 +101,36 @@ class ChatTemplate:
     def __init__(self, source: Source) -> None:
         self.source = source
         try:
-            self._plain, self._for_tools = (_Compiled(text) for text in (source.text, source.text_for_tools))
+            self._plain, self._for_tools = (
+                _Compiled(text, dict(source.tokens)) for text in (source.text, source.text_for_tools)
+            )
         except (jinja2.TemplateError, RecursionError, MemoryError) as error:
             line = f", line {error.lineno}" if isinstance(error, jinja2.TemplateSyntaxError) else ""
             raise InputError(f"{source.path}: not a chat template{line}: {error}") from error
 
-    def render(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> tuple[str, Spans]:
+    def text(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Any] | None = None,
+        variables: Mapping[str, Any] | None = None,
+        ask: bool = False,
+    ) -> str:
+        """The text of a conversation, with the prompt for an answer if `ask`. Raises TemplateError."""
+        compiled, given = self._given(messages, tools, variables)
+        return compiled.render({**given, "add_generation_prompt": ask})[0]
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Any] | None = None,
+        variables: Mapping[str, Any] | None = None,
+    ) -> tuple[str, Spans]:
         """The text of a conversation, and the parts of it that the assistant writes. Raises TemplateError.
 
         They are those that `{% generation %}` marks. In a template without such marks, an assistant's message is what
         it adds to the text of those before, with the prompt for an answer.
         """
-        compiled = self._for_tools if tools is not None else self._plain
-        given: dict[str, Any] = {
-            "messages": [_plain(message) for message in messages],
-            "tools": tools,
-            "documents": None,
-        }
-        given = {**dict(self.source.tokens), **given, "add_generation_prompt": False}
+        compiled, given = self._given(messages, tools, variables)
         text, marked = compiled.render(given)
         if compiled.marks:
             return text, marked
@@ -119,6 +139,17 @@ class ChatTemplate:
             for number, message in enumerate(messages)
             if message["role"] == "assistant"
         ]
+
+    def _given(
+        self, messages: Sequence[Message], tools: Sequence[Any] | None, variables: Mapping[str, Any] | None
+    ) -> tuple["_Compiled", dict[str, Any]]:
+        """The template for a conversation, and the variables that it gets."""
+        compiled = self._for_tools if tools is not None else self._plain
+        plain = [_plain(message) for message in messages]
+        if any(isinstance(message.get("content"), list) for message in plain) and not compiled.takes_parts:
+            plain = [_joined(message) for message in plain]
+        more = {"documents": None, **(variables or {})}
+        return compiled, {**more, "messages": plain, "tools": tools, "add_generation_prompt": False}
 
     def _added(self, compiled: "_Compiled", text: str, given: Mapping[str, Any], number: int) -> tuple[int, int]:
         def rendered(count: int, prompt: bool) -> str:
@@ -134,24 +165,36 @@ class ChatTemplate:
 
 
 class _Compiled:
-    """One template, and whether it has marks."""
+    """One template, with the special tokens that it may name, and whether it has marks."""
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, text: str, tokens: Mapping[str, str]) -> None:
         if len(text) > MAX_TEMPLATE_BYTES:
             raise jinja2.TemplateError(f"it has {len(text):,} characters; {MAX_TEMPLATE_BYTES:,} are allowed")
         self._environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_Marks, loopcontrols])
         self._template = self._environment.from_string(text)
+        self._tokens = tokens
 
     @property
     def marks(self) -> bool:
         """Return whether the text of the template has `{% generation %}`, rendered or not."""
         return self._environment.has_marks
 
+    @cached_property
+    def takes_parts(self) -> bool:
+        """Return whether contents may be lists of parts: others take them for a text, or leave them out."""
+        parts = [{"type": "text", "text": PROBE}]
+        messages = [{"role": role, "content": parts} for role in ("user", "assistant")]
+        try:
+            text = self.render({"messages": messages, "tools": None, "add_generation_prompt": False})[0]
+        except TemplateError:
+            return False
+        return text.count(PROBE) == len(messages) and str(parts) not in text
+
     def render(self, variables: Mapping[str, Any]) -> tuple[str, Spans]:
         environment = self._environment
         environment.spans, environment.blocks, environment.length = [], [], 0
         with _explained():
-            for block in self._template.generate(variables):
+            for block in self._template.generate({**self._tokens, **variables}):
                 environment.blocks.append(block)
                 environment.length += len(block)
                 if environment.length > MAX_RENDERED:
@@ -218,6 +261,12 @@ def _plain(message: Message) -> Message:
     given = {key: value for key, value in message.items() if value is not None}
     reasoning = next((given[name] for name in REASONING if name in given), None)
     return given if reasoning is None else {"thinking": reasoning, **given, "reasoning_content": reasoning}
+
+
+def _joined(message: Message) -> Message:
+    """A message whose content is text, if it was parts of one."""
+    content = message.get("content")
+    return {**message, "content": parts_text(content)} if isinstance(content, list) else message
 
 
 @contextmanager

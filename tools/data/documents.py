@@ -42,8 +42,8 @@ class Reading:
     encoding: str = "utf-8"  # encoding of text and JSON Lines
     separator: str | None = None  # between the documents of a text file; None: the file is one
     most: int = MAX_DOCUMENT_BYTES  # bytes of a document
-    # Makes a document of an object and its field `key`, where that is no text; given the object's place first.
-    make: "Callable[[str, dict[str, Any], object], Document | Reject] | None" = None
+    # Makes a document of an object, given its place first; None: the document is the field `key`.
+    make: "Callable[[str, dict[str, Any]], Document | Reject] | None" = None
 
 
 def add_reading_options(parser: argparse.ArgumentParser) -> None:
@@ -313,13 +313,10 @@ def _json_document(origin: str, line: bytes, reading: Reading) -> Document | Rej
         return Reject(origin, "not valid JSON", f"{what[:200]}; expected one object per line")
     if not isinstance(record, dict):
         return Reject(origin, "not a JSON object", type(record).__name__)
-    value = _inside(record, reading.key)
-    if reading.make is not None and not isinstance(value, Missing):
-        return reading.make(origin, record, value)
-    return _checked(origin, value, reading)
+    return reading.make(origin, record) if reading.make else _checked(origin, inside(record, reading.key), reading)
 
 
-def _inside(record: dict[str, Any], key: str) -> object:
+def inside(record: dict[str, Any], key: str) -> object:
     """The field `key`, or else the nested field that `key` names with dots; Missing if there is no such field."""
     value: object = record
     for name in (key,) if key in record else key.split("."):
@@ -368,7 +365,7 @@ def _unlike_text(path: Path, schema: Any, fields: tuple[str, ...], key: str) -> 
         if names.count(name) > 1:
             return Reject(str(path), f"field {key!r} is not a string", f"there are {names.count(name)} of {name!r}")
         if name not in names:
-            return _missing(str(path), key, names)
+            return missing(str(path), key, names)
         inside = inside.field(name).type
     plain = inside.value_type if pyarrow.types.is_dictionary(inside) else inside
     if any(getattr(pyarrow.types, holds)(plain) for holds in TEXT_TYPES):
@@ -378,7 +375,7 @@ def _unlike_text(path: Path, schema: Any, fields: tuple[str, ...], key: str) -> 
 
 def _checked(origin: str, text: object, reading: Reading) -> Document | Reject:
     if isinstance(text, Missing):
-        return _missing(origin, reading.key, text.fields)
+        return missing(origin, reading.key, text.fields)
     if isinstance(text, bytes):
         try:
             text = text.decode()
@@ -395,5 +392,6 @@ def _checked(origin: str, text: object, reading: Reading) -> Document | Reject:
     return Document(text) if size <= reading.most else _too_long(origin, reading)
 
 
-def _missing(origin: str, key: str, names: Iterable[str]) -> Reject:
+def missing(origin: str, key: str, names: Iterable[str]) -> Reject:
+    """A document without the field `key`, which has others."""
     return Reject(origin, f"no field {key!r}", f"the fields are {', '.join(names)[:500] or 'none'}")

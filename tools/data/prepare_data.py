@@ -23,8 +23,9 @@ from megalite.data.store import TokenStore, token_dtype
 from megalite.data.store_writer import StoreWriter, sweep
 from megalite.data.tokenizer import tokenizer_hash
 from megalite.data.trial import open_tokenizer_file
-from megalite_tools.data.chat import ChatEncoding, checked_chat, encode_chats
-from megalite_tools.data.chat_template import template_source
+from megalite_tools.data.chat import ChatEncoding, encode_chats
+from megalite_tools.data.chat_template import found_template
+from megalite_tools.data.conversations import checked_chat
 from megalite_tools.data.documents import (
     DEFAULT_KEY,
     Reject,
@@ -67,8 +68,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--chat",
         action="store_true",
-        help="documents are conversations: lists of messages in the field `messages` of JSON Lines. They become text by"
-        " the tokenizer's chat template, and a mask tells which tokens the assistant writes",
+        help="documents are conversations in JSON Lines: `messages`, ShareGPT's `conversations`, or `prompt` and"
+        " `completion`. They become text by the tokenizer's chat template, and a mask tells which tokens are trained",
     )
     parser.add_argument("--template", metavar="FILE", help="chat template in place of the tokenizer's own; with --chat")
     parser.add_argument(
@@ -116,8 +117,8 @@ def _prepare(options: argparse.Namespace) -> None:
         raise InputError("--template is for conversations; add --chat")
     reading, skipped = reading_of(options, "\n" if options.lines else options.separator), Skipped()
     if options.chat:
-        key = "messages" if options.json_key == DEFAULT_KEY else options.json_key
-        reading = replace(reading, key=key, make=checked_chat)
+        key = None if options.json_key == DEFAULT_KEY else options.json_key
+        reading = replace(reading, make=partial(checked_chat, key))
     tokenizer = open_tokenizer_file(options.tokenizer, options.eod_token)
     end = None if options.no_eod else tokenizer.eod
     if end is None and not options.no_eod:
@@ -153,7 +154,7 @@ def _prepare(options: argparse.Namespace) -> None:
         texts = read_texts(files, reading, options.on_error, skipped, partial(progress.advance, task))
         given = options.tokenizer, options.eod_token, end is not None
         if options.chat:
-            template = template_source(Path(options.tokenizer), options.template)
+            template = found_template(Path(options.tokenizer), options.template)
             encoded = encode_chats(texts, ChatEncoding(*given, template), options.workers)
         else:
             encoded = encode_texts(texts, Encoding(*given), options.workers)

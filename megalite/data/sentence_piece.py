@@ -62,6 +62,20 @@ def with_short_scores(content: bytes) -> bytes:
     return bytes(found)
 
 
+def without_prefix(content: bytes) -> bytes:
+    """The model that puts no blank before a text. A field that comes again replaces the one before."""
+    return content + b"\x1a\x02\x18\x00"
+
+
+def encoded_pieces(message: bytes) -> list[tuple[int, int, int]]:
+    """The id of each piece of a text, and the bytes of the text that it is of, in what SentencePiece has serialized.
+
+    Only the last of the pieces that are single bytes of a character has its bytes; the others have none.
+    """
+    pieces = map(_values, _values(message)[2])
+    return [(_last(piece, 2, 0), _last(piece, 4, 0), _last(piece, 5, 0)) for piece in pieces]
+
+
 def _values(message: bytes) -> dict[int, list[Any]]:
     """The values of a message's fields, by number: whole numbers, and all else as bytes."""
     found: dict[int, list[Any]] = defaultdict(list)

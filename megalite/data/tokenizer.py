@@ -6,12 +6,14 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 
 import sentencepiece
 
 from megalite.base.errors import InputError, listing
 from megalite.base.files import exists, is_file, read_object
+from megalite.data.marked_pieces import MarkedPieces
 from megalite.data.store import MAX_VOCABULARY
 
 try:
@@ -90,13 +92,18 @@ class Tokenizer(ABC):
         """The names of special tokens that `encode_marked` takes for themselves."""
         return ()
 
+    @property
+    def written(self) -> tuple[str, ...]:
+        """Further tokens that are whole wherever a text has their names. Some may be the marks of a chat template."""
+        return ()
+
     def encode_marked(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
         """Tokens of a text in which special tokens stand for themselves, and the characters that each is of."""
         with _told(f"{self.path}: {ENCODING_PROBLEM}"):
             return self._encode_marked(text)
 
-    def _encode_marked(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-        raise InputError(f"{self.path}: chat templates need a tokenizer.json, which tells the places of tokens")
+    @abstractmethod
+    def _encode_marked(self, text: str) -> tuple[list[int], list[tuple[int, int]]]: ...
 
     @abstractmethod
     def is_special(self, token: int) -> bool:
@@ -124,6 +131,7 @@ class SentencePieceTokenizer(Tokenizer):
             self._model = sentencepiece.SentencePieceProcessor()
             self._model.load_from_serialized_proto(content)
             self.vocab_size = self._model.vocab_size()
+        self._content = content
         end = self._model.eos_id() if eod is None else self._named(eod)
         # A model may declare its eos as a piece that text is encoded as.
         self._eod = end if end >= 0 and self._model.is_control(end) else None
@@ -145,6 +153,22 @@ class SentencePieceTokenizer(Tokenizer):
         beside = read_object(file, MAX_COMPANION_BYTES) if exists(file) else {}
         bos: int = self._model.bos_id()
         return (bos,) if beside.get("add_bos_token") is True and bos >= 0 else ()
+
+    @cached_property
+    def _marked(self) -> MarkedPieces:
+        with _told(f"{self.path}: not a SentencePiece model that chat templates can be used with"):
+            return MarkedPieces(self.path, self._content)
+
+    @property
+    def specials(self) -> tuple[str, ...]:
+        return self._marked.special
+
+    @property
+    def written(self) -> tuple[str, ...]:
+        return self._marked.written
+
+    def _encode_marked(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        return self._marked.encode(text)
 
     def is_special(self, token: int) -> bool:
         return bool(self._model.is_control(token))
@@ -313,6 +337,8 @@ def _told(what: str) -> Iterator[None]:
     """Turn whatever a tokenizer's package raises into an InputError that begins with `what`."""
     try:
         yield
+    except InputError:
+        raise
     except BaseException as error:
         # The packages raise Exception itself, and a panic of Rust is no Exception.
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":

@@ -92,7 +92,7 @@ def encode_chat(tokenizer: Tokenizer, template: ChatTemplate, chat: Conversation
     far as these are the same when the completion follows. Raises TemplateError, and InputError for messages with the
     text of a special token, which would be taken for one of the template's own.
     """
-    _refuse_forged(tokenizer, chat)
+    _refuse_forged(_marks(tokenizer, template), chat)
     if isinstance(chat.begin, list) and chat.completion is not None:
         prompt = template.text(chat.begin, chat.tools, chat.variables, ask=True)
         whole = template.text(chat.messages, chat.tools, chat.variables)
@@ -120,19 +120,22 @@ def _after(prompt: list[int], whole: list[int]) -> tuple[list[int], list[bool]]:
     return whole, [place >= same for place in range(len(whole))]
 
 
-def _refuse_forged(tokenizer: Tokenizer, chat: Conversation) -> None:
-    pattern = _special(tokenizer.specials)
+def _refuse_forged(marks: re.Pattern[str], chat: Conversation) -> None:
     given = [(f"message {number}", message) for number, message in enumerate(chat.messages, 1)]
     given += [(f"tool {number}", tool) for number, tool in enumerate(chat.tools or [], 1)]
     for where, value in [*given, ("chat_template_kwargs", chat.variables)]:
         for text in _texts(value):
-            if pattern is not None and (found := pattern.search(text)):
+            if found := marks.search(text):
                 raise InputError(f"{where} has the special token {found.group()!r} in its text; take it out")
 
 
 @cache
-def _special(names: tuple[str, ...]) -> re.Pattern[str] | None:
-    return re.compile("|".join(map(re.escape, sorted(names, key=len, reverse=True)))) if names else None
+def _marks(tokenizer: Tokenizer, template: ChatTemplate) -> re.Pattern[str]:
+    """Finds the names of all tokens that may be marks of the template."""
+    source = template.source
+    marks = (name for name in tokenizer.written if re.fullmatch(r"[<\[].+[>\]]", name))
+    names = [*tokenizer.specials, *(name for name in marks if name in source.text or name in source.text_for_tools)]
+    return re.compile("|".join(map(re.escape, sorted(names, key=len, reverse=True))) or r"(?!)")
 
 
 def _texts(value: object) -> Iterator[str]:

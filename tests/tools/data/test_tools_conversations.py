@@ -149,7 +149,7 @@ def test_a_prompt_that_is_rendered_otherwise_when_more_follows() -> None:
 class Characters:
     """A tokenizer with a token for each character."""
 
-    specials = ()
+    specials = written = ()
     begin = ()
 
     def encode_marked(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:

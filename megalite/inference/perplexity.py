@@ -17,7 +17,7 @@ from megalite.data.store import TokenStore
 from megalite.data.tokenizer import Tokenizer, tokenizer_hash
 from megalite.inference.engine import Engine
 from megalite.inference.flat import Stem
-from megalite.inference.score import PASS_TOKENS, score
+from megalite.inference.score import PASS_TOKENS, token_scores
 
 CHUNK_TOKENS = 64 * PASS_TOKENS  # tokens whose scores are asked for at a time
 SHARES = (0.05, 0.25, 0.5, 0.75, 0.95)  # quantiles of documents' losses that are told
@@ -29,7 +29,8 @@ class Perplexity:
     """The perplexity of a model on one store. Losses are in nats per token."""
 
     documents: int  # documents that were scored
-    tokens: int
+    tokens: int  # that count: the trained ones, where the store has a mask
+    untrained: int  # other tokens of these documents, which the mask leaves out
     loss: float
     perplexity: float
     bits_per_byte: float | None  # loss in bits per byte of the text; None: there is no tokenizer
@@ -46,7 +47,8 @@ def measure(
     """The perplexity of a store, on the rank that leads; None on others. Collective.
 
     A document is scored from its beginning, after the token that ends documents: as the store says, or else `end`. If
-    none is known, its first token is not scored. A document longer than the model's sequence is scored in windows, each
+    none is known, its first token is not scored. Only the tokens that the store's mask says are trained count, as in
+    training; documents without one are left out. A document longer than the model's sequence is scored in windows, each
     of which sees one token of the one before. limit: so many documents, evenly spaced. Raises InputError.
     """
     store = TokenStore(prefix)
@@ -62,9 +64,10 @@ def measure(
     told = group.gather(rows if speaks else [])
     if told is None:
         return None
-    found = np.array(sorted(row for part in told for row in part), np.float64).reshape(-1, 4)
+    found = np.array(sorted(row for part in told for row in part), np.float64).reshape(-1, 5)
     if not len(found):
-        raise InputError(f"{prefix}: no document has a token whose loss could be measured")
+        trained = "" if store.mask is None else "trained "
+        raise InputError(f"{prefix}: no document has a {trained}token whose loss could be measured")
     return _summed(found, tokenizer is not None)
 
 
@@ -96,12 +99,12 @@ Document = tuple[int, list[Stem]]  # its number, and its windows
 def _parts(
     engine: Engine, store: TokenStore, documents: Sequence[int] | NDArray[np.int64], end: int | None
 ) -> Iterator[list[Document]]:
-    """Documents with something to score, so many that they make up CHUNK_TOKENS tokens."""
+    """Documents with a token that counts, so many that they make up CHUNK_TOKENS tokens."""
     part: list[Document] = []
     tokens = 0
     for number in map(int, documents):
         windows = _windows(_checked(store, number, engine.model.vocab_size), end, engine.model.sequence_length)
-        if windows:
+        if _counting(store, number, end).any():
             part.append((number, windows))
             tokens += sum(window.length for window in windows)
         if tokens >= CHUNK_TOKENS:
@@ -119,21 +122,28 @@ def _windows(tokens: list[int], end: int | None, length: int) -> list[Stem]:
     ]
 
 
+def _counting(store: TokenStore, number: int, end: int | None) -> NDArray[np.bool_]:
+    """Return whether each scored token of a document counts: the first is not scored if none is known before it."""
+    start, stop = store.bounds(number)
+    return store.trained(start, stop - start)[int(end is None) :]
+
+
 def _scored(
     engine: Engine, store: TokenStore, part: list[Document], tokenizer: Tokenizer | None, end: int | None
-) -> Iterator[tuple[int, int, float, int]]:
-    """The number of every document, its scored tokens, their loss in nats, and the bytes of its text."""
-    scores = iter(score(engine, [window for _, windows in part for window in windows]))
+) -> Iterator[tuple[int, int, int, float, int]]:
+    """The number of every document, its tokens that count and that do not, and the loss and bytes of the former."""
+    scores = iter(token_scores(engine, [window for _, windows in part for window in windows]))
     for number, windows in part:
-        loss = -sum(next(scores)[0].log_likelihood for _ in windows)
-        count = sum(len(window.branches[0]) for window in windows)
+        likelihoods = np.concatenate([next(scores)[0][:, 0].numpy() for _ in windows])
+        counting = _counting(store, number, end)
+        count = int(counting.sum())
         size = 0
         if tokenizer is not None:
-            text = [int(token) for token in store.document(number)]
+            tokens = store.document(number)
+            text = tokens[len(tokens) - len(counting) :][counting].tolist()
             text = text[:-1] if text[-1] == end else text
-            text = text[1:] if end is None else text  # the first token is not scored, and does not count
             size = len(tokenizer.decode(text).encode(errors="replace"))
-        yield number, count, loss, size
+        yield number, count, len(counting) - count, -float(likelihoods[counting].sum()), size
 
 
 def _checked(store: TokenStore, number: int, vocabulary: int) -> list[int]:
@@ -145,12 +155,13 @@ def _checked(store: TokenStore, number: int, vocabulary: int) -> list[int]:
 
 
 def _summed(found: NDArray[np.float64], with_bytes: bool) -> Perplexity:
-    numbers, tokens, losses, sizes = found.T
+    numbers, tokens, untrained, losses, sizes = found.T
     loss, means = float(losses.sum() / tokens.sum()), losses / tokens
     size = sizes.sum()
     return Perplexity(
         documents=len(found),
         tokens=int(tokens.sum()),
+        untrained=int(untrained.sum()),
         loss=loss,
         perplexity=math.exp(min(loss, 700)),
         bits_per_byte=float(losses.sum() / math.log(2) / size) if with_bytes and size else None,

@@ -19,17 +19,27 @@ class Score(NamedTuple):
     greedy: bool  # whether each of its tokens is the likeliest
 
 
-@torch.inference_mode()
 def score(engine: Engine, stems: Sequence[Stem]) -> list[list[Score]]:
     """The scores of all branches of every stem, on all ranks. Collective. Raises InputError if one is not finite."""
+    return [
+        [Score(part[:, 0].sum().item(), bool(part[:, 1].all())) for part in parts]
+        for parts in token_scores(engine, stems)
+    ]
+
+
+@torch.inference_mode()
+def token_scores(engine: Engine, stems: Sequence[Stem]) -> list[list[torch.Tensor]]:
+    """Scores of tokens, `[tokens, 2]` for each branch of each stem: log-likelihood, and whether it is the likeliest.
+
+    On all ranks; collective. Raises InputError if one is not finite.
+    """
     if not stems:
         return []
     parts = [part for stem in stems for part in engine.alike(stem)]
     found = engine.scores(list(_passes(parts))).cpu()
     if not found.isfinite().all():
         raise InputError("the model's logits are not finite: its weights are too large to score text with")
-    sizes = [len(branch) for stem in stems for branch in stem.branches]
-    each = iter([Score(part[:, 0].sum().item(), bool(part[:, 1].all())) for part in found.split(sizes)])
+    each = iter(found.split([len(branch) for stem in stems for branch in stem.branches]))
     return [[next(each) for _ in stem.branches] for stem in stems]
 
 

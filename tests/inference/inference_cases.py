@@ -53,6 +53,9 @@ class Letters(Tokenizer):
     def _encode_batch(self, texts: list[str]) -> list[list[int]]:
         return [self._encode(text) for text in texts]
 
+    def _encode_marked(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        return self._encode(text), [(place, place + 1) for place in range(len(text))]
+
     def _decode(self, ids: Sequence[int]) -> str:
         return "".join(map(chr, ids))
 

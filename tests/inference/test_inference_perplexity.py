@@ -88,6 +88,38 @@ def test_where_no_end_is_known_first_tokens_are_not_scored(
     assert measured(engine, prefix, END).tokens == sum(LENGTHS)
 
 
+@torch.inference_mode()
+@pytest.mark.parametrize("end", [END, None])
+def test_only_trained_tokens_count(end: int | None, documents: list[list[int]], alone: Mesh, tmp_path: Path) -> None:
+    """Those of the mask, in documents of one window and of several; documents without one are left out."""
+    engine = inference_cases.engine_of(alone)
+    generator = torch.Generator().manual_seed(0)
+    masks = [torch.rand(len(tokens), generator=generator) < 0.4 for tokens in documents]
+    masks[3][:] = False
+    masks[2][:] = True
+    with StoreWriter(tmp_path / "store", "<i4", end_of_document=end, masked=True) as writer:
+        for tokens, mask in zip(documents, masks, strict=True):
+            writer.add(np.array(tokens), mask.numpy())
+    found = measured(engine, str(tmp_path / "store"), None)
+    first = int(end is None)
+    each = [
+        np.array(losses(engine, tokens if end is None else [END, *tokens]))[mask[first:].numpy()].tolist()
+        for tokens, mask in zip(documents, masks, strict=True)
+    ]
+    assert not each[3]
+    counted = [losses for losses in each if losses]
+    count = sum(map(len, counted))
+    sizes = [len(mask) - first for mask, losses in zip(masks, each, strict=True) if losses]
+    assert (found.documents, found.tokens, found.untrained) == (len(counted), count, sum(sizes) - count)
+    assert found.loss == pytest.approx(sum(map(sum, counted)) / count, rel=1e-10)
+    text = sum(int(mask[first:].sum()) - int(mask[-1]) * (1 - first) for mask in masks)
+    assert found.bits_per_byte == pytest.approx(sum(map(sum, counted)) / math.log(2) / text, rel=1e-10)
+    with StoreWriter(tmp_path / "none", "<i4", end_of_document=END, masked=True) as writer:
+        writer.add(np.array(documents[0]), np.zeros(len(documents[0]), np.bool_))
+    with pytest.raises(InputError, match="no document has a trained token whose loss could be measured"):
+        measured(engine, str(tmp_path / "none"), None)
+
+
 def test_a_store_is_of_the_model_that_an_exports_tokenizer_was_made_of(
     documents: list[list[int]], alone: Mesh, tmp_path: Path
 ) -> None:

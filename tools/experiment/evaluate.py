@@ -127,14 +127,16 @@ def _report(opened: Opened, data: Mapping[str, Perplexity], tasks: Tasks) -> dic
 
 
 def _perplexities(data: Mapping[str, Perplexity]) -> Any:
-    rows = table(
-        "store", "documents", "tokens", "loss", "perplexity", "bits/byte", "5 %", "50 %", "95 %", text=("store",)
-    )
+    masked = any(found.untrained for found in data.values())
+    counted = ("trained tokens", "of tokens") if masked else ("tokens",)
+    spread = ("5 %", "50 %", "95 %")
+    rows = table("store", "documents", *counted, "loss", "perplexity", "bits/byte", *spread, text=("store",))
     for prefix, found in data.items():
         size = "" if found.bits_per_byte is None else f"{found.bits_per_byte:.4f}"
-        spread = [f"{found.document_loss[name]:.4f}" for name in ("p5", "p50", "p95")]
-        counts = f"{found.documents:,}", f"{found.tokens:,}"
-        rows.add_row(printable(prefix), *counts, f"{found.loss:.4f}", f"{found.perplexity:.4g}", size, *spread)
+        losses = [f"{found.document_loss[name]:.4f}" for name in ("p5", "p50", "p95")]
+        counts = [found.documents, found.tokens, *([found.tokens + found.untrained] if masked else [])]
+        told = (f"{count:,}" for count in counts)
+        rows.add_row(printable(prefix), *told, f"{found.loss:.4f}", f"{found.perplexity:.4g}", size, *losses)
     return rows
 
 

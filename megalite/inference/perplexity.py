@@ -29,8 +29,8 @@ class Perplexity:
     """The perplexity of a model on one store. Losses are in nats per token."""
 
     documents: int  # documents that were scored
-    tokens: int  # that count: the trained ones, where the store has a mask
-    untrained: int  # other tokens of these documents, which the mask leaves out
+    tokens: int  # counted tokens: the trained ones, where the store has a mask
+    untrained: int  # further tokens of these documents, which the mask leaves out
     loss: float
     perplexity: float
     bits_per_byte: float | None  # loss in bits per byte of the text; None: there is no tokenizer

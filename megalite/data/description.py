@@ -11,10 +11,10 @@ from typing import Any
 from megalite.base.errors import InputError
 from megalite.base.files import exists, read_object
 from megalite.base.json_shape import OrNull, ValueKind, digits, misfits, whole
+from megalite.config.rules.files import MAX_DESCRIPTION_BYTES
 
 FORMAT = "megalite token store"
 VERSION = 1
-MAX_DESCRIPTION_BYTES = 4 << 20  # bytes of such a file
 MAX_SOURCES = 100  # sources that are listed one by one
 MAX_TEXT_LENGTH = 4096  # characters of a name or path
 COUNT, SHA256 = whole(0, 62), digits(64)

@@ -117,5 +117,45 @@ def test_files_are_looked_for_beside_the_rules(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("fault", "rule"),
+    [
+        ("none", None),
+        ("linked", None),
+        ("lost", "{0}.mask, which {0}.json speaks of, is not there"),
+        ("short", "{0}.mask has 1 bytes, not the 2 of 9 tokens"),
+        ("dangling", "{0}.mask is no regular file, nor a link to one"),
+        ("folder", "{0}.mask is no regular file, nor a link to one"),
+        ("no description", None),
+    ],
+)
+def test_a_mask_is_there_and_as_long_as_its_store(fault: str, rule: str | None, tmp_path: Path) -> None:
+    with StoreWriter(tmp_path / "store", "uint16", masked=True) as writer:
+        writer.add([1] * 9, [True] * 9)
+    mask, path = tmp_path / "store.mask", str(tmp_path / "store")
+    content = mask.read_bytes()
+    mask.unlink()
+    match fault:
+        case "none":
+            mask.write_bytes(content)
+        case "linked":
+            (tmp_path / "kept").write_bytes(content)
+            mask.symlink_to("kept")
+        case "short":
+            mask.write_bytes(content[:1])
+        case "dangling":
+            mask.symlink_to("nowhere")
+        case "folder":
+            mask.mkdir()
+        case "no description":
+            (tmp_path / "store.json").unlink()
+    problems = validate_files(load([], [f"data.train=[{{path: {path}}}]"]))
+    if rule is None:
+        assert problems == []
+    else:
+        (problem,) = problems
+        assert (problem.key, problem.rule) == ("data.train[0].path", rule.format(path))
+
+
 def test_training_needs_data() -> None:
     assert [problem.key for problem in validate_files(Config())] == ["data.train"]

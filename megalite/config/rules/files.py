@@ -1,12 +1,16 @@
 """Checks that the files and packages that training needs are there."""
 
+import os
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
+from pathlib import Path
 
-from megalite.base.errors import Problem, listing
-from megalite.base.files import UnreachableError, exists, is_file
+from megalite.base.errors import InputError, Problem, listing
+from megalite.base.files import UnreachableError, exists, is_file, look, read_object
 from megalite.config.schema import SCHEDULES, Config, Source
 from megalite.config.sources import split_kind
+
+MAX_DESCRIPTION_BYTES = 4 << 20  # bytes of a store's .json
 
 
 def validate_files(config: Config) -> list[Problem]:
@@ -56,6 +60,7 @@ def _stores(key: str, sources: list[Source]) -> Iterator[Problem]:
     for i, source in enumerate(sources):
         try:
             missing = [source.path + end for end in (".bin", ".idx") if not is_file(source.path + end)]
+            wrong = None if missing else _wrong_mask(source.path)
         except UnreachableError as error:
             yield Problem(f"{key}[{i}].path", error.rule, error.fix, source.path)
             continue
@@ -67,3 +72,24 @@ def _stores(key: str, sources: list[Source]) -> Iterator[Problem]:
                 else "correct the path, or make it with megalite-prepare-data"
             )
             yield Problem(f"{key}[{i}].path", f"no such file: {listing(missing, 'and')}", fix, source.path)
+        if wrong is not None:
+            yield Problem(
+                f"{key}[{i}].path", wrong, "copy all files of the store again, or prepare it anew", source.path
+            )
+
+
+def _wrong_mask(prefix: str) -> str | None:
+    """The reason why a store's mask cannot be its own, by what its description says; None: there is none."""
+    mask = look(f"{prefix}.mask", follow=False)
+    try:
+        described = read_object(Path(f"{prefix}.json"), MAX_DESCRIPTION_BYTES)
+    except InputError:  # the checks of the data tell that better, if there is a description at all
+        described = {}
+    if mask is None:
+        return f"{prefix}.mask, which {prefix}.json speaks of, is not there" if "trained_tokens" in described else None
+    if not is_file(f"{prefix}.mask"):
+        return f"{prefix}.mask is no regular file, nor a link to one"
+    tokens, size = described.get("tokens"), os.stat(f"{prefix}.mask").st_size
+    if isinstance(tokens, int) and size != -(-tokens // 8):
+        return f"{prefix}.mask has {size:,} bytes, not the {-(-tokens // 8):,} of {tokens:,} tokens"
+    return None

@@ -5,6 +5,7 @@ data. The result is a function of the lengths alone.
 """
 
 from collections import defaultdict, deque
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -49,11 +50,17 @@ def longer(store: TokenStore, length: int) -> list[int]:
     return np.flatnonzero(store.lengths > length).tolist()
 
 
-def pack(store: TokenStore, writer: StoreWriter, length: int, padding: int) -> Packed:
+def pack(
+    store: TokenStore,
+    writer: StoreWriter,
+    length: int,
+    padding: int,
+    advanced: Callable[[int], None] = lambda _: None,
+) -> Packed:
     """Write all documents but those that are longer, in sequences of `length` tokens.
 
     The rest of a sequence is one more document of `padding` tokens, which are not trained. One more token ends the
-    store: the target of the last.
+    store: the target of the last. advanced: called with the tokens of each document that was written.
     """
     kept = np.flatnonzero(store.lengths <= length)
     placed = best_fit_decreasing(store.lengths[kept], length)
@@ -65,6 +72,7 @@ def pack(store: TokenStore, writer: StoreWriter, length: int, padding: int) -> P
         start, end = store.bounds(int(kept[at]))
         writer.add(store.read(start, end - start), store.trained(start, end - start))
         left -= end - start
+        advanced(end - start)
     _pad(writer, left + 1, padding)
     return Packed(sequence + 1, padded + left)
 

@@ -150,7 +150,7 @@ def _prepare(options: argparse.Namespace) -> None:
             unpacked = partial(StoreWriter, dtype=dtype, masked=options.chat, temporary=True)
             writers = [stack.enter_context(unpacked(f"{options.out}{split}{UNPACKED}")) for split in splits]
         progress = stack.enter_context(_progress())
-        task = progress.add_task("", total=sum(source.bytes for source in sources), documents=0, tokens=0)
+        task = progress.add_task("·", total=sum(source.bytes for source in sources), documents=0, tokens=0)
         texts = read_texts(files, reading, options.on_error, skipped, partial(progress.advance, task))
         given = options.tokenizer, options.eod_token, end is not None
         if options.chat:
@@ -176,7 +176,7 @@ def _prepare(options: argparse.Namespace) -> None:
             raise InputError(f"all {documents} documents fell to validation; lower --valid-fraction")
         if length is not None:
             for writer, final in zip(writers, finals, strict=True):
-                _pack(writer, final, length, options.on_error, skipped)
+                _pack(writer, final, length, options.on_error, skipped, progress)
         for writer in finals:  # all steps that can fail come before the first store appears
             writer.seal()
         late.callback(restore, listen(signal.SIG_IGN))  # from here on: all stores appear, or none
@@ -184,7 +184,12 @@ def _prepare(options: argparse.Namespace) -> None:
 
 
 def _pack(
-    unpacked: StoreWriter, final: StoreWriter, length: int, on_error: Literal["stop", "skip"], skipped: Skipped
+    unpacked: StoreWriter,
+    final: StoreWriter,
+    length: int,
+    on_error: Literal["stop", "skip"],
+    skipped: Skipped,
+    progress: Progress,
 ) -> None:
     """Write the documents of one store into another, in sequences. Raises InputError if none fits."""
     unpacked.seal()
@@ -198,7 +203,13 @@ def _pack(
         )
     if len(too_long) == store.documents:
         raise InputError(f"{final.prefix}: no document fits into --pack {length}; use a larger LENGTH")
-    found = pack(store, final, length, end)
+    item = store.dtype.itemsize
+    task = progress.add_task("packed", total=store.tokens * item, documents=0, tokens=0)
+
+    def advanced(tokens: int) -> None:
+        progress.update(task, advance=tokens * item, documents=final.documents, tokens=final.tokens)
+
+    found = pack(store, final, length, end, advanced)
     share = found.padding / (found.sequences * length)
     print(
         printable(f"{final.prefix}: {counted(found.sequences, 'sequence')} of {length:,} tokens, {share:.2%} padding")
@@ -210,7 +221,7 @@ def _progress() -> Progress:
     return Progress(  # in 80 columns
         DownloadColumn(table_column=Column(no_wrap=True)),
         TransferSpeedColumn(table_column=Column(no_wrap=True)),
-        TextColumn("· {task.fields[documents]:,} documents · {task.fields[tokens]:,} tokens · left"),
+        TextColumn("{task.description} {task.fields[documents]:,} documents · {task.fields[tokens]:,} tokens · left"),
         TimeRemainingColumn(),
         console=console,
         disable=not console.is_terminal,

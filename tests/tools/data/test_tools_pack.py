@@ -59,7 +59,9 @@ def packed(folder: Path, documents: list[tuple[list[int], list[bool]]], length: 
         for tokens, bits in documents:
             writer.add(tokens, bits)
     with StoreWriter(folder / "packed", "uint16", END, masked=True, packed=length) as writer:
-        pack(TokenStore(folder / "loose"), writer, length, END)
+        told: list[int] = []
+        pack(TokenStore(folder / "loose"), writer, length, END, told.append)
+    assert sum(told) == sum(len(tokens) for tokens, _ in documents if len(tokens) <= length)
     return TokenStore(folder / "packed")
 
 

@@ -18,8 +18,10 @@ from ranks import SIZE, Ranks
 
 from megalite.commands.verify import compare
 from megalite.config.layout import AXES, Layout
+from megalite.config.rules.adapter import targets_of
 from megalite.config.rules.validate import validate
 from megalite.config.schema import (
+    Adapter,
     Attention,
     Base,
     Batch,
@@ -60,6 +62,8 @@ FEATURES = {
     "sinks": (False, True),
     "ep": ("least", "more", "all"),
     "buffers": ("exact", "worst_case"),
+    "trained": ("every token", "some tokens"),
+    "adapter": ("none", "all", "some", "dropping"),
 }
 ATTENTION = {
     "full": Attention(),
@@ -80,6 +84,12 @@ EXPERTS = {  # of 8, so that ranks of every axis can share them out
     "experts": Experts(8, 2, 7, balance_loss=0.1, z_loss=0.01),
     "groups": Experts(8, 2, 5, every=2, groups=2, balance_loss=0.1, correction_rate=0.1, shared_width=8),
     "biases": Experts(8, 3, 6, scores="sigmoid", gate="clamped", biases=True, shared_width=16, shared_gate=True),
+}
+ADAPTERS = {
+    "none": None,
+    "all": Adapter(3, 6.0),
+    "some": Adapter(2, 3.0, rslora=True, targets=["query", "down", "experts"]),
+    "dropping": Adapter(4, 4.0, targets=["query", "value", "latent", "attention_output", "up"], dropout=0.3),
 }
 # Only where one of the axes is used:
 MATTERS = {
@@ -216,7 +226,9 @@ def configuration(layout: Layout, row: Row) -> Config:
     parallel = Parallel(*layout.shape, ep, pipeline, Context(row["method"]), DataParallel(row["mode"]), experts)
     recompute, *every = str(row["recompute"]).split(" ", 1)
     train = Train(3, "fp64", recompute=recompute, recompute_every=1 + len(every), offload_activations=row["offload"])
-    masked = row["documents"] != "packed"
+    masked, adapter = row["documents"] != "packed", ADAPTERS[str(row["adapter"])]
+    if adapter is not None and adapter.targets != "all":
+        adapter = replace(adapter, targets=[name for name in targets_of(model) if name in adapter.targets])
     return Config(
         model=model,
         parallel=parallel,
@@ -224,6 +236,7 @@ def configuration(layout: Layout, row: Row) -> Config:
         train=train,
         optim=Optim(str(row["optimizer"]).split()[0], clip_norm=row["clip_norm"], offload="host" in row["optimizer"]),
         data=Data(mask_documents=masked, reset_positions=row["documents"] == "reset", end_of_document=3),
+        adapter=adapter,
     )
 
 
@@ -237,7 +250,10 @@ def test_the_configurations_cover_every_pair_of_settings() -> None:
 def test_layout_trains_as_one_process(layout: Layout, row: Row, ranks: Ranks) -> None:
     config = configuration(layout, row)
     assert validate(config, layout.world_size) == []
-    told = ranks.run(compare, config, 2, 1e-10)  # the second has what the first leaves behind: moments, buffers, slots
+    masked = row["trained"] == "some tokens"
+    told = ranks.run(
+        compare, config, 2, 1e-10, masked
+    )  # the second has what the first leaves behind: moments, buffers, slots
     assert all(differences == told[0] for differences in told)
     tolerances = {difference.quantity: difference.tolerance for difference in told[0]}
     required = {

@@ -21,6 +21,7 @@ from megalite_tools.terminal import Terminal, bar
 
 COMMAND = "megalite-inspect-data"
 MAX_LISTED_TOKENS = 64  # tokens of each sample document
+MAX_MASKED_TOKENS = 512  # where there is a mask to look at
 MAX_LISTED_SOURCES = 3
 SAMPLED_DOCUMENTS = 10_000  # whose trained tokens are counted
 PART = 1 << 22  # lengths read at a time
@@ -60,13 +61,17 @@ def _inspect(options: argparse.Namespace) -> None:
         facts.append(("verified", f"everything read; largest token id {scan.largest_id:,}"))
         if options.describe:
             _describe(store, scan, options.tokenizer)
-    facts += _described(store)
+    described = checked_description(store)
+    facts += _described(store, described)
+    padding = None if described is None or described.packed is None else described.end_of_document
+    if store.mask is not None and store.documents:
+        facts.append(("trained in documents", _trained(store, padding)))
     terminal = Terminal()
     terminal.line(store.prefix)
     terminal.facts(facts)
     count = min(options.samples, store.documents)
     for nth in range(count):
-        terminal.styled(_sample(store, (store.documents - 1) * nth // max(1, count - 1), tokenizer))
+        terminal.styled(_sample(store, (store.documents - 1) * nth // max(1, count - 1), tokenizer, padding))
 
 
 def _facts(store: TokenStore) -> list[tuple[str, str]]:
@@ -83,16 +88,22 @@ def _facts(store: TokenStore) -> list[tuple[str, str]]:
         middle = np.median(store.lengths[:: max(1, store.sequences // PART)])  # an evenly spaced sample of many
         mean = store.tokens / store.sequences
         facts.append(("sequence lengths", f"min {low:,} · median {middle:,.0f} · mean {mean:,.1f} · max {high:,}"))
-    if store.mask is not None and store.documents:
-        facts.append(("trained in documents", _trained(store)))
     return facts
 
 
-def _trained(store: TokenStore) -> str:
-    """Trained tokens of documents; an evenly spaced sample stands for many."""
+def _is_padding(store: TokenStore, index: int, padding: int | None) -> bool:
+    """Return whether a document is padding, which is of one token; None: the store was not packed."""
+    if padding is None:
+        return False
+    start, end = store.bounds(index)
+    return bool((store.read(start, end - start) == padding).all()) and not store.trained(start, end - start).any()
+
+
+def _trained(store: TokenStore, padding: int | None) -> str:
+    """Trained tokens of documents other than padding; an evenly spaced sample stands for many."""
     numbers = np.linspace(0, store.documents - 1, min(store.documents, SAMPLED_DOCUMENTS)).astype(int).tolist()
-    bounds = [store.bounds(index) for index in np.unique(numbers).tolist()]
-    counts = np.array([store.trained(start, end - start).sum() for start, end in bounds])
+    bounds = [store.bounds(index) for index in np.unique(numbers).tolist() if not _is_padding(store, index, padding)]
+    counts = np.array([store.trained(start, end - start).sum() for start, end in bounds] or [0])
     without = f" · none in {np.mean(counts == 0):.1%}" if not counts.all() else ""
     middle = f"median {np.median(counts):,.0f} · mean {counts.mean():,.1f}"
     return f"min {counts.min():,} · {middle} · max {counts.max():,}{without}"
@@ -115,8 +126,7 @@ def _describe(store: TokenStore, scan: Scan, tokenizer: str | None) -> None:
     write_whole(description_file(store.prefix), found.render())
 
 
-def _described(store: TokenStore) -> Iterator[tuple[str, str]]:
-    found = checked_description(store)
+def _described(store: TokenStore, found: Description | None) -> Iterator[tuple[str, str]]:
     if found is None:
         yield "description", f"none; --describe writes {description_file(store.prefix).name}"
         return
@@ -138,15 +148,20 @@ def _described(store: TokenStore) -> Iterator[tuple[str, str]]:
     yield "written by", f"megalite {found.megalite}"
 
 
-def _sample(store: TokenStore, index: int, tokenizer: Tokenizer | None) -> Iterator[tuple[str, str]]:
+def _sample(
+    store: TokenStore, index: int, tokenizer: Tokenizer | None, padding: int | None
+) -> Iterator[tuple[str, str]]:
     """The start of a document in parts of one line: its text as a Python literal, or token ids without a tokenizer.
 
     Where the store has a mask, trained tokens are between « and », and green.
     """
     start, end = store.bounds(index)
-    shown = min(end - start, MAX_LISTED_TOKENS)
+    shown = min(end - start, MAX_LISTED_TOKENS if store.mask is None else MAX_MASKED_TOKENS)
     ids, trained = store.read(start, shown), store.trained(start, shown)
     yield f"document {index:,} ({counted(end - start, 'token')}): ", ""
+    if _is_padding(store, index, padding):
+        yield "padding", "dim"
+        return
     around = "" if tokenizer is None else "'"
     yield around, ""
     cuts = [] if store.mask is None else (np.flatnonzero(np.diff(trained)) + 1).tolist()
@@ -155,7 +170,7 @@ def _sample(store: TokenStore, index: int, tokenizer: Tokenizer | None) -> Itera
             yield " ", ""
         text = _shown(store, index, ids[first:last].tolist(), tokenizer)
         yield (f"«{text}»", "green") if store.mask is not None and shown and trained[first] else (text, "")
-    yield around + (" …" if end - start > MAX_LISTED_TOKENS else ""), ""
+    yield around + (" …" if end - start > shown else ""), ""
 
 
 def _shown(store: TokenStore, index: int, ids: list[int], tokenizer: Tokenizer | None) -> str:

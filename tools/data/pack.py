@@ -17,8 +17,9 @@ from megalite.data.store_writer import StoreWriter
 
 @dataclass(frozen=True)
 class Packed:
-    """The sequences that a store was packed into."""
+    """The sequences that documents were packed into."""
 
+    documents: int
     sequences: int
     padding: int  # tokens
 
@@ -74,7 +75,7 @@ def pack(
         left -= end - start
         advanced(end - start)
     _pad(writer, left + 1, padding)
-    return Packed(sequence + 1, padded + left)
+    return Packed(len(kept), sequence + 1, padded + left)
 
 
 def _pad(writer: StoreWriter, count: int, padding: int) -> None:

@@ -211,9 +211,9 @@ def _pack(
 
     found = pack(store, final, length, end, advanced)
     share = found.padding / (found.sequences * length)
-    print(
-        printable(f"{final.prefix}: {counted(found.sequences, 'sequence')} of {length:,} tokens, {share:.2%} padding")
-    )
+    documents, sequences = counted(found.documents, "document"), counted(found.sequences, "sequence")
+    filled = f"{documents} in {sequences} of {length:,} tokens, {share:.2%} padding, which counts as documents"
+    print(printable(f"{final.prefix}: {filled}"))
 
 
 def _progress() -> Progress:

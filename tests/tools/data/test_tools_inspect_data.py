@@ -8,6 +8,7 @@ import pytest
 from megalite.data.description import Description, TokenizerFile
 from megalite.data.store_writer import StoreWriter
 from megalite.data.tokenizer import load_tokenizer, tokenizer_hash
+from megalite_tools.data import inspect_data
 from megalite_tools.data.inspect_data import main
 
 
@@ -171,7 +172,10 @@ def masked(tmp_path: Path) -> str:
     return str(tmp_path / "masked")
 
 
-def test_trained_tokens_are_counted_and_marked(masked: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_trained_tokens_are_counted_and_marked(
+    masked: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(inspect_data, "MAX_MASKED_TOKENS", 64)
     assert main([masked, "--samples", "4", "--verify"]) == 0
     printed = capsys.readouterr().out
     for line in (

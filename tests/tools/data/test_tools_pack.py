@@ -137,10 +137,15 @@ def test_a_document_that_fits_nowhere_is_told_or_left_out(
 
 
 def test_a_store_described_anew_is_packed_still(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    packed(tmp_path, [([100, END], [True, True])] * 40, 16)
+    packed(tmp_path, [([100, END], [True, True])] * 41, 16)
     assert inspect([str(tmp_path / "packed"), "--describe"]) == 0
-    assert inspect([str(tmp_path / "packed")]) == 0
-    assert capsys.readouterr().out.count("whole documents fill sequences of 16 tokens") == 2
+    assert inspect([str(tmp_path / "packed"), "--samples", "2"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.count("whole documents fill sequences of 16 tokens") == 2
+    assert "min 2 · median 2 · mean 2.0 · max 2 " in printed
+    assert "none in" not in printed.splitlines()[-3]
+    assert "document 0 (2 tokens): «100 9»\n" in printed
+    assert "document 41 (15 tokens): padding\n" in printed
 
 
 @pytest.mark.parametrize(("length", "warns"), [(16, False), (32, False), (8, True), (24, True)])

@@ -436,7 +436,7 @@ class Checkpoint:
     max_failures: int = 3  # checkpoints in a row that may fail to be written before training stops
     resume: str = "auto"  # auto: the newest of this run, if any; never; or the path of a checkpoint
     weights: str | None = None  # path of a checkpoint whose weights a new run begins with
-    export: Literal["hf"] | None = None  # hf: write RUN/export/step-…, which transformers and vLLM read, at the end
+    export: Literal["hf", "peft"] | None = None  # write RUN/export/step-… at the end; hf: the model; peft: the adapter
     export_every: int = 0  # and at every n-th step, a multiple of a fixed interval; 0: only at the end
     verify: bool = True  # compare every file with its hash when loading; sizes always are
     local: LocalCheckpoint | None = None  # null, or save on every node first, and copy to the run folder from there

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from toy_jobs import advance, config_of, make, one_rank, progress_at, saver
+from toy_jobs import advance, config_of, make, one_rank, progress_at, restorer, saver
 
 from megalite.base.errors import InputError
 from megalite.checkpoint.run.resume import check_export
 from megalite.checkpoint.weights.export import is_due
 from megalite.config.layout import Layout
-from megalite.config.schema import Attention, Checkpoint, Config, Experts, Model
+from megalite.config.schema import Adapter, Attention, Checkpoint, Config, Experts, Model
 from megalite.train.build import Job
 
 transformers = pytest.importorskip("transformers")
@@ -101,6 +101,41 @@ def test_an_export_that_fails_is_told_and_the_checkpoint_stands(tmp_path: Path) 
     assert "step-00000002 cannot be exported: " in problem
     assert "megalite-convert can do it later" in problem
     assert (tmp_path / "checkpoints/step-00000002").is_dir()
+
+
+def test_an_adapter_is_exported_merged_or_by_itself(tmp_path: Path) -> None:
+    """Both are read by transformers and PEFT with the same logits, those of the run."""
+    peft = pytest.importorskip("peft")
+    base, tokens = config(), torch.arange(8)[None]
+    with one_rank():
+        assert save(make(base), tmp_path / "base", 2) == ()
+        found = {}
+        for kind in ("hf", "peft"):
+            made = replace(config(), adapter=Adapter(3, 6.0))
+            made.checkpoint = replace(
+                made.checkpoint, export=kind, weights=f"{tmp_path / 'base/checkpoints/step-00000002'}"
+            )
+            check_export(made)
+            job = make(made)
+            restorer(job).weights(made.checkpoint.weights)
+            advance(job, 0, 2)
+            assert save(job, tmp_path / kind, 2) == ()
+            target = tmp_path / kind / "export/step-00000002"
+            if kind == "hf":
+                model = transformers.AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
+            else:
+                assert sorted(file.name for file in target.iterdir()) == [
+                    "adapter_config.json",
+                    "adapter_model.safetensors",
+                ]
+                beside = transformers.AutoModelForCausalLM.from_pretrained(
+                    tmp_path / "base/export/step-00000002", dtype=torch.float32
+                )
+                plain = beside(tokens).logits
+                model = peft.PeftModel.from_pretrained(beside, str(target))
+            found[kind] = model(tokens).logits
+    torch.testing.assert_close(found["hf"], found["peft"], rtol=1e-5, atol=1e-5)
+    assert not torch.allclose(found["hf"], plain, atol=1e-4)
 
 
 def test_a_model_that_no_family_has_is_refused_before_training() -> None:

@@ -61,7 +61,10 @@ def adapted(**keys: object) -> Config:
         (replace(NF4, train=Train(compile=True)), "train.compile = true: cannot be used with adapter.base=nf4"),
         (replace(NF4, train=Train(product="a:b")), 'train.product = "a:b": cannot be used with adapter.base=nf4'),
         (replace(CONFIG, train=Train(precision="fp8")), 'train.precision = "fp8": cannot be used with adapter'),
-        (replace(CONFIG, checkpoint=Checkpoint(export="hf")), 'checkpoint.export = "hf": cannot be used with adapter'),
+        (
+            replace(CONFIG, adapter=None, checkpoint=Checkpoint(export="peft")),
+            'checkpoint.export = "peft": is for runs with adapter; use hf, or set adapter.rank',
+        ),
     ],
 )
 def test_broken_rules_are_told(config: Config, told: str) -> None:
@@ -71,6 +74,11 @@ def test_broken_rules_are_told(config: Config, told: str) -> None:
 def test_whole_blocks_are_taken() -> None:
     assert validate(NF4) == []
     assert validate(replace(NF4, parallel=Parallel(dp_shard=1, tp=2), model=replace(BLOCKS, ffn=128))) == []
+
+
+def test_both_kinds_of_exports_are_taken() -> None:
+    for kind in ("hf", "peft"):
+        assert validate(replace(CONFIG, checkpoint=Checkpoint(export=kind))) == []
 
 
 def test_targets_that_a_model_has_are_taken() -> None:

@@ -23,7 +23,7 @@ from megalite.checkpoint.weights.formats import huggingface
 from megalite.checkpoint.weights.formats.opened import Weights
 from megalite.checkpoint.weights.formats.tokenizer import doubts
 from megalite.checkpoint.weights.maps.upcycled import Upcycling
-from megalite.checkpoint.weights.read import check_base
+from megalite.checkpoint.weights.read import factors_of
 from megalite.checkpoint.weights.sources import STATEFUL_KINDS, open_weights
 from megalite.checkpoint.weights.targets import PLANS, Wanted, plan_of
 from megalite.checkpoint.weights.upcycle import upcycled
@@ -108,10 +108,7 @@ def _run(options: argparse.Namespace) -> int:
         _tell_of_upcycling(found.upcycling, terminal)
     began = time.monotonic()
     with bar(target.name, sum(output.bytes for output in plan.outputs)) as advanced:
-        source = found
-        if kind == "peft" and found.merging is not None:
-            check_base(found)
-            source = found.merging.factors
+        source = factors_of(found) if kind == "peft" else found
         written = convert(source, plan, target, request, options.workers, advanced)
     seconds = time.monotonic() - began
     size = total_bytes(each.file for each in written.values())

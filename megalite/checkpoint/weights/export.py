@@ -8,8 +8,9 @@ from pathlib import Path
 from megalite.base.files import is_folder
 from megalite.checkpoint.store.disk import synchronize
 from megalite.checkpoint.weights.convert import convert
-from megalite.checkpoint.weights.formats import huggingface
+from megalite.checkpoint.weights.formats import huggingface, peft
 from megalite.checkpoint.weights.formats.tokenizer import doubts
+from megalite.checkpoint.weights.read import factors_of
 from megalite.checkpoint.weights.sources import open_checkpoint
 from megalite.config.schema import Checkpoint, Config
 
@@ -25,22 +26,31 @@ def is_due(checkpoint: Checkpoint, step: int, last: int) -> bool:
 def export(checkpoint: Path, config: Config, advanced: Callable[[], None]) -> tuple[str, ...]:
     """Write the export of a checkpoint, in place of an older one. Returns warnings. Raises InputError and OSError.
 
+    The model of an adapter's checkpoint is its base with the adapter merged into it.
+
     advanced: called as the work proceeds.
     """
     target = export_of(checkpoint)
     fresh = target.with_name(f"{target.name}.new")
     if is_folder(fresh, follow=False):  # remains of an attempt that was stopped, perhaps of another checkpoint
         shutil.rmtree(fresh)
-    found = replace(open_checkpoint(checkpoint), hashes={})  # it has just been written
-    dtype = DTYPES.get(config.train.dtype)
-    found = found.folded()
-    plan = huggingface.plan(found, dtype, None)
-    convert(found, plan, fresh, {"to": config.checkpoint.export, "dtype": dtype}, 1, lambda _: advanced())
+    kind, dtype = config.checkpoint.export, DTYPES.get(config.train.dtype)
+    found = replace(open_checkpoint(checkpoint), hashes={}).folded()  # it has just been written
+    warnings: tuple[str, ...] = ()
+    if kind == "peft":  # factors stay in float32, as they are trained
+        dtype, plan, written = None, peft.plan(found, None), factors_of(found)
+    else:
+        plan, written, warnings = (
+            huggingface.plan(found, dtype, None),
+            found,
+            doubts(found, huggingface.model_type(found)),
+        )
+    convert(written, plan, fresh, {"to": kind, "dtype": dtype}, 1, lambda _: advanced())
     if is_folder(target, follow=False):  # export of an earlier checkpoint of this step
         shutil.rmtree(target)
     fresh.rename(target)
     synchronize(target.parent)
-    return doubts(found, huggingface.model_type(found))
+    return warnings
 
 
 def export_of(checkpoint: Path) -> Path:

@@ -254,6 +254,13 @@ def check_base(found: Weights) -> None:
         refuse_other_base(int(expected), _number(found.dense), f"{factors.path}", f"{found.path}")
 
 
+def factors_of(found: Weights) -> Weights:
+    """The factors of an adapter that `found` has merged. Raises InputError as `check_base` does."""
+    assert found.merging is not None
+    check_base(found)
+    return found.merging.factors
+
+
 def _number(found: Weights) -> int:
     """The number of a model, see `model.fingerprint`, some rows of which are read at a time."""
     total, reader = 0, reader_of(found)

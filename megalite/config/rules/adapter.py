@@ -12,6 +12,8 @@ def adapter_rules(config: Config) -> Iterator[Problem]:
     """Every broken rule of the adapter section."""
     adapter = config.adapter
     if adapter is None:
+        if config.checkpoint.export == "peft":
+            yield Problem("checkpoint.export", "is for runs with adapter", "use hf, or set adapter.rank", "peft")
         return
     if adapter.targets != "all" and config.model.heads >= 1 and config.model.layers >= 1:
         there = targets_of(config.model)
@@ -33,10 +35,6 @@ def adapter_rules(config: Config) -> Iterator[Problem]:
     if config.train.precision == "fp8":
         rule = "cannot be used with adapter, whose factors are too narrow for products in 8 bits"
         yield Problem("train.precision", rule, "use bf16", "fp8")
-    if config.checkpoint.export is not None:
-        rule = "cannot be used with adapter: checkpoints hold adapters alone"
-        fix = "use null, and megalite-convert when the run is done, with --merge or to peft:PATH"
-        yield Problem("checkpoint.export", rule, fix, config.checkpoint.export)
 
 
 def _four_bit_rules(config: Config) -> Iterator[Problem]:

@@ -93,6 +93,7 @@ def encode_chat(tokenizer: Tokenizer, template: ChatTemplate, chat: Conversation
     text of a special token, which would be taken for one of the template's own.
     """
     _refuse_forged(_marks(tokenizer, template), chat)
+    template.check_tools(chat.messages, chat.tools)
     if isinstance(chat.begin, list) and chat.completion is not None:
         prompt = template.text(chat.begin, chat.tools, chat.variables, ask=True)
         whole = template.text(chat.messages, chat.tools, chat.variables)

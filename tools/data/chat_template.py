@@ -140,6 +140,15 @@ class ChatTemplate:
             if message["role"] == "assistant"
         ]
 
+    def check_tools(self, messages: Sequence[Message], tools: Sequence[Any] | None) -> None:
+        """Raises TemplateError for tools or calls of them that the template never looks at, and so would leave out."""
+        text = self.source.text if tools is None else self.source.text_for_tools
+        there = {"tools": tools, "tool_calls": any(message.get("tool_calls") for message in messages)}
+        for name, given in there.items():
+            if given and name not in text:
+                rule = f"it knows no `{name}`, which would be left out"
+                raise TemplateError(f"{rule}; give another template with --template, or take them out")
+
     def _given(
         self, messages: Sequence[Message], tools: Sequence[Any] | None, variables: Mapping[str, Any] | None
     ) -> tuple["_Compiled", dict[str, Any]]:

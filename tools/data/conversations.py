@@ -43,7 +43,7 @@ def checked_chat(key: str | None, origin: str, record: dict[str, Any]) -> Docume
     """
     found = _fields(key, record)
     if isinstance(found, Missing):
-        return missing(origin, key, found.fields) if key is not None else _formless(origin, record)
+        return missing(origin, key, found.fields) if key is not None else _formless(origin, found.fields)
     try:
         parts = [_part(name, value) for name, value in found.items()]
         tools, variables = _tools(record.get("tools")), _variables(record.get("chat_template_kwargs"))
@@ -84,13 +84,13 @@ def _fields(key: str | None, record: dict[str, Any]) -> dict[str, object] | Miss
         value = inside(record, key)
         return value if isinstance(value, Missing) else {key: value}
     for names in (["messages"], ["conversations"], ["prompt", "completion"]):
-        if all(name in record for name in names):
+        if all(record.get(name) is not None for name in names):  # tables of several forms have nulls
             return {name: record[name] for name in names}
-    return Missing(tuple(record))
+    return Missing(tuple(name for name, value in record.items() if value is not None))
 
 
-def _formless(origin: str, record: dict[str, Any]) -> Reject:
-    names = ", ".join(record)[:500] or "none"
+def _formless(origin: str, fields: Sequence[str]) -> Reject:
+    names = ", ".join(fields)[:500] or "none"
     detail = f"the fields are {names}; a row has `messages`, `conversations`, or `prompt` and `completion`"
     return Reject(origin, "no field with messages", detail)
 

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 from megalite.data.store import TokenStore
 from megalite.data.tokenizer import load_tokenizer
 from megalite_tools.data.chat import encode_chat, encode_texts
-from megalite_tools.data.chat_template import ChatTemplate, Source, found_template
+from megalite_tools.data.chat_template import ChatTemplate, Source, TemplateError, found_template
 from megalite_tools.data.conversations import Conversation, checked_chat, read_chat
 from megalite_tools.data.documents import Document, Reject
 from megalite_tools.data.prepare_data import main
@@ -206,6 +206,7 @@ def test_sharegpt_is_another_spelling() -> None:
     assert row({"a": {"b": turns}}, "a.b").begin == messages
     assert row({"prompt": turns[:2], "completion": turns[2:]}).messages == messages
     assert row({"prompt": "unused", "messages": messages}).begin == messages
+    assert row({"prompt": None, "messages": None, "conversations": turns}).begin == messages
 
 
 DEEP: Any = 0
@@ -249,6 +250,7 @@ def test_what_is_no_conversation_is_refused(wrong: str) -> None:
     [
         ({"text": "a"}, "no field with messages: the fields are text; a row has `messages`, `conversations`, or"),
         ({"prompt": "a"}, "no field with messages: the fields are prompt;"),
+        ({"messages": None, "id": 1}, "no field with messages: the fields are id;"),
         ({"prompt": "a", "completion": SHORT}, "of `prompt` and `completion`, one is text and one a list"),
         ({"prompt": SHORT, "completion": []}, "completion must be a list of one or more"),
         ({"prompt": SHORT, "completion": [3]}, "completion, message 1: is int"),
@@ -279,6 +281,15 @@ def test_tools_may_be_text() -> None:
     made = [row({"messages": SHORT, "tools": tools}) for tools in (TOOLS, json.dumps(TOOLS))]
     assert made[0] == made[1]
     assert row({"messages": SHORT, "tools": "[]"}).tools is None
+
+
+def test_tools_that_a_template_would_leave_out_are_refused() -> None:
+    text = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    template = ChatTemplate(Source("t.jinja", text, text))
+    for record, name in (({"messages": SHORT, "tools": TOOLS}, "tools"), ({"messages": CALLS}, "tool_calls")):
+        with pytest.raises(TemplateError, match=f"it knows no `{name}`, which would be left out; give another"):
+            encode_chat(CHARACTERS, template, row(record))
+    assert encode_chat(CHARACTERS, template, row({"messages": SHORT}))
 
 
 def test_a_special_token_in_two_parts_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -270,11 +270,15 @@ class FusedAdamW(torch.optim.Optimizer):
         if not state:
             wide = wide_dtype(param.dtype)
             moments = {moment: self.zeros(param, wide) for moment in ("exp_avg", "exp_avg_sq")}
-            state["step"] = torch.zeros((), dtype=torch.float32, device=moments["exp_avg"].device)
+            state["step"] = torch.zeros((), dtype=torch.float32, device=self.runs_on(param))
             state |= moments
-        elif state["step"].device != (device := state["exp_avg"].device):
+        elif state["step"].device != (device := self.runs_on(param)):
             state["step"] = state["step"].to(device)  # loaded from a torch.optim.AdamW, which keeps steps on the host
         return state
+
+    def runs_on(self, param: Tensor) -> torch.device:
+        """The device of the update of a parameter: its own."""
+        return param.device
 
     def buffers(self) -> list[Tensor]:
         """Tensors kept beside states: none."""

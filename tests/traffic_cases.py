@@ -87,7 +87,7 @@ CASES: dict[str, tuple[Overrides, dict[str, int]]] = {  # name -> overrides, and
     "norms after, tp": ({**POST, **TP, **FP32}, {}),
     "norms after, full recompute, tp, cp": ({**POST, **FULL, **TP, **context("ring", 2)}, {}),
     "norms after, selective recompute, tp": ({**POST, **SELECTIVE, **TP, **data("zero1", dp_shard=2)}, {}),
-    "offloaded": ({"train.offload_activations": True, "optim.offload": True, **FULL, **TP}, {}),
+    "offloaded": ({"train.offload_activations": True, "optim.placement": "host", **FULL, **TP}, {}),
     "tied, zero3": ({**TIED, **data("zero3", dp_shard=2)}, {}),
     "tied, first stage, uneven shards": ({**TIED, **pipeline("1f1b"), **data("zero2", dp_shard=7)}, {"dp_shard": 6}),
     "tied, last stage, tp": ({**TIED, **TP, **pipeline("1f1b"), **data("zero3", dp_shard=2)}, {"pp": 1}),

@@ -23,7 +23,7 @@ from megalite.config.schema import Config
 from megalite.cost.order_costs import costing_of
 from megalite.dry_run.configuration import as_counted, busiest_rank
 from megalite.plan.memory.fit import fitted
-from megalite.plan.memory.held import HOST_MEMORY
+from megalite.plan.memory.held import HOST_MEMORY, OUTSIDE_KINDS
 from megalite.plan.memory.peak import KINDS, Memory, memory_of_ranks
 from megalite.plan.parts.transfers import Traffic, Transfer
 from megalite.plan.resolved import resolve
@@ -55,8 +55,8 @@ class RankCheck:
 
     @property
     def memory_agrees(self) -> bool:
-        host = sum(self.memory.of(HOST_MEMORY).values())
-        return _near(self.memory.total, _on_device(self.bytes)) and _near(host, self.bytes.get(HOST_MEMORY, 0))
+        outside = ((sum(self.memory.of(kind).values()), self.bytes.get(kind, 0)) for kind in OUTSIDE_KINDS)
+        return _near(self.memory.total, _on_device(self.bytes)) and all(_near(*both) for both in outside)
 
     @property
     def traffic_agrees(self) -> bool:
@@ -116,7 +116,7 @@ def _parts(checked: RankCheck) -> list[tuple[str, RenderableType]]:
 
 def _memory_table(checked: RankCheck) -> Table:
     shown = table("", "predicted", "counted", "difference", text=("",))
-    for kind in (*KINDS, HOST_MEMORY):
+    for kind in (*KINDS, *OUTSIDE_KINDS):
         predicted, counted = sum(checked.memory.of(kind).values()), checked.bytes.get(kind, 0)
         if kind == HOST_MEMORY and (predicted or counted):
             shown.add_section()
@@ -185,4 +185,4 @@ def _near(predicted: int, counted: int) -> bool:
 
 
 def _on_device(found: dict[str, int]) -> int:
-    return sum(size for kind, size in found.items() if kind != HOST_MEMORY)
+    return sum(size for kind, size in found.items() if kind not in OUTSIDE_KINDS)

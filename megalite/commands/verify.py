@@ -116,7 +116,7 @@ def compare(config: Config, steps: int, tolerance: float, masked: bool = False) 
         parallel=replace(Parallel(), dp_shard=1),
         batch=replace(config.batch, micro=config.batch.global_),
         train=replace(config.train, recompute="none", offload_activations=False, compile=False),
-        optim=replace(config.optim, offload=False),
+        optim=replace(config.optim, placement="device", update_on="device"),
         kernels="torch",
     )
     told = [None if alone is None else trace(single, alone, steps, masked)]

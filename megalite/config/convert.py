@@ -14,6 +14,7 @@ from megalite.base.errors import Problem, listing
 from megalite.config.schema import Config
 
 UNRESOLVED_VALUE = object()  # in place of a value whose references cannot be filled in
+RENAMED_KEYS = {"optim.offload": "it is optim.placement now: host in place of true, device in place of false"}
 MAX_HINTS = 50  # unknown keys that near names are looked for
 KINDS = {
     int: "a whole number",
@@ -169,7 +170,9 @@ def kind(option: Any) -> str:
 
 
 def hint(key: str, root: Any = Config) -> str:
-    """Advice for an unknown key: the same name elsewhere, or the nearest name, from the same section if possible."""
+    """Advice for an unknown key: its new name, the same name elsewhere, or the nearest, of its section if possible."""
+    if key in RENAMED_KEYS and root is Config:
+        return RENAMED_KEYS[key]
     section, _, leaf = key.rpartition(".")
     within = re.sub(r"\[\d+\]", "[]", section)
     if f"{within}.{leaf}" in keys(root):  # spelled with dots inside of a file

@@ -9,14 +9,14 @@ from typing import Any, Literal
 
 from megalite.config.layout import Layout
 
-Place = Literal["device", "host"]  # where a tensor lives from step to step
+Place = Literal["device", "host", "files"]  # where a tensor lives from step to step
 Target = Literal["query", "key", "value", "attention_output", "query_latent", "latent", "gate", "up", "down", "experts"]
 BaseForm = Literal["compute", "nf4"]  # precision of compute, or four bits
 
 
-def place_of(offload: bool) -> Place:
-    """The place that a key such as `optim.offload` names."""
-    return "host" if offload else "device"
+def place_of(placement: str) -> Place:
+    """The place that a value of `optim.placement` names, which is a folder for states in files."""
+    return "device" if placement == "device" else "host" if placement == "host" else "files"
 
 
 @dataclass
@@ -384,13 +384,14 @@ class Optim:
     eps: float = 1e-8
     weight_decay: float = 0.1  # decay of matrices only; norms and biases are not decayed
     clip_norm: float = 1.0  # 0: no clipping
-    offload: bool = False  # keep the optimizer's states in host memory; AdamW updates there
+    placement: str = "device"  # device, host, or a folder on a drive of each node: the home of the optimizer's states
+    update_on: Literal["device", "host"] = "device"  # host: AdamW updates states in host memory there
     muon: Muon = field(default_factory=Muon)
 
     @property
     def place(self) -> Place:
         """Place of the optimizer's states from step to step."""
-        return place_of(self.offload)
+        return place_of(self.placement)
 
 
 @dataclass

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
-from megalite.config.schema import Config, DataMode, Place
+from megalite.config.schema import Config, DataMode, Place, place_of
 from megalite.plan.recompute_modes import MODES, Mode
 from megalite.schedule.generate import AUTO_SCHEDULE
 
@@ -24,7 +24,7 @@ SEARCH_KEYS = (
     "batch.micro",
     "train.recompute",
     "train.offload_activations",
-    "optim.offload",
+    "optim.placement",
 )
 
 
@@ -35,7 +35,7 @@ Recomputed = Literal["none", "selective", "full", "budget"]
 class Choice(NamedTuple):
     """A layout, as far as a search decides it.
 
-    states: place of the optimizer's. split: layers of every stage; None: as `plan.split.balance` has them.
+    states: place of the optimizer's, as `optim.placement` has it. split: layers of every stage; None: as `plan.split.balance` has them.
     """
 
     tp: int
@@ -51,8 +51,13 @@ class Choice(NamedTuple):
     shards: int
     mode: DataMode
     offload_activations: bool
-    states: Place
+    states: str
     split: tuple[int, ...] | None = None
+
+    @property
+    def place(self) -> Place:
+        """Place of the optimizer's states."""
+        return place_of(self.states)
 
     def micro_batches(self, sequences: int) -> int:
         """Micro-batches in a step of so many sequences."""
@@ -90,7 +95,11 @@ class Choice(NamedTuple):
                 recompute_budget=None if free else train.recompute_budget,
                 offload_activations=self.offload_activations,
             ),
-            optim=replace(config.optim, offload=self.states == "host"),
+            optim=replace(
+                config.optim,
+                placement=self.states,
+                update_on=config.optim.update_on if self.states == "host" else "device",
+            ),
         )
 
 
@@ -111,7 +120,7 @@ def choice_of(config: Config) -> Choice:
         parallel.layout.dp_shard,
         parallel.data_mode,
         config.train.offload_activations,
-        config.optim.place,
+        config.optim.placement,
         None if parallel.pipeline.split is None else tuple(parallel.pipeline.split),
     )
 

@@ -77,14 +77,16 @@ class LiveBytes(TorchDispatchMode):
                 if self._counts(part):
                     self._see(part.untyped_storage(), kind)
 
-    def peak(self, apart: str = "") -> dict[str, int]:
-        """Bytes by kind at the moment when most were alive. The kind `apart` is counted at its own peak."""
-        found = self._peak(lambda kind: kind != apart)
-        return found | self._peak(lambda kind: kind == apart)
+    def peak(self, apart: Sequence[str] = ()) -> dict[str, int]:
+        """Bytes by kind at the moment when most were alive. Each of the kinds `apart` is counted at its own peak."""
+        found = self._peak(lambda kind: kind not in apart)
+        for each in apart:
+            found |= self._peak(lambda kind, each=each: kind == each)
+        return found
 
-    def busy(self, apart: str = "") -> object:
-        """Activity of the code when most bytes were alive, not counting the kind `apart`; "" if none ever were."""
-        events = self._until_peak(lambda kind: kind != apart)
+    def busy(self, apart: Sequence[str] = ()) -> object:
+        """Activity of the code when most bytes were alive, not counting kinds `apart`; "" if none ever were."""
+        events = self._until_peak(lambda kind: kind not in apart)
         return events[-1][2] if events else ""
 
     def _peak(self, counts: Callable[[str], bool]) -> dict[str, int]:

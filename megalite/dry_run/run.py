@@ -25,7 +25,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from megalite.base.errors import InputError
 from megalite.base.exit_codes import ExitCode
 from megalite.checkpoint.run.save import local_parts
-from megalite.checkpoint.store.state import State
+from megalite.checkpoint.store.state import State, is_state
 from megalite.checkpoint.weights.argument import without_weights
 from megalite.config.load import files_and_overrides, load
 from megalite.config.rules.validate import check
@@ -41,7 +41,7 @@ from megalite.optim.build import build_optimizer
 from megalite.parallel.gradients import Gradients
 from megalite.plan.activations import Activations
 from megalite.plan.memory.fit import fitted
-from megalite.plan.memory.held import HOST_MEMORY, STATES_IN
+from megalite.plan.memory.held import FILES, HOST_MEMORY, OUTSIDE_KINDS, STATES_IN
 from megalite.plan.memory.peak import enough_micro_batches, rank_memory
 from megalite.plan.parts.transfers import Transfer
 from megalite.plan.resolved import Plan, resolve
@@ -104,7 +104,7 @@ def count_step(job: Job, batch: Micros, fake: FakeTensorMode | None = None) -> t
 
     Also what the rank was doing at the peak.
 
-    Host memory is counted at its own peak, with the copy that `checkpoint.async` keeps.
+    Host memory is counted at its own peak, as bytes in files are, both with the copies that `checkpoint.async` keeps.
 
     batch: as for `train_step`. fake: the mode of the job's tensors, if they have no data.
     """
@@ -118,7 +118,7 @@ def count_step(job: Job, batch: Micros, fake: FakeTensorMode | None = None) -> t
     live.add([*params, *chain.from_iterable(job.copies)], "parameters")
     kept_in = STATES_IN[job.config.optim.place]
     live.add(states, kept_in)
-    live.add(job.optimizer.buffers(), kept_in)
+    live.add(job.optimizer.buffers(), HOST_MEMORY)
     live.add([batch.tokens], "activations")
     sharded = {id(param) for param in params}
 
@@ -137,11 +137,13 @@ def count_step(job: Job, batch: Micros, fake: FakeTensorMode | None = None) -> t
     job.memory.watch = None
     for hook in hooks:
         hook.remove()
-    found = live.peak(apart=HOST_MEMORY)
+    found = live.peak(apart=OUTSIDE_KINDS)
     if job.config.checkpoint.async_:
-        copied = local_parts(State(job.stages, job.optimizer, job.config.adapter is not None).tensors()).values()
-        found[HOST_MEMORY] = found.get(HOST_MEMORY, 0) + sum(part.nbytes for part in copied)
-    return found, str(live.busy(apart=HOST_MEMORY))
+        copied = local_parts(State(job.stages, job.optimizer, job.config.adapter is not None).tensors())
+        for name, part in copied.items():
+            kind = FILES if kept_in == FILES and is_state(name) else HOST_MEMORY
+            found[kind] = found.get(kind, 0) + part.nbytes
+    return found, str(live.busy(apart=OUTSIDE_KINDS))
 
 
 def _materialized(job: Job, mesh: Mesh) -> Job:

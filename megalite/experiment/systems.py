@@ -125,7 +125,7 @@ def _settings(choice: Choice, weak: bool) -> Settings:
         "batch.micro": choice.micro,
         "train.recompute": choice.recompute,
         "train.offload_activations": choice.offload_activations,
-        "optim.offload": choice.states == "host",
+        "optim.placement": choice.states,
     }
     return settings
 

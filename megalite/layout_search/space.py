@@ -14,7 +14,7 @@ from megalite.config.layers import inputs_of_matrices, layer_kinds
 from megalite.config.layout import FOUR_BIT_BLOCK
 from megalite.config.rules.numbers import every_divisor
 from megalite.config.rules.parallel import share_experts
-from megalite.config.schema import SCHEDULES, Config, DataMode, Place, place_of
+from megalite.config.schema import SCHEDULES, Config, DataMode
 from megalite.cost.kernels import launched
 from megalite.cost.layer import LayerTime
 from megalite.cost.layout_choice import Choice, Method, Recomputed, mode_of
@@ -248,10 +248,8 @@ class Space:
         each = self.config.batch.global_ // dp
         micros = every_divisor(each, MAX_MICRO_SIZE)
         split = tuple(self.config.parallel.pipeline.split or ()) if "parallel.pipeline.split" in self.pins else None
-        activations, offloads = (
-            bool(self.pins.get(key, self.offload)) for key in ("train.offload_activations", "optim.offload")
-        )
-        states = place_of(offloads)
+        activations = bool(self.pins.get("train.offload_activations", self.offload))
+        states = self.pins.get("optim.placement", "host" if self.offload else "device")
         first = Choice(tp, 1, cp, method, pp, 1, recompute, "1f1b", None, 1, dp, "zero3", activations, states, split)
         for micro in self._pinned("batch.micro", lambda: micros):
             if each % micro == 0:
@@ -389,12 +387,12 @@ class Space:
             found = [n for n in found if share_experts(self.model, ep, shape.dp // n * cp * tp // ep)]
         return [n for n in found if shard in (None, shape.dp // n)]
 
-    def _offloading(self, schedule: str) -> Iterator[tuple[bool, Place]]:
+    def _offloading(self, schedule: str) -> Iterator[tuple[bool, str]]:
         either = [False, True] if self.offload else [False]
         free = [False] if self.config.train.compile or schedule in SPLIT_SCHEDULES else either
         for activations in self._pinned("train.offload_activations", lambda: free):
-            for optimizer in self._pinned("optim.offload", lambda: either):
-                yield activations, place_of(optimizer)
+            for states in self._pinned("optim.placement", lambda: ["device", "host"] if self.offload else ["device"]):
+                yield activations, states
 
 
 def _can_be_planned(pp: int, m: int, schedule: str, virtual: int | None) -> bool:

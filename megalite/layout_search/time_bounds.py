@@ -300,7 +300,7 @@ class Least:
             whole, total = max(whole, waiting.whole), max(total, waiting.total)
         shards = choice.shards * choice.cp if choice.mode != "ddp" else 1
         states = (whole if choice.mode == "ddp" else total) / shards
-        best = min(self._updating.values()) if waiting is None and self.offload else self._updating[choice.states]
+        best = min(self._updating.values()) if waiting is None and self.offload else self._updating[choice.place]
         return (states * best + whole * data.last) / choice.tp
 
     def _fewest(self) -> int:

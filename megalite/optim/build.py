@@ -1,22 +1,27 @@
 """Builds the optimizer of one rank's parameters."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
 import torch.distributed as dist
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from megalite.config.schema import Kernels, Model, Optim
 from megalite.optim.host_adamw import HostAdamW
 from megalite.optim.interface import Optimizer
 from megalite.optim.muon import Muon, MuonWithAdamW
-from megalite.optim.states import STORES, HostStates
+from megalite.optim.scratch_file import NoFile, ScratchFile
+from megalite.optim.states import DeviceStates, FileStates, HostStates, local
+from megalite.optim.streamed_adamw import StreamedAdamW
 from megalite.parallel.copies import Copies
 from megalite.parallel.parameter import Parameter, copy_of, trainable
-from megalite.plan.model.optimizer_states import uses_muon
+from megalite.plan.model.optimizer_states import ADAMW_STATES, MUON_STATES, uses_muon
 from megalite.plan.model.parametrization import Scales, scales
+from megalite.plan.state_streams import padded, slot_bytes
 from megalite_kernels import FusedAdamW, adamw, apex, fastest_adamw, fused_adamw
+from megalite_kernels.backend import wide_dtype
 
 
 def build_optimizer(
@@ -49,22 +54,25 @@ def _optimizer(
             (muons if uses_muon(optim, found.role) else others).append(found)
     kernels, groups = kernels or Kernels(), alike(others, model, optim)
     first, second = optim.betas
-    states = STORES[optim.place]()
+    states = _store(optim, muons, others)
     updates: dict[str, Callable[..., None]] = {
         "auto": fastest_adamw,
         "triton": partial(adamw, backend="triton"),
         "torch": fused_adamw,
         "apex": apex.adamw,
     }
-    if isinstance(states, HostStates):
+    update = updates[kernels.adamw]
+    if isinstance(states, HostStates) and optim.update_on == "host":
         rest: FusedAdamW = HostAdamW(groups, optim.lr, (first, second), optim.eps, states)
+    elif not isinstance(states, DeviceStates):
+        rest = StreamedAdamW(groups, optim.lr, (first, second), optim.eps, states, update, copy_of)
     else:
         rest = FusedAdamW(
             groups,
             optim.lr,
             (first, second),
             optim.eps,
-            update=updates[kernels.adamw],
+            update=update,
             zeros=states.zeros,
             copy_of=copy_of,
         )
@@ -72,6 +80,26 @@ def _optimizer(
         return rest
     settings = {**vars(optim.muon), "states": states, "backend": kernels.muon, "copy_of": copy_of}
     return MuonWithAdamW(Muon(alike(muons, model, optim), group, **settings), rest)
+
+
+def _store(
+    optim: Optim, muons: Sequence[Parameter], others: Sequence[Parameter]
+) -> DeviceStates | HostStates | FileStates:
+    """The store of the states of matrices that Muon updates, and of other parameters. Raises InputError for a folder
+    that cannot hold them."""
+    if optim.place == "device":
+        return DeviceStates()
+    parts = [local(found.value) for found in muons]
+    slot = slot_bytes(max((part[(0,) * (part.ndim - 2)].nbytes for part in parts if part.numel()), default=0))
+    if optim.place == "host":
+        return HostStates(slot)
+    momenta = [padded(part.nbytes) * len(MUON_STATES) for part in parts]
+    rest = [local(found.value) for found in others]
+    moments = [padded(part.numel() * wide_dtype(part.dtype).itemsize) * len(ADAMW_STATES) for part in rest]
+    has_data = not any(part.is_meta or isinstance(part, FakeTensor) for part in (*parts, *rest))
+    return FileStates(
+        ScratchFile(optim.placement, sum(momenta) + sum(moments), "optim.placement") if has_data else NoFile(), slot
+    )
 
 
 def alike(parameters: Iterable[Parameter], model: Model, optim: Optim) -> list[dict[str, Any]]:

@@ -39,6 +39,9 @@ class HostAdamW(FusedAdamW):
             self.copies[param] = self.memory.empty_like(part), self.memory.empty_like(part)
         return super().states_of(param)
 
+    def runs_on(self, param: Tensor) -> torch.device:
+        return torch.device("cpu") if not param.is_meta else param.device
+
     def buffers(self) -> list[Tensor]:
         """Host memory for copies of weights and gradients, of parameters whose states exist."""
         return [copy for copies in self.copies.values() for copy in copies]

@@ -9,7 +9,7 @@ matrix has an owner, one of the ranks that hold its parts, which computes the up
 arithmetic is the same in every layout. Equal gradients therefore give bitwise equal updates.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from megalite.optim.exchange import Arriving, PieceExchange, Views
 from megalite.optim.newton_schulz import COEFFICIENTS, SCALES, newton_schulz, scale, working_dtype
 from megalite.optim.states import DeviceStates, States, local
+from megalite.optim.streams import Bucket
 from megalite.plan.muon import BUCKET_BYTES, Box, MuonPlan, boxes, matrices_of
 from megalite_kernels import FusedAdamW, muon_momentum, muon_update
 from megalite_kernels.backend import Backend
@@ -113,6 +114,7 @@ class Muon(torch.optim.Optimizer):
         self.found_inf: Tensor | None = None
         self.clip: Tensor | None = None
         self._planned: dict[tuple[int, ...], tuple[list[_Target], list[_Bucket]]] = {}
+        self._momenta: Iterator[Bucket] = iter(())  # of states elsewhere, one by one in the order of a step's matrices
         for group in self.param_groups:
             if group["scale"] not in SCALES:
                 raise ValueError(f"scale {group['scale']!r} is none of {', '.join(SCALES)}")
@@ -129,6 +131,10 @@ class Muon(torch.optim.Optimizer):
         if not params:
             return
         targets, buckets = self._buckets(params)
+        if not self.states.on_device:
+            order = [targets[index] for bucket in buckets for index in bucket.matrices]
+            momenta = [[target.part(self._momentum(target.param))] for target in order]
+            self._momenta = self.states.streamed(momenta, params[0][0].device)
         coming = self._gather(buckets[0], targets)
         returning: Arriving | None = None
         for bucket, following in zip(buckets, [*buckets[1:], None], strict=True):
@@ -141,13 +147,14 @@ class Muon(torch.optim.Optimizer):
             returning = leaving
         if returning is not None:
             self._apply(returning.wait(), targets)
+        next(self._momenta, None)  # the last has been changed
 
     def _gather(self, bucket: _Bucket, targets: Targets) -> Arriving:
         """Update the momentum with the gradients, and start to send u to the owners of the matrices."""
         outgoing = bucket.gather.begin(working_dtype(targets[0].param), targets[0].param.device)
         together: dict[object, list[int]] = {}
         for index in bucket.matrices:
-            # States elsewhere come to the device one by one, to take little memory there.
+            # States elsewhere come to the device one by one, in this order, to take little memory there.
             key = (id(targets[index].group), index in outgoing.views) if self.states.on_device else index
             together.setdefault(key, []).append(index)
         for indices in together.values():
@@ -158,13 +165,10 @@ class Muon(torch.optim.Optimizer):
         """Update the momentum of matrices of one group. sent: for each the view that gets this rank's part of u, or
         nothing if this rank does not send it; the same for all.
         """
-        states = [target.part(self._momentum(target.param)) for target in targets]
-        averages = [
-            self.states.fetch(state, target.param.device) for state, target in zip(states, targets, strict=True)
-        ]
+        here = [target.part(self._momentum(target.param)) for target in targets] if self.states.on_device else None
         muon_momentum(
             [target.gradient for target in targets],
-            averages,
+            here or next(self._momenta),
             [view for views in sent for _, view in views],
             momentum=targets[0].group["momentum"],
             nesterov=targets[0].group["nesterov"],
@@ -172,8 +176,6 @@ class Muon(torch.optim.Optimizer):
             found_inf=self.found_inf,
             backend=self.backend,
         )
-        for state, average in zip(states, averages, strict=True):
-            self.states.put(state, average)
 
     def _orthogonalize(self, bucket: _Bucket, arrived: Views, targets: Targets) -> Arriving:
         """Orthogonalize the matrices that this rank owns, and start to send back the parts of the results."""

@@ -1,25 +1,31 @@
 """Stores of optimizer states: each knows one place where states live from step to step, and how an update gets at them.
 
-An optimizer keeps the tensors that a store makes. An update either runs where the states are, as `HostAdamW` does, or
-fetches a state to the device, changes it there and puts it back, as `Muon` does, whose matrix products need the device.
+An optimizer keeps the tensors that a store makes. An update runs where the states are, as `HostAdamW` does, or the
+states pass through the device bucket by bucket and are changed there, as `StreamedAdamW` and `Muon` do.
 """
 
-from collections.abc import Callable
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from megalite.config.schema import Place
+from megalite.optim.scratch_file import StateFile
+from megalite.optim.streams import Bucket, Resident, Streams, as_bytes, split
 from megalite.parallel.host_memory import HostMemory
 from megalite.parallel.parameter import dtensor
+from megalite.plan.state_streams import BLOCK, BUCKET_BYTES, FILE_SLOTS, padded
+
+THREADS = 4  # of each rank, which read and write files
+REQUEST_BYTES = 4 << 20  # that a thread moves at a time
 
 
 class States(Protocol):
     """Makes states of parameters in one place, and moves them for updates on the device.
 
-    on_device: whether states live there, so that fetching them takes no memory.
+    on_device: whether states live there, so that streaming them takes no memory.
     """
 
     on_device: bool
@@ -27,14 +33,17 @@ class States(Protocol):
     def zeros(self, param: Tensor, dtype: torch.dtype) -> Tensor:
         """A new state of a parameter: its shape and placement, the local part where states live."""
 
-    def fetch(self, state: Tensor, device: torch.device) -> Tensor:
-        """A local state, or a view of one, on the device, to be changed in place and given to `put`."""
+    def streamed(self, buckets: Sequence[Bucket], device: torch.device) -> Iterator[Bucket]:
+        """Yield the local states of each bucket on the device, to be changed in place until the next are asked for.
 
-    def put(self, state: Tensor, fetched: Tensor) -> None:
-        """Write `fetched`, which `fetch` gave for `state` and which was changed in place, back to `state`."""
+        The iterator must be exhausted. Tensors of a bucket take at most `slot_bytes`, each in whole blocks.
+        """
+
+    def buffers(self) -> Sequence[Tensor]:
+        """Tensors in host memory, beside states, that are kept from step to step."""
 
     def settle(self) -> None:
-        """Wait until the host may read what `put` has written."""
+        """Wait until the host may read the states."""
 
 
 class DeviceStates:
@@ -45,47 +54,123 @@ class DeviceStates:
     def zeros(self, param: Tensor, dtype: torch.dtype) -> Tensor:
         return placed_as(param, torch.zeros_like(local(param), dtype=dtype))
 
-    def fetch(self, state: Tensor, device: torch.device) -> Tensor:
-        return state
+    def streamed(self, buckets: Sequence[Bucket], device: torch.device) -> Iterator[Bucket]:
+        return iter(buckets)
 
-    def put(self, state: Tensor, fetched: Tensor) -> None:
-        pass
+    def buffers(self) -> list[Tensor]:
+        return []
 
     def settle(self) -> None:
         pass
 
 
 class HostStates:
-    """Keeps states in host memory, on CUDA page-locked.
-
-    Copies run on the device's current stream, in the order of its work. So a fetched state takes memory for its own
-    update only: on a stream beside, a host far ahead of its device would fetch the states of all matrices.
-    """
+    """Keeps states in host memory, on CUDA page-locked. slot_bytes: the most that a bucket takes."""
 
     on_device = False
 
-    def __init__(self) -> None:
-        self.memory = HostMemory()
-        self._last: torch.cuda.Event | None = None  # end of the latest copy to the host
+    def __init__(self, slot_bytes: int = BUCKET_BYTES) -> None:
+        self.memory, self.slot_bytes = HostMemory(), slot_bytes
+        self._streams = Streams()
 
     def zeros(self, param: Tensor, dtype: torch.dtype) -> Tensor:
         return placed_as(param, self.memory.empty_like(local(param).detach().to(dtype)).zero_())
 
-    def fetch(self, state: Tensor, device: torch.device) -> Tensor:
-        return torch.empty_like(state, device=device).copy_(state, non_blocking=True)
+    def streamed(self, buckets: Sequence[Bucket], device: torch.device) -> Iterator[Bucket]:
+        return self._streams.stream(Resident(buckets), device, self.slot_bytes)
 
-    def put(self, state: Tensor, fetched: Tensor) -> None:
-        state.copy_(fetched, non_blocking=True)
-        if fetched.is_cuda:
-            self._last = torch.cuda.current_stream(fetched.device).record_event()
+    def buffers(self) -> list[Tensor]:
+        return []
 
     def settle(self) -> None:
-        if self._last is not None:
-            self._last.synchronize()
-            self._last = None
+        self._streams.settle()
 
 
-STORES: dict[Place, Callable[[], States]] = {"device": DeviceStates, "host": HostStates}
+class FileStates:
+    """Keeps states in `file`, through page-locked buffers of host memory on CUDA.
+
+    States are tensors in mapped memory, which checkpoints read and write as any other. Updates read and write past it.
+    """
+
+    on_device = False
+
+    def __init__(self, file: StateFile, slot_bytes: int = BUCKET_BYTES) -> None:
+        self.file, self.slot_bytes, self.memory = file, slot_bytes, HostMemory()
+        self._streams, self._slots = Streams(), list[Tensor]()
+        self._threads = ThreadPoolExecutor(THREADS, "states")
+
+    def zeros(self, param: Tensor, dtype: torch.dtype) -> Tensor:
+        part = local(param)
+        if not self._slots:
+            like = torch.empty(self.slot_bytes + BLOCK, dtype=torch.uint8, device=part.device)
+            self._slots = [self.memory.empty_like(like) for _ in range(FILE_SLOTS)]
+        state = self.file.take(part.numel() * dtype.itemsize)
+        return placed_as(param, state.view(dtype).view(part.shape))
+
+    def streamed(self, buckets: Sequence[Bucket], device: torch.device) -> Iterator[Bucket]:
+        slots = [self.file.aligned(slot) for slot in self._slots]
+        return self._streams.stream(_Filed(buckets, self.file, slots, self._threads), device, self.slot_bytes)
+
+    def buffers(self) -> list[Tensor]:
+        return self._slots
+
+    def settle(self) -> None:
+        """Wait for nothing: a stream ends when all is in the file."""
+
+
+class _Filed:
+    """A `Source` of buckets in a file: some are read ahead, and written while others are updated."""
+
+    def __init__(
+        self, buckets: Sequence[Bucket], file: StateFile, slots: Sequence[Tensor], threads: ThreadPoolExecutor
+    ) -> None:
+        self.buckets, self._file, self._slots, self._threads = buckets, file, slots, threads
+        self._read: dict[int, list[Future[None]]] = {}
+        self._written: dict[int, list[Future[None]]] = {}
+        for number in range(min(len(buckets), FILE_SLOTS - 2)):
+            self._begin(number)
+
+    def ready(self, number: int) -> Sequence[Tensor]:
+        if (ahead := number + FILE_SLOTS - 2) < len(self.buckets):
+            self._begin(ahead)
+        for read in self._read.pop(number):
+            read.result()
+        return split(self._slot(number), self.buckets[number])
+
+    def changed(self, number: int, copied: torch.cuda.Event | None) -> None:
+        def write(buffer: Tensor, target: Tensor) -> None:
+            if copied is not None:
+                copied.synchronize()
+            self._file.write(buffer, target)
+
+        self._written[number] = [self._threads.submit(write, buffer, state) for state, buffer in self._requests(number)]
+
+    def end(self) -> None:
+        for number in [*self._written]:
+            self._wait(number)
+
+    def _begin(self, number: int) -> None:
+        """Begin to read a bucket, once the one before in its slot is written."""
+        self._wait(number - FILE_SLOTS)
+        self._read[number] = [
+            self._threads.submit(self._file.read, state, buffer) for state, buffer in self._requests(number)
+        ]
+
+    def _wait(self, number: int) -> None:
+        for written in self._written.pop(number, ()):
+            written.result()
+
+    def _slot(self, number: int) -> Tensor:
+        return self._slots[number % FILE_SLOTS]
+
+    def _requests(self, number: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Parts of a bucket's states, as bytes of the file, and their buffers, which reach to the end of a block."""
+        first, slot = 0, self._slot(number)
+        for state in map(as_bytes, self.buckets[number]):
+            for start in range(0, len(state), REQUEST_BYTES):
+                part = state[start : start + REQUEST_BYTES]
+                yield part, slot[first + start : first + start + padded(len(part))]
+            first += padded(len(state))
 
 
 def local(tensor: Tensor) -> Tensor:

@@ -14,14 +14,16 @@ from functools import lru_cache
 from itertools import chain, product
 
 from megalite.config.layers import layer_kinds
-from megalite.config.schema import Config, Model, Place
+from megalite.config.schema import Config, Model
 from megalite.plan.model.weights import layer_weights
 from megalite.plan.parts.roles import RoleKind
 from megalite.plan.resolved import Plan
+from megalite.plan.state_streams import DEVICE_SLOTS, slot_bytes
 
 Box = tuple[range, ...]  # rows and columns; of a stack of matrices, its other dimensions before them
 
 BUCKET_BYTES = 256 << 20  # bytes of a rank's buffers: enough for messages of a MiB to 64 peers, little beside 80 GB
+PACKED_COPIES = 3  # copies of a part that exist while u is packed
 MAX_PIECES = 100_000  # pieces of matrices on ranks that are planned one by one, which takes a second
 
 
@@ -222,13 +224,11 @@ class MuonPlan:
             found[owner] += matrix.flops
         return found
 
-    def temporaries(self, parameter_bytes: int, place: Place = "device") -> list[int]:
-        """Bytes that a step takes on each rank at its peak, beside weights, gradients and momentum on the device.
+    def temporaries(self, parameter_bytes: int) -> list[int]:
+        """Bytes that a step takes on each rank at its peak, beside weights, gradients, momentum and its slots.
 
-        parameter_bytes: bytes of one element of a parameter. place: where the momentum lives. The step counted clips
-        gradients and may be skipped.
+        parameter_bytes: bytes of one element of a parameter. The step counted clips gradients and may be skipped.
         """
-        packed = 3 if place == "device" else 4  # copies of the largest part while u is packed; one is the momentum
         there = [*(self._buffers(self.gathered(bucket)) for bucket in self.buckets), [NO_BUFFERS] * self.ranks]
         back = [*(self._buffers(self.returned(bucket)) for bucket in self.buckets), [NO_BUFFERS] * self.ranks]
         found = []
@@ -236,7 +236,7 @@ class MuonPlan:
             part = [parameter_bytes * self._largest_part(bucket, rank) for bucket in self.buckets] + [0]
             working = [self._working(bucket, rank) for bucket in self.buckets]
             to, of = [each[rank] for each in there], [each[rank] for each in back]
-            found.append(_peak(to, of, part, working, packed))
+            found.append(_peak(to, of, part, working))
         return found
 
     def _moving(self) -> Iterator[Piece]:
@@ -299,18 +299,16 @@ def moves(pieces: Iterable[Piece]) -> bool:
     return any(piece.source != piece.target for piece in pieces)
 
 
-def _peak(
-    there: Sequence[Buffers], back: Sequence[Buffers], part: Sequence[int], working: Sequence[int], packed: int
-) -> int:
+def _peak(there: Sequence[Buffers], back: Sequence[Buffers], part: Sequence[int], working: Sequence[int]) -> int:
     """The most bytes of one rank while `optim.muon` goes through the buckets.
 
-    part: the largest part of a parameter in each bucket. `packed` copies of it exist while its update is packed, and
+    part: the largest part of a parameter in each bucket. PACKED_COPIES of it exist while its update is packed, and
     two while it is applied. working: bytes to orthogonalize. All sequences but `working` end with an empty entry, which
     stands for what comes after the last bucket and, as index −1, for what comes before the first.
     """
-    peak = max(there[0].packed + packed * part[0], there[0].under_way)
+    peak = max(there[0].packed + PACKED_COPIES * part[0], there[0].under_way)
     for k in range(len(working)):
-        packing = max(there[k + 1].packed + packed * part[k + 1], there[k + 1].under_way)
+        packing = max(there[k + 1].packed + PACKED_COPIES * part[k + 1], there[k + 1].under_way)
         computing = max(back[k].packed + working[k], back[k].under_way)
         peak = max(
             peak,
@@ -321,32 +319,48 @@ def _peak(
     return max(peak, there[-2].arrived + back[-2].arrived + 2 * part[-2])
 
 
-def step_temporaries(plan: Plan, pp: int) -> int:
-    """Bytes that the optimizer takes for a step on the fullest rank of pipeline rank `pp`; 0 with AdamW.
+def step_temporaries(plan: Plan, pp: int, slot: int = 0) -> int:
+    """Bytes that the optimizer takes for a step on the fullest rank of pipeline rank `pp`.
 
-    With very many pieces, planning every exchange takes too long. The result is then a bound: the buffers of three
-    buckets, and the bytes that the largest matrix takes.
+    slot: bytes of each slot through which states pass; 0: they are on the device. With very many pieces, planning every
+    exchange takes too long. The result is then a bound: the buffers of three buckets, and the bytes that the largest
+    matrix takes.
     """
+    config, matrices = plan.config, _matrices_of_rank(plan, pp)
+    slots = DEVICE_SLOTS * slot if matrices or config.optim.update_on == "device" else 0
+    if not matrices:
+        return slots
+    itemsize = working_bytes(config)
+    if len(matrices) * len(matrices[0].boxes) <= MAX_PIECES:
+        return slots + max(MuonPlan(matrices, itemsize).temporaries(_parameter_bytes(config)))
+    m, n = max(sorted(matrix.shape) for matrix in matrices)
+    return slots + 3 * BUCKET_BYTES + itemsize * (3 * m * n + m * m)
+
+
+def streaming_slot(plan: Plan, pp: int) -> int:
+    """Bytes of a slot through which states pass that live outside of the device, on the fullest rank of `pp`."""
+    parts = (max(map(elements, matrix.boxes)) for matrix in _matrices_of_rank(plan, pp))
+    return slot_bytes(max(parts, default=0) * _parameter_bytes(plan.config))
+
+
+def _parameter_bytes(config: Config) -> int:
+    return 8 if config.train.precision == "fp64" else 4
+
+
+def _matrices_of_rank(plan: Plan, pp: int) -> list[Matrix]:
+    """The matrices that Muon updates on pipeline rank `pp`."""
     config, layout = plan.config, plan.config.parallel.layout
     if config.optim.name != "muon":
-        return 0
+        return []
     shards = layout.dp_shard * layout.cp if config.parallel.data.sharded else 1
     replicas = layout.dp * layout.cp // shards
-    matrices = [
+    return [
         matrix
         for stage in plan.stages_of(pp)
         for matrix in stage_matrices(
             config.model, plan.layers[stage], replicas, shards, layout.tp, ep=config.parallel.ep
         )
     ]
-    if not matrices:
-        return 0
-    itemsize = working_bytes(config)
-    if len(matrices) * replicas * shards * layout.tp <= MAX_PIECES:
-        wide = 8 if config.train.precision == "fp64" else 4
-        return max(MuonPlan(matrices, itemsize).temporaries(wide, config.optim.place))
-    m, n = max(sorted(matrix.shape) for matrix in matrices)
-    return 3 * BUCKET_BYTES + itemsize * (3 * m * n + m * m)
 
 
 def working_bytes(config: Config) -> int:

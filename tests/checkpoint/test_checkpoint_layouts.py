@@ -275,7 +275,7 @@ def test_the_precision_of_compute_may_change(saved: str, loaded: str, ranks: Ran
 def test_optimizer_states_in_host_memory_are_saved_and_filled(name: Any, ranks: Ranks, tmp_path: Path) -> None:
     on_host, on_device = config_of(PIPELINE), config_of(FLAT)
     on_host.optim.name = on_device.optim.name = name
-    on_host.optim.offload = True
+    on_host.optim.placement = "host"
     wrote = ranks.run(train_and_save, on_host, tmp_path, 2)
     read = ranks.run(load_and_train, on_device, tmp_path / "step-00000002", 2)
     back = ranks.run(load_and_train, on_host, tmp_path / "step-00000002", 2)

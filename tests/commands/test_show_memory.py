@@ -90,7 +90,7 @@ def test_equal_ranks_of_many_are_one_row(capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_measured_columns_come_from_a_dry_run(capsys: pytest.CaptureFixture[str]) -> None:
-    rows = shown(capsys, "--memory", "--measure", "batch.global=2", "optim.offload=true")
+    rows = shown(capsys, "--memory", "--measure", "batch.global=2", "optim.placement=host")
     predicted, share, measured, difference = rows["total"]
     assert share == "100.0%"
     assert float(predicted) == pytest.approx(float(measured), rel=0.05)

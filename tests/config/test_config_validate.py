@@ -176,9 +176,19 @@ def test_the_defaults_are_valid() -> None:
             "share a position; set data.mask_documents=true",
         ),
         (
-            ["kernels=triton", "optim.offload=true"],
-            'kernels.adamw = "triton": runs on a GPU, but optim.offload updates on the host; use kernels.adamw=auto, '
-            "or no optim.offload",
+            ["kernels=triton", "optim.placement=host", "optim.update_on=host"],
+            'kernels.adamw = "triton": runs on a GPU, but optim.update_on = host; use kernels.adamw=auto, '
+            "or optim.update_on=device",
+        ),
+        (
+            ["optim.update_on=host", "optim.placement=/mnt/nvme"],
+            'optim.update_on = "host": needs states in host memory, but optim.placement = /mnt/nvme; use device, '
+            "or optim.placement=host",
+        ),
+        (
+            ["optim.placement=hots"],
+            'optim.placement = "hots": must be device, host, or the path of a folder, written with a / and in '
+            "printable characters; such as ./scratch or /mnt/nvme/states",
         ),
         (
             ["kernels.rms_norm=apex", "train.compile=true"],

@@ -178,13 +178,13 @@ def stepped(config: Config) -> dict[str, Any]:
     with _job(config) as (job, _), Calls() as calls:
         taken = _step(job)
     NOTES.clear()
-    for _, param in job.named_parameters():
-        job.optimizer.states_of(param)
+    states = [job.optimizer.states_of(param) for _, param in job.named_parameters()]
     settled = "synchronize" in [name for name, *_ in NOTES]
     updates = [kwargs["found_inf"] for _, kwargs in calls.of("aten::_fused_adamw_")]
     return {
         "parameters": {str(param.device) for _, param in job.named_parameters()},
-        "states": {str(value.device) for state in job.optimizer.state.values() for value in state.values()},
+        "moments": {str(each.device) for state in states for name, each in state.items() if name != "step"},
+        "counts": {str(state["step"].device) for state in states if "step" in state},
         "settled": settled,  # states were waited for, as the device may still write them
         "skips": {None if skips is None else str(skips.device) for skips in updates},
         "signs": (str(taken.values.device), str(taken.arriving.host.device), taken.arriving.arrived is not None),

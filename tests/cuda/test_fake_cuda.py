@@ -189,20 +189,23 @@ def test_pytorch_is_given_one_kernel_and_the_heads_that_it_takes(precision: Any,
     assert call(cases.given_to_sdpa, replace(PLAIN, train=Train(precision=precision))) == {expected}
 
 
-@pytest.mark.parametrize("case", ["resident", "offload", "muon", "muon, offload", "recompute"])
+@pytest.mark.parametrize("case", ["resident", "host", "host, update there", "muon", "muon, host", "recompute"])
 def test_a_step_leaves_everything_where_it_belongs(case: str, call: Call) -> None:
     config = {
         "resident": PLAIN,
-        "offload": replace(PLAIN, optim=Optim(offload=True)),
+        "host": replace(PLAIN, optim=Optim(placement="host")),
+        "host, update there": replace(PLAIN, optim=Optim(placement="host", update_on="host")),
         "muon": replace(PLAIN, optim=Optim("muon")),
-        "muon, offload": replace(PLAIN, optim=Optim("muon", offload=True)),
+        "muon, host": replace(PLAIN, optim=Optim("muon", placement="host")),
         "recompute": replace(PLAIN, train=replace(PLAIN.train, recompute="selective")),
     }[case]
     found = call(cases.stepped, config)
     assert found["parameters"] == {"cuda:0"}
     assert found["signs"] == ("cuda:0", "cpu", True)
-    assert found["states"] == found["skips"] == ({"cpu"} if "offload" in case else {"cuda:0"})
-    assert found["settled"] == (case == "muon, offload")
+    assert found["skips"] == ({"cpu"} if "there" in case else {"cuda:0"})
+    assert found["moments"] == ({"cpu"} if "host" in case else {"cuda:0"})
+    assert found["counts"] == found["skips"]
+    assert found["settled"] == (case in ("host", "muon, host"))
 
 
 def test_a_copy_to_the_host_waits_for_the_tensor_and_keeps_it(call: Call) -> None:

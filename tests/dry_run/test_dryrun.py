@@ -39,7 +39,7 @@ def test_the_prediction_is_what_a_dry_run_counts(name: str) -> None:
     [
         {"train.precision": "fp32", "batch.micro": 2},
         {"train.recompute": "selective"},
-        {"train.offload_activations": True, "optim.offload": True},
+        {"train.offload_activations": True, "optim.placement": "host", "optim.update_on": "host"},
         {**DOCUMENTS, "data.end_of_document": 0, "batch.micro": 2},
     ],
     ids=["fp32", "bf16, selective", "offloaded", "documents"],

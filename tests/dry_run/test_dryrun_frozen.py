@@ -25,7 +25,11 @@ CASES: dict[str, Case] = {
     "base, zero3, tp": (BASE, {**TP, **data("zero3", dp_shard=2)}, 0),
     "base, zb_h1, tp, zero2": (BASE, {**TP, **pipeline("zb_h1"), **data("zero2", dp_shard=2)}, 0),
     "base, last stage, replicas": (BASE, {**pipeline("1f1b"), **data("zero1", dp_shard=2, dp_replicate=2)}, 1),
-    "base, optimizer offloaded": (BASE, {**data("zero3", dp_shard=2), "optim.offload": True}, 0),
+    "base, optimizer offloaded": (
+        BASE,
+        {**data("zero3", dp_shard=2), "optim.placement": "host", "optim.update_on": "host"},
+        0,
+    ),
     "inputs, tp, recompute": (INPUTS, {**TP, **FULL, **data("zero2", dp_shard=2)}, 0),
     "inputs, norms after, full recompute": (INPUTS, {**POST, **FULL, "train.precision": "fp32"}, 0),
     "inputs, norms after, offloaded": (INPUTS, {**POST, "train.offload_activations": True}, 0),

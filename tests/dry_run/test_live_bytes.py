@@ -93,7 +93,7 @@ def test_a_kind_apart_has_a_peak_of_its_own() -> None:
         x = torch.zeros(500)
         del x
     assert live.peak() == {"temporaries": 2000}
-    assert live.peak(apart="host") == {"temporaries": 2000, "host": 1200}
+    assert live.peak(apart=("host",)) == {"temporaries": 2000, "host": 1200}
 
 
 def test_only_the_tensors_of_the_given_mode_count() -> None:

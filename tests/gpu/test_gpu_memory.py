@@ -56,7 +56,7 @@ def test_activations_take_less_memory_and_nothing_else_changes(case: str, one_ra
 
 def test_the_optimizer_takes_less_memory_on_the_host(one_rank: None) -> None:
     expected, most = losses_and_peak(PLAIN)
-    losses, peak = losses_and_peak(replace(PLAIN, optim=Optim(offload=True)))
+    losses, peak = losses_and_peak(replace(PLAIN, optim=Optim(placement="host")))
     assert losses == pytest.approx(expected, rel=1e-10)
     assert peak < most
 

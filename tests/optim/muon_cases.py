@@ -22,12 +22,13 @@ from megalite.distributed.mesh import Mesh
 from megalite.dry_run.live_bytes import LiveBytes
 from megalite.optim.exchange import Arriving, Views
 from megalite.optim.muon import Muon, held_by
-from megalite.optim.states import STORES
+from megalite.optim.states import DeviceStates, HostStates, local
 from megalite.parallel.parameter import parameter, parameters
 from megalite.plan.muon import Box
 from megalite.plan.parts import part
 from megalite.plan.parts.roles import UP_PROJECTION, RoleKind
 from megalite.plan.resolved import resolve
+from megalite.plan.state_streams import padded
 from megalite.train.build import build
 from megalite.train.step import train_step
 from megalite_kernels.backend import Backend
@@ -114,7 +115,9 @@ def stepped(
     params = [module.weight for module in modules]
     for param, whole in zip(params, weights_of(shapes, pp), strict=True):
         fill(param, whole)
-    options: dict[str, Any] = {"bucket_bytes": bucket_bytes, "states": STORES[place](), "backend": backend}
+    slot = padded(max(local(param).nbytes for param in params))
+    states = DeviceStates() if place == "device" else HostStates(slot)
+    options: dict[str, Any] = {"bucket_bytes": bucket_bytes, "states": states, "backend": backend}
     optimizer = Muon(params, mesh.stage, lr=0.02, weight_decay=0.3, **options)
     peaks = []
     for step in range(STEPS):

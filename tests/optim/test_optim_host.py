@@ -18,9 +18,9 @@ from megalite.optim.states import HostStates
 from megalite.plan.model.optimizer_states import ADAMW_STATES
 
 HERE = config_of(Layout())
-HOST = replace(HERE, optim=replace(HERE.optim, offload=True))
+HOST = replace(HERE, optim=replace(HERE.optim, placement="host", update_on="host"))
 MUON = replace(HERE, optim=replace(HERE.optim, name="muon"))
-MUON_HOST = replace(HERE, optim=replace(MUON.optim, offload=True))
+MUON_HOST = replace(HERE, optim=replace(MUON.optim, placement="host", update_on="host"))
 PAIRS = {"adamw": (HERE, HOST), "muon": (MUON, MUON_HOST)}
 
 

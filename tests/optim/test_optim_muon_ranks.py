@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from megalite.config.layout import Layout
 from megalite.config.schema import Batch, Config, DataParallel, Model, Optim, Parallel, Pipeline, Place, Train
 from megalite.optim.muon import Muon
-from megalite.plan.muon import BUCKET_BYTES, MuonPlan, boxes, matrices_of, moves, stage_matrices
+from megalite.plan.muon import BUCKET_BYTES, MuonPlan, boxes, elements, matrices_of, moves, stage_matrices
 from megalite.plan.pipeline import table_of
 from megalite.plan.split import layers_of, split_of
+from megalite.plan.state_streams import DEVICE_SLOTS, padded
 from megalite_kernels.backend import Backend
 
 # Of a rank of tp: as few rows as one, fewer and more than there are shards, and none that 8 divides.
@@ -158,7 +159,9 @@ def test_temporaries_are_predicted(layout: Layout, bucket_bytes: int, place: Pla
     told = ranks.run(stepped, layout, True, shapes, splits, bucket_bytes, place)
     plan = plan_of(layout, True, (shapes, splits), bucket_bytes)
     for rank, held in enumerate(told[: layout.world_size]):
-        assert held.temporaries == pytest.approx(plan.temporaries(8, place)[rank], rel=1e-4)
+        slot = padded(8 * max(elements(matrix.boxes[rank]) for matrix in plan.matrices))
+        slots = DEVICE_SLOTS * slot if place == "host" else 0
+        assert held.temporaries == pytest.approx(plan.temporaries(8)[rank] + slots, rel=1e-4)
 
 
 def test_parameters_of_other_ranks_are_refused(ranks: Ranks) -> None:
@@ -228,7 +231,7 @@ ON_HOST = {
 def test_momentum_on_the_host_changes_no_bit(name: str, ranks: Ranks) -> None:
     config = job_in(ON_HOST[name])
     expected = ranks.run(trained, config)
-    found = ranks.run(trained, replace(config, optim=replace(config.optim, offload=True)))
+    found = ranks.run(trained, replace(config, optim=replace(config.optim, placement="host")))
     assert sum(each is not None for each in found) == config.parallel.layout.world_size
     for one, other in zip(expected, found, strict=True):
         assert (one is None) == (other is None)

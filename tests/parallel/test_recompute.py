@@ -32,7 +32,7 @@ from megalite.plan.recompute_modes import MODES, Mode
 
 ONE, TP, PP, SHARDED = Layout(), Layout(tp=2), Layout(pp=2, tp=2), Layout(dp_shard=2, tp=2)
 CONTEXT = Layout(cp=2, tp=2)
-OFFLOADED = Optim(offload=True, clip_norm=0.01)
+OFFLOADED = Optim(placement="host", clip_norm=0.01)
 CASES: dict[str, Config] = {
     "selective": config_of(ONE, recompute="selective"),
     "selective tp": config_of(TP, recompute="selective"),

@@ -130,10 +130,10 @@ def test_a_table_is_made_once() -> None:
 
 def test_offloading_moves_bytes_to_the_host() -> None:
     at_once = {"checkpoint.async": False}
-    for key in ("train.offload_activations", "optim.offload"):
-        assert of({key: True, **at_once}, HOST_MEMORY) > 0
-        assert total({key: True, **at_once}) < total({})
-    assert of({"optim.offload": True}, "optimizer states") == 0
+    for moved in ({"train.offload_activations": True}, {"optim.placement": "host", "optim.update_on": "host"}):
+        assert of({**moved, **at_once}, HOST_MEMORY) > 0
+        assert total({**moved, **at_once}) < total({})
+    assert of({"optim.placement": "host"}, "optimizer states") == 0
     assert rank_memory(configured(at_once), 0).of(HOST_MEMORY) == {}
 
 

@@ -21,7 +21,7 @@ from megalite.schedule.generate import NAMES
         ["parallel.data.mode=zero3", "train.recompute=selective"],
         ["parallel.data.mode=zero2", "parallel.pp=2", "parallel.pipeline.schedule=zbv", "parallel.dp_replicate=2"],
         ["parallel.pp=2", "parallel.pipeline.schedule=interleaved_1f1b", "train.recompute=full"],
-        ["train.offload_activations=true", "optim.offload=true", "checkpoint.async=true"],
+        ["train.offload_activations=true", "optim.placement=host", "checkpoint.async=true"],
     ],
     ids=lambda keys: keys[0],
 )

@@ -28,7 +28,7 @@ from megalite.config.load import files_and_overrides, load
 from megalite.config.rules.validate import check
 from megalite.config.schema import Config
 from megalite.dry_run.run import count_step
-from megalite.plan.memory.held import HOST_MEMORY
+from megalite.plan.memory.held import FILES, HOST_MEMORY
 from megalite.plan.memory.peak import KINDS, rank_memory
 from megalite.plan.model.size import model_parameters
 from megalite.train.build import build, build_mesh
@@ -52,7 +52,7 @@ SAVERS = {  # by name: the settings that differ from the base
     "recompute full": ("train.recompute=full",),
     "full, every second layer": ("train.recompute=full", "train.recompute_every=2"),
     "offload activations": ("train.offload_activations=true",),
-    "offload optimizer": ("optim.offload=true",),
+    "offload optimizer": ("optim.placement=host",),
     **{
         f"{mode}, 2 ranks": ("parallel.dp_shard=2", "batch.global=8", f"parallel.data.mode={mode}")
         for mode in ("ddp", "zero1", "zero2", "zero3")
@@ -98,7 +98,8 @@ def _configs(given: Sequence[str]) -> dict[str, Config]:
 
 def _row(name: str, config: Config) -> dict[str, Any]:
     predicted, counted = rank_memory(config, 0), _count(config)
-    on_host, total = counted.pop(HOST_MEMORY, 0), sum(counted.values())
+    on_host, _ = counted.pop(HOST_MEMORY, 0), counted.pop(FILES, 0)
+    total = sum(counted.values())
     return {
         "name": name,
         "predicted_bytes": predicted.total,

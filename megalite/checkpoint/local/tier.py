@@ -294,5 +294,5 @@ def _check_marks(place: LocalFolder, mark: str) -> None:
 def _memory_of(config: Config, ranks: int, on_gpu: bool) -> int:
     """Bytes of host memory that `ranks` ranks of a node are predicted to take, as an average over pipeline ranks."""
     memories = memory_of_ranks(config, costing_of(config))
-    found = (size for each in memories for (kind, _), size in each.bytes.items() if kind == HOST_MEMORY or not on_gpu)
+    found = (sum(each.of(HOST_MEMORY).values()) + (0 if on_gpu else each.total) for each in memories)
     return sum(found) * ranks // len(memories)

@@ -25,6 +25,7 @@ FORMS = {  # tensors of Progress: dtype, number of dimensions, sizes of all but 
 MAX_ELEMENTS = 1 << 24  # elements of such a tensor
 CPU = torch.device("cpu")
 FilledPart = tuple[str, Tensor, Sequence[int]]  # name, the part to fill, and the place of its first element
+STATE_PREFIX = "optimizer."  # begins the names of optimizer states
 STEP_COUNT = "step"  # count of updates among an optimizer's states: it is a part of the progress
 
 
@@ -106,7 +107,9 @@ class State:
             if first.value.requires_grad:
                 states = self.optimizer.states_of(first.value).items()
                 tensors |= {
-                    f"optimizer.{state}.{name}": cut(held, first.shape) for state, held in states if state != STEP_COUNT
+                    f"{STATE_PREFIX}{state}.{name}": cut(held, first.shape)
+                    for state, held in states
+                    if state != STEP_COUNT
                 }
         return tensors
 
@@ -148,6 +151,11 @@ def _part(tensor: Tensor) -> tuple[Tensor, Sequence[int]]:
     """Return the part of a DTensor on this rank, and the place of its first element."""
     assert isinstance(tensor, DTensor)
     return tensor.to_local(), box(tensor)[1]
+
+
+def is_state(name: str) -> bool:
+    """Return whether a tensor of a checkpoint is a state of the optimizer."""
+    return name.startswith(STATE_PREFIX)
 
 
 def _number(found: Parameter) -> int:

@@ -125,8 +125,8 @@ def _others(asked: Asked, choice: Choice, config: Config) -> Iterator[tuple[str,
                     yield f"parallel.pipeline.schedule={schedule}{stages}", other
     if not choice.offload_activations:
         yield "train.offload_activations=true", choice._replace(offload_activations=True)
-    if choice.states != "host":
-        yield "optim.offload=true", choice._replace(states="host")
+    if choice.states == "device":
+        yield "optim.placement=host", choice._replace(states="host")
 
 
 def _summary(prediction: Prediction) -> Text:

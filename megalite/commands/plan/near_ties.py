@@ -53,6 +53,6 @@ def _features(choice: Choice) -> list[str]:
         "moved layers": choice.split is not None,
         "recomputation": choice.recompute != "none",
         "activations on the host": choice.offload_activations,
-        "optimizer on the host": choice.states == "host",
+        "optimizer states outside of the device": choice.states != "device",
     }
     return [name for name, there in has.items() if there]

@@ -46,7 +46,7 @@ def layout_text(choice: Choice) -> str:
     if choice.recompute != "none":
         parts.append(f"recompute {choice.recompute}")
     parts += ["activations on host"] * choice.offload_activations
-    parts += ["optimizer on host"] * (choice.states == "host")
+    parts += ["optimizer on host"] * (choice.place == "host") + ["states in files"] * (choice.place == "files")
     return " · ".join(parts)
 
 
@@ -98,7 +98,7 @@ def on_host(asked: Asked, found: Found) -> str:
     """Describe what layouts of the first rows keep in host memory, if they move tensors there; "" if none does."""
     told = []
     for row, result in enumerate(found.results[:LISTED_ROWS], 1):
-        if result.choice.offload_activations or result.choice.states == "host":
+        if result.choice.offload_activations or result.choice.states != "device":
             held = sum(fullest_rank(result.prediction.config, asked.timer).of(HOST_MEMORY).values())
             ranks = min(asked.cluster.gpus_per_node, result.prediction.gpus)
             told.append(f"row {row} keeps {memory_text(held)} for a rank, {memory_text(held * ranks)} on a node")

@@ -24,7 +24,7 @@ from megalite.cost.order_costs import costing_of
 from megalite.distributed.start.local import LAUNCHER
 from megalite.plan.activations import Activations
 from megalite.plan.memory.fit import GIB, TENSOR_SHARE
-from megalite.plan.memory.held import HOST_MEMORY
+from megalite.plan.memory.held import HOST_MEMORY, OUTSIDE_KINDS
 from megalite.plan.memory.peak import KINDS, Memory
 from megalite.plan.memory.rebalance import flatter_split
 from megalite.plan.pipeline import as_full, placement
@@ -238,19 +238,19 @@ def _components(memory: Memory, measured: dict[str, int] | None) -> Table:
         cells = [] if counted is None else [f"{counted / unit:,.3f}", _difference(size, counted)]
         shown.add_row(label, f"{size / unit:,.3f}", share, *cells, style=style)
 
-    for kind in (*KINDS, HOST_MEMORY):
+    for kind in (*KINDS, *OUTSIDE_KINDS):
         parts = memory.of(kind)
         counted = None if measured is None else measured.get(kind, 0)
         if not parts and not counted:
             continue
         if kind == HOST_MEMORY:
             shown.add_section()
-        share = (lambda size: "") if kind == HOST_MEMORY else (lambda size: f"{size / memory.total:.1%}")
+        share = (lambda size: "") if kind in OUTSIDE_KINDS else (lambda size: f"{size / memory.total:.1%}")
         row(kind, sum(parts.values()), share(sum(parts.values())), counted, style="bold")
-        for component, size in _in_order(parts) if len(parts) > 1 or kind == HOST_MEMORY else ():
+        for component, size in _in_order(parts) if len(parts) > 1 or kind in OUTSIDE_KINDS else ():
             row(f"  {component}", size, share(size))
         if kind == KINDS[-1]:
-            total = None if measured is None else sum(size for of, size in measured.items() if of != HOST_MEMORY)
+            total = None if measured is None else sum(size for of, size in measured.items() if of not in OUTSIDE_KINDS)
             row("total", memory.total, "100.0%", total, style="bold")
     return shown
 

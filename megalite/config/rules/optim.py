@@ -6,7 +6,7 @@ from megalite.base.errors import Problem
 from megalite.config.attention_kernels import ANY_GPU, broken, need_of
 from megalite.config.layers import layer_kinds
 from megalite.config.parametrization import depth_ratio, width_ratio
-from megalite.config.schema import Config, LearningRate
+from megalite.config.schema import Config, LearningRate, Optim
 
 MAX_BETA = 0.999999
 MIN_NORM = 1e-12
@@ -17,6 +17,7 @@ def optim_rules(config: Config) -> Iterator[Problem]:
     """Every broken rule of the optim, kernels and schedule sections."""
     yield from _betas(config.optim.betas)
     yield from _scaled(config)
+    yield from _placement(config.optim)
     yield from _kernels(config)
     yield from _schedule(config.schedule, config.train.steps)
     if 0 < config.optim.clip_norm < MIN_NORM:
@@ -40,6 +41,15 @@ def _scaled(config: Config) -> Iterator[Problem]:
             yield Problem(f"optim.{key}", rule, "use a larger one, or a larger base", value)
 
 
+def _placement(optim: Optim) -> Iterator[Problem]:
+    if optim.place == "files" and ("/" not in optim.placement or not optim.placement.isprintable()):
+        rule = "must be device, host, or the path of a folder, written with a / and in printable characters"
+        yield Problem("optim.placement", rule, "such as ./scratch or /mnt/nvme/states", optim.placement)
+    if optim.update_on == "host" and optim.place != "host":
+        rule = f"needs states in host memory, but optim.placement = {optim.placement}"
+        yield Problem("optim.update_on", rule, "use device, or optim.placement=host", "host")
+
+
 def _schedule(schedule: LearningRate, steps: int) -> Iterator[Problem]:
     decay = schedule.decay or 0
     if schedule.decay is not None and schedule.name != "wsd":
@@ -55,9 +65,9 @@ def _schedule(schedule: LearningRate, steps: int) -> Iterator[Problem]:
 
 def _kernels(config: Config) -> Iterator[Problem]:
     adamw = config.kernels_by_operation.adamw
-    if adamw in ("triton", "apex") and config.optim.place == "host":
-        rule = "runs on a GPU, but optim.offload updates on the host"
-        yield Problem("kernels.adamw", rule, "use kernels.adamw=auto, or no optim.offload", adamw)
+    if adamw in ("triton", "apex") and config.optim.update_on == "host":
+        rule = "runs on a GPU, but optim.update_on = host"
+        yield Problem("kernels.adamw", rule, "use kernels.adamw=auto, or optim.update_on=device", adamw)
     if adamw == "apex" and config.train.precision == "fp64":
         yield Problem("kernels.adamw", "cannot be used with train.precision = fp64", "use auto", adamw)
     if config.kernels_by_operation.rms_norm == "apex" and config.train.compile:

@@ -18,7 +18,7 @@ from megalite.config.rules.train import train_rules
 from megalite.config.schema import Config
 
 # Keys of rules that depend on what a layout recomputes and offloads.
-LAYOUT_KEYS = ("train.recompute", "train.offload_activations", "optim.offload", "kernels.")
+LAYOUT_KEYS = ("train.recompute", "train.offload_activations", "optim.placement", "optim.update_on", "kernels.")
 
 
 def check(config: Config, world_size: int | None = None) -> Config:

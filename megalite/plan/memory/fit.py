@@ -127,7 +127,7 @@ def check_memory(config: Config, total: int, of: str, ranks: int | None = None, 
     """
     memories = memory_of_ranks(config, costing)
     fullest = max(memories, key=lambda memory: memory.total)
-    together = sum(sum(memory.bytes.values()) for memory in memories)  # host memory included
+    together = sum(memory.total + sum(memory.of(HOST_MEMORY).values()) for memory in memories)
     needed = fullest.total if ranks is None else together * ranks // len(memories)
     if needed <= TENSOR_SHARE * total:
         return ""

@@ -2,11 +2,13 @@
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from functools import cached_property
 from typing import NamedTuple
 
 from megalite.config.schema import Place
 from megalite.plan.memory.moment_text import Instant
 from megalite.plan.memory.states import States
+from megalite.plan.muon import streaming_slot
 from megalite.plan.parts.part import in_four_bits
 from megalite.plan.repeated_layers import parts_of
 from megalite.plan.resolved import Plan
@@ -14,13 +16,15 @@ from megalite.plan.units import Item, Unit, Weights
 from megalite.schedule.actions import Action, Exchange
 
 HOST_MEMORY = "host memory"
-STATES_IN: dict[Place, str] = {"device": "optimizer states", "host": HOST_MEMORY}  # kinds of memory
+FILES = "files"  # bytes that are in no memory
+OUTSIDE_KINDS = (HOST_MEMORY, FILES)  # kinds that are not on the device
+STATES_IN: dict[Place, str] = {"device": "optimizer states", "host": HOST_MEMORY, "files": FILES}
 PartKey = tuple[int, int]  # a stage, and the index of a part in it
 
 
 def on_device(held: Mapping[Item, int]) -> int:
-    """Bytes of all kinds but host memory."""
-    return sum(size for (kind, _), size in held.items() if kind != HOST_MEMORY)
+    """Bytes of all kinds on the device."""
+    return sum(size for (kind, _), size in held.items() if kind not in OUTSIDE_KINDS)
 
 
 class Group(NamedTuple):
@@ -46,6 +50,7 @@ class Held:
         self.peak_at: tuple[Action | Exchange | str, PartKey | None, str] = self.doing, None, ""
         self.total = self.most = 0  # bytes on the device
         self.on_host = self.most_on_host = 0
+        self.in_files: Counter[Item] = Counter()
         self.host_peak: Counter[Item] = Counter()
         self.passing = False  # in layers that are taken as one, where memory never peaks
         self.aside = 0  # temporaries of a pass that has given way to the one beside it
@@ -80,15 +85,22 @@ class Held:
                 self._hold("parameters", component, part.times * kept)
                 self._hold(kind, component, part.times * (states.p * (moments + copies) // group.shards))
 
-    def _saved(self, stage: int, index: int) -> int:
-        """Bytes of a part in a checkpoint. A background save copies them to host memory, which it keeps."""
-        of_all = self.config.adapter is None
-        return self.parts[stage][index].times * sum(
-            self.states.p * saved // group.shards
-            for group in self._groups(stage, index)
-            for _, count, trained, moments, *_ in group.weights.by_component
-            for saved in (count if of_all else trained, moments)
-        )
+    def _hold_saved(self, stage: int, index: int) -> None:
+        """Hold the copies of a part that a background save makes and keeps: in host memory, of states in files there."""
+        of_all, times = self.config.adapter is None, self.parts[stage][index].times
+        for group in self._groups(stage, index):
+            for _, count, trained, moments, *_ in group.weights.by_component:
+                weights = count if of_all else trained
+                self._hold(HOST_MEMORY, "checkpoint", times * (self.states.p * weights // group.shards))
+                kind = FILES if self.config.optim.place == "files" else HOST_MEMORY
+                self._hold(kind, "checkpoint", times * (self.states.p * moments // group.shards))
+
+    @cached_property
+    def _slot_bytes(self) -> int:
+        """Bytes of one slot in which states outside of the device pass on their way; 0 where none do."""
+        optim = self.config.optim
+        trains = any(part.weights.trained.total for parts in self.parts.values() for part in parts)
+        return streaming_slot(self.states.plan, self.pp) if trains and optim.place != "device" else 0
 
     def _is_second_copy(self, stage: int, part: Unit) -> bool:
         """Return whether a part is a tied embedding that the rank's first stage has too; a checkpoint saves one."""
@@ -116,6 +128,9 @@ class Held:
 
     def _hold(self, kind: str, component: str, size: int) -> None:
         self.held[kind, component] += size
+        if kind == FILES:
+            self.in_files[kind, component] += size
+            return
         if kind != HOST_MEMORY:
             self.total += size
             return
@@ -135,5 +150,5 @@ class Held:
             now = {("temporaries", "backward"): temporaries, ("gathered weights", "in use"): gathered}
             self.peak = self.held + Counter(now)
             self.peak_at = self.doing, self.at, what
-            for item in [item for item in self.peak if item[0] == HOST_MEMORY]:
+            for item in [item for item in self.peak if item[0] in OUTSIDE_KINDS]:
                 del self.peak[item]

@@ -19,8 +19,11 @@ are gathered and freed.
                         next part is reduced
     activations         see plan.activations
     temporaries         those of backward; wN of gradients being made; wN to gather the next part (zero3);
-                        activations recomputed or fetched from the host; those of Muon's step (plan.muon)
-    host memory         offloaded tensors; the copy of parameters and optimizer states that `checkpoint.async` stages
+                        activations recomputed or fetched from the host; those of Muon's step (plan.muon); slots
+                        through which states pass that live elsewhere (plan.state_streams)
+    host memory         offloaded tensors; slots of states in files; the copy of parameters and optimizer states that
+                        `checkpoint.async` stages
+    files               optimizer states that live there, and the copy that `checkpoint.async` stages
 
 Not counted: memory outside of the allocator (on CUDA a context of 1 to 1.5 GiB, and NCCL's buffers), fragmentation,
 and memory that kernels allocate internally. The allocator may reuse a buffer that a pipeline has sent or received only
@@ -49,7 +52,7 @@ KINDS = ("parameters", "gathered weights", "gradients", "optimizer states", "act
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on one pipeline rank at the peak of the fullest step of a run. Host memory is counted at its own peak."""
+    """Bytes on one pipeline rank at the peak of the fullest step of a run. Host memory is counted at its own peak, and files."""
 
     pp: int
     bytes: dict[Item, int]

@@ -74,8 +74,8 @@ def _modes(config: Config) -> Iterator[Change]:
 
 
 def _offload(config: Config) -> Iterator[Change]:
-    if not config.optim.offload:
-        yield "optim.offload=true", replace(config, optim=replace(config.optim, offload=True))
+    if config.optim.place == "device":
+        yield "optim.placement=host", replace(config, optim=replace(config.optim, placement="host"))
     if not config.train.offload_activations:
         changed = replace(config.train, offload_activations=True)
         yield "train.offload_activations=true", replace(config, train=changed)

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-from megalite.plan.memory.held import HOST_MEMORY
+from megalite.plan.memory.held import OUTSIDE_KINDS
 from megalite.plan.memory.walk import PutOff, Walk
 from megalite.plan.parts.part import Moment
 from megalite.plan.pipeline import as_full, fullest_steps
@@ -110,7 +110,7 @@ class Total(Walk):
         self.total += part.change[moment.name, puts_off]
 
     def _hold(self, kind: str, component: str, size: int) -> None:
-        if kind != HOST_MEMORY:
+        if kind not in OUTSIDE_KINDS:
             self.total += size
 
     def _see(self, temporaries: int = 0, gathered: int = 0, what: str = "") -> None:

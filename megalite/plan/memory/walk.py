@@ -8,6 +8,7 @@ from megalite.plan.memory.held import HOST_MEMORY, Group, Held, PartKey
 from megalite.plan.muon import step_temporaries
 from megalite.plan.parts.part import Moment
 from megalite.plan.resolved import Plan
+from megalite.plan.state_streams import BLOCK, FILE_SLOTS
 from megalite.plan.units import Item, Unit
 from megalite.schedule.actions import SEND_KINDS, Action, Exchange, Kind
 from megalite.schedule.reductions import reductions
@@ -45,12 +46,14 @@ class Walk(Held):
         self.buffer = 0
 
     def run(self) -> dict[Item, int]:
-        """Bytes held at the peak of device memory, and bytes of host memory at its own peak."""
+        """Bytes held at the peak of device memory, bytes of host memory at its own peak, and bytes in files."""
         for stage, parts in self.parts.items():
             for index, part in enumerate(parts):
                 self._hold_states(stage, index)
                 if self.config.checkpoint.async_ and not self._is_second_copy(stage, part):
-                    self._hold(HOST_MEMORY, "checkpoint", self._saved(stage, index))
+                    self._hold_saved(stage, index)
+        if self.config.optim.place == "files":
+            self._hold(HOST_MEMORY, "buffers", FILE_SLOTS * (self._slot_bytes + BLOCK) if self._slot_bytes else 0)
         self._hold("activations", "attention", self.sizes.angles)
         casts = sum(part.times * part.casts for parts in self.parts.values() for part in parts)
         casts = 0 if self.states.mode == "zero3" else casts  # weights are cast once a step, and freed before the update
@@ -77,8 +80,8 @@ class Walk(Held):
                         self._hold_gathered(item.stage, index, sign)
         self._hold("gathered weights", "in 8 bits", -casts)
         self.doing = "update of the weights"
-        self._see(step_temporaries(self.states.plan, self.pp))
-        return {item: size for item, size in (self.peak | self.host_peak).items() if size}
+        self._see(step_temporaries(self.states.plan, self.pp, self._slot_bytes))
+        return {item: size for item, size in (self.peak | self.host_peak | self.in_files).items() if size}
 
     def _compute(self, *actions: Action) -> None:
         """Walk through an F, B or I, or through an F and a B of which each goes on where the other gives way."""

@@ -29,5 +29,5 @@ def host_copies(optim: Optim, weight: Weight) -> int:
     AdamW updates copies of a trained weight and its gradient where the states are. Muon's products need the device,
     which its states visit instead.
     """
-    on_host = optim.place == "host" and weight.trained and not uses_muon(optim, weight.role)
+    on_host = optim.update_on == "host" and weight.trained and not uses_muon(optim, weight.role)
     return 2 if on_host else 0

@@ -348,7 +348,7 @@ def test_any_numbers_of_gpus_are_compared_and_none_is_dropped_silently(plan: Run
 
 
 def test_what_goes_to_host_memory_is_told(plan: Run) -> None:
-    offload = plan(*SMALL, "--gpus", "2", "--as-is", "batch.micro=1", "optim.offload=true")
+    offload = plan(*SMALL, "--gpus", "2", "--as-is", "batch.micro=1", "optim.placement=host")
     told = re.search(r"row 1 keeps ([\d.]+) GiB for a rank, ([\d.]+) GiB on a node", offload)
     assert told is not None
     assert float(told[2]) == pytest.approx(2 * float(told[1]), rel=0.01)

@@ -113,7 +113,7 @@ def check_comparable(config: Config, name: str) -> None:
         raise InputError(f"{name} has no model.parametrization but standard, and no multipliers")
     if layout.dp != layout.world_size:
         raise InputError(f"{name} is compared in data-parallel layouts only; this one is {layout}")
-    if config.optim.name != "adamw" or config.optim.clip_norm == 0 or config.optim.offload:
-        raise InputError(f"{name} is compared with optim.name adamw, clipping, and no offload")
+    if config.optim.name != "adamw" or config.optim.clip_norm == 0 or config.optim.place != "device":
+        raise InputError(f"{name} is compared with optim.name adamw, clipping, and states on the device")
     if config.train.offload_activations or config.train.recompute == "budget":
         raise InputError(f"{name} has no train.offload_activations and no budget of recompute")

@@ -75,11 +75,30 @@ class Level:
 
 
 @dataclass(frozen=True)
+class Drive:
+    """The drives of a node, together, on which files of `optim.placement` lie.
+
+    read, write: bytes/s. endurance: bytes that may be written before they are worn out, as their makers rate them.
+    assumed: nobody has said which drives there are.
+    """
+
+    read: float
+    write: float
+    endurance: float
+    assumed: bool = False
+
+
+# One Samsung PM9D3a of 7.68 TB (PCIe 5.0, 1 drive write a day for five years), see
+# https://www.syspartsdirect.com/en/product-detail/Samsung-MZWL67T6HBLC-PM9D3a-7.68TB-Enterprise-SSD-1170.html
+ASSUMED_DRIVE = Drive(read=12e9, write=6.8e9, endurance=14_016e12, assumed=True)
+
+
+@dataclass(frozen=True)
 class Cluster:
     """Equal nodes of equal GPUs.
 
     levels: from those that are nearest to each other (boards or pairs, where a node has any) to the node. network:
-    between nodes. price: US dollars for a GPU and an hour. sources: of the figures, by key.
+    between nodes. price: US dollars for a GPU and an hour. sources: of the figures, by key. drive: of every node.
     """
 
     name: str
@@ -88,6 +107,7 @@ class Cluster:
     network: Link
     price: float
     sources: Mapping[str, str]
+    drive: Drive = ASSUMED_DRIVE
 
     @property
     def gpus_per_node(self) -> int:
@@ -123,6 +143,7 @@ FILE = {
     "island": OrNull({"gpus": COUNT, **LINK}),
     "node": {"gpus": COUNT, **LINK, "measured": OrNull(BANDWIDTH)},
     "network": LINK,
+    "drive": OrNull({"read": BANDWIDTH, "write": BANDWIDTH, "endurance": _at_most(1_000_000, "TB")}),
     "price": _at_most(1_000_000, "US dollars"),
     "sources": Each(TEXT),
 }
@@ -147,9 +168,10 @@ def cluster_path(name: str, asked_by: str = "--cluster ") -> Path:
 
 
 def read_cluster(path: Path) -> Cluster:
-    """The cluster in a file; units in files are TFLOP/s, GB/s, GiB, watts and microseconds."""
+    """The cluster in a file; units in files are TFLOP/s, GB/s, GiB, TB, watts and microseconds."""
     fields = read_mapping(path)
     fields.setdefault("island", None)
+    fields.setdefault("drive", None)
     gpu = fields.get("gpu")
     if isinstance(gpu, dict):
         gpu.setdefault("measured", {})
@@ -191,7 +213,14 @@ def read_cluster(path: Path) -> Cluster:
         _link(fields["network"]),
         float(fields["price"]),
         fields["sources"],
+        _drive(fields["drive"]),
     )
+
+
+def _drive(fields: Mapping[str, float] | None) -> Drive:
+    if fields is None:
+        return ASSUMED_DRIVE
+    return Drive(fields["read"] * 1e9, fields["write"] * 1e9, fields["endurance"] * 1e12)
 
 
 def _scaled(values: Mapping[str, float], unit: float) -> dict[str, float]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from megalite.base.errors import InputError
-from megalite.config.schema import Config, Place
+from megalite.config.schema import Config, Optim
 from megalite.cost.cluster import Cluster
 from megalite.cost.layer import KINDS
 from megalite.cost.link_clocks import groups, times, total
@@ -294,7 +294,7 @@ def _update(plan: Plan, stages: Sequence[StageTime], timer: Timer) -> float:
     matrices = muon_matrices(plan) if muon else []
     updated = [muon_parameters(plan, rank) if muon else 0.0 for rank in range(layout.pp)]
     seconds = max(
-        state_seconds(every - matrices_of_rank, matrices_of_rank, config.optim.place, timer)
+        state_seconds(every - matrices_of_rank, matrices_of_rank, config.optim, layout.world_size, timer)
         for every, matrices_of_rank in zip(_kept(plan, held, shards), updated, strict=True)
     )
     if muon:
@@ -323,15 +323,25 @@ def _kept(plan: Plan, held: Sequence[float], shards: int) -> list[float]:
     return found
 
 
-def state_seconds(adamw: float, muon: float, place: Place, timer: Timer) -> float:
-    """Seconds to update so many parameters with AdamW and with Muon, whose states live in `place`.
+def state_seconds(adamw: float, muon: float, optim: Optim, gpus: int, timer: Timer) -> float:
+    """Seconds to update so many parameters with AdamW and with Muon on one of `gpus` GPUs, by where states live.
 
-    Newton–Schulz is not counted. In host memory AdamW updates copies of weights and gradients; Muon's states are copied
-    to the device and back.
+    Newton–Schulz is not counted. States outside of the device are streamed through it: of the update, the copies in
+    both directions, the host's memory and the drives of the node, the slowest decides. Drives are taken to read and
+    write by turns, and to be shared by the node's GPUs. With `optim.update_on: host`, AdamW updates copies of weights
+    and gradients in host memory instead, one after the other.
     """
     on_device = timer.kernels.passes(timer.program.optimizer)
-    if place == "device":
+    if optim.place == "device":
         return (adamw + muon) * on_device
-    copied = 2 * 4 / (timer.cluster.gpu.host * HOST_SHARE)
+    bus = timer.cluster.gpu.host * HOST_SHARE
+    each_way = 1 / bus, 2 / HOST_BANDWIDTH, 0.0
+    if optim.place == "files":
+        drive, sharing = timer.cluster.drive, min(gpus, timer.cluster.gpus_per_node)
+        each_way = 1 / bus, 4 / HOST_BANDWIDTH, sharing * (1 / drive.read + 1 / drive.write)
+    streamed = {size: max(on_device, *(size * seconds for seconds in each_way)) for size in (4, 8)}
+    if optim.update_on == "device":
+        return adamw * streamed[8] + muon * streamed[4]
+    copied = 2 * 4 / bus
     there = HOST_UPDATE_BYTES / HOST_BANDWIDTH + timer.kernels.passes(4)
-    return adamw * (copied + there) + muon * (copied + on_device)
+    return adamw * (copied + there) + muon * streamed[4]

@@ -81,7 +81,7 @@ class LiveBytes(TorchDispatchMode):
         """Bytes by kind at the moment when most were alive. Each of the kinds `apart` is counted at its own peak."""
         found = self._peak(lambda kind: kind not in apart)
         for each in apart:
-            found |= self._peak(lambda kind, each=each: kind == each)
+            found |= self._peak(each.__eq__)
         return found
 
     def busy(self, apart: Sequence[str] = ()) -> object:

@@ -5,10 +5,11 @@ way of a micro-batch takes, and what is exchanged beside or between them.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import accumulate, pairwise
-from typing import Any, get_args
+from typing import Any
 
-from megalite.config.schema import SCHEDULES, Config, Place
+from megalite.config.schema import SCHEDULES, Config
 from megalite.cost.layout_choice import Choice
 from megalite.cost.network import Group
 from megalite.cost.predict import state_seconds
@@ -38,7 +39,6 @@ from megalite.schedule.generate import NAMES, SPLIT_SCHEDULES, V_SCHEDULES
 from megalite.schedule.orders import first_rounds
 
 VIRTUAL_STAGES = (2, 3, 4, 6, 8)  # stages of a rank under interleaved_1f1b
-PLACES: tuple[Place, ...] = get_args(Place)
 
 
 class Least:
@@ -60,7 +60,11 @@ class Least:
         self._exchanges = Exchanges(config, timer, pins, estimate)
         both = [(1.0, 0.0), (0.0, 1.0)] if config.optim.name == "muon" else [(1.0, 0.0)]
         trains = config.adapter is None  # else factors, which are few, are left out
-        self._updating = {place: trains * min(state_seconds(*each, place, timer) for each in both) for place in PLACES}
+        self._updating = {
+            states: trains
+            * min(state_seconds(*each, replace(config.optim, placement=states), gpus, timer) for each in both)
+            for states in ("device", "host", config.optim.placement)
+        }
 
     def shape(
         self, first: Choice, passes: Passes, splits: bool, alone: Passes | None = None, pairs: Pairs | None = None
@@ -300,7 +304,7 @@ class Least:
             whole, total = max(whole, waiting.whole), max(total, waiting.total)
         shards = choice.shards * choice.cp if choice.mode != "ddp" else 1
         states = (whole if choice.mode == "ddp" else total) / shards
-        best = min(self._updating.values()) if waiting is None and self.offload else self._updating[choice.place]
+        best = min(self._updating.values()) if waiting is None and self.offload else self._updating[choice.states]
         return (states * best + whole * data.last) / choice.tp
 
     def _fewest(self) -> int:

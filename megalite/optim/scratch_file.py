@@ -90,7 +90,7 @@ class ScratchFile:
 
     def _move(self, move: Callable[[int, Sequence[memoryview], int], int], done: str, buffer: Tensor, at: int) -> None:
         """Read or write `buffer` at a byte of the file. The system may move fewer bytes at a time."""
-        view, moved = memoryview(buffer.numpy()), 0
+        view, moved = buffer.numpy().data, 0
         while moved < len(view):
             try:
                 count = move(self._descriptor, [view[moved:]], at + moved)

@@ -34,14 +34,16 @@ from megalite.checkpoint.store.index import Index, merged
 from megalite.checkpoint.store.manifest import INDEX, Manifest, Source
 from megalite.checkpoint.store.progress import Progress
 from megalite.checkpoint.store.save_events import Failed, FailedLocally, Outcome, Saved
-from megalite.checkpoint.store.state import State, progress_tensors, use_device
+from megalite.checkpoint.store.state import State, is_state, progress_tensors, use_device
 from megalite.checkpoint.weights.export import is_due
 from megalite.checkpoint.weights.merged import BASE
 from megalite.config.convert import to_plain
 from megalite.config.layout import AXES
 from megalite.config.schema import Config
 from megalite.optim.interface import rate_of
+from megalite.optim.scratch_file import ScratchFile
 from megalite.parallel.parameter import box
+from megalite.plan.state_streams import padded
 
 VERSIONS = ("megalite", "torch")
 CONTINUATION_HINT = "when that is mended, the same command continues from the newest"
@@ -129,7 +131,7 @@ class Saver:
         self._publisher = tier.publisher if tier else Publisher(folder, config, advanced, check_owner)
         self._plan: WriterPlan | None = None
         assert state.optimizer is not None
-        self._staging = Staging(state.optimizer)
+        self._staging = Staging(state.optimizer, self._staging_file())
         self._writer = ThreadPoolExecutor(1, "checkpoint", use_device, (state.device,))
         self._beside = ThreadPoolExecutor(1, "flush")
         self.wrote: float | None = None  # seconds that the latest complete checkpoint took to write
@@ -157,6 +159,14 @@ class Saver:
         if self._tier is not None:
             self._tier.close()
         self._staging.close()
+
+    def _staging_file(self) -> ScratchFile | None:
+        """A file for copies of states that live in files; None if there are none, or nothing is copied."""
+        if self.config.optim.place != "files" or not self.config.checkpoint.async_:
+            return None
+        parts = local_parts(self.state.tensors())
+        size = sum(padded(part.nbytes) for name, part in parts.items() if is_state(name))
+        return ScratchFile(self.config.optim.placement, size, "optim.placement")
 
     def _begin(self, tier: Tier) -> None:
         """Begin with local checkpoints, once the state is loaded from which the run goes on."""

@@ -23,7 +23,7 @@ from megalite.commands.plan.no_layout import nothing_fits
 from megalite.commands.plan.options import is_front, refuse_unread
 from megalite.commands.plan.request import Asked, as_is, as_overrides, ask
 from megalite.commands.plan.search_order import best_order
-from megalite.commands.plan.tables import LISTED_ROWS, fits_text, front, layout_text, on_host, ranking, routing_text
+from megalite.commands.plan.tables import LISTED_ROWS, fits_text, front, layout_text, outside, ranking, routing_text
 from megalite.config.load import dump
 from megalite.config.rules.parallel import SCHEDULE_FILES
 from megalite.cost.layout_choice import choice_of
@@ -112,8 +112,8 @@ def _ranked(args: argparse.Namespace) -> Parts:
     parts: Parts = [*_batch(asked), (heading, ranking(asked, found))]
     if choice := told_alike(found.results, len(found.results) == wanted):
         parts.append(("Which one?", Text(choice)))
-    host = on_host(asked, found)
-    parts += [("Host memory", Text(host))] * bool(host)
+    apart = outside(asked, found)
+    parts += [(title, Text(text)) for title, text in apart]
     parts += [*_routing(asked), ("How it was found", Text(told))]
     if args.explain:
         parts += explained(asked, prediction.config, *asked.predict(prediction.config))
@@ -122,7 +122,7 @@ def _ranked(args: argparse.Namespace) -> Parts:
     _write(args, asked, prediction)
     if args.write:
         parts.append(("What was written", Text(f"{args.write}: row {args.pick or 1}")))
-    told = " ".join(text for text in (choice, host, told) if text)
+    told = " ".join(text for text in (choice, *(text for _, text in apart), told) if text)
     _save(
         args,
         lambda page: page.ranked_page(
@@ -167,14 +167,14 @@ def _own_layout(args: argparse.Namespace) -> Parts:
     heading, found = _heading(asked, prediction.gpus), Found([Result(choice_of(config), prediction, needed.total)])
     fits = fits_text(needed.total, asked.limit)
     parts: Parts = [*_batch(asked), (heading, ranking(asked, found)), ("Does it fit?", fits), *_routing(asked)]
-    host = on_host(asked, found)
-    parts += [("Host memory", Text(host))] * bool(host)
+    apart = outside(asked, found)
+    parts += [(title, Text(text)) for title, text in apart]
     if args.explain or needed.total > asked.limit:
         parts += explained(asked, config, prediction, needed)
     if args.schedule:
         prediction = _with_order(args, asked, prediction, parts)
     _write(args, asked, prediction)
-    told = f"It {fits}. {host}".rstrip()
+    told = " ".join([f"It {fits}.", *(text for _, text in apart)])
     _save(args, lambda page: page.ranked_page(asked, args.given, heading, found, told, prediction, searched=False))
     return parts
 

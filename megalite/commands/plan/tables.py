@@ -11,6 +11,7 @@ from megalite.commands.plan.request import Asked
 from megalite.config.schema import SCHEDULES
 from megalite.cost.layout_choice import Choice
 from megalite.cost.program import NATURAL_LOAD
+from megalite.cost.state_files import files_text
 from megalite.cost.texts import money, number, step_text, time_unit
 from megalite.cost.whole_run import DAY, WholeRun, goodput, run_of
 from megalite.layout_search.search import Found, Result, fullest_rank
@@ -94,17 +95,22 @@ def routing_text(asked: Asked) -> str:
     )
 
 
-def on_host(asked: Asked, found: Found) -> str:
-    """Describe what layouts of the first rows keep in host memory, if they move tensors there; "" if none does."""
-    told = []
+def outside(asked: Asked, found: Found) -> list[tuple[str, str]]:
+    """Headings and texts on what layouts of the first rows keep in host memory and in files; none if nothing."""
+    on_hosts, in_files = list[str](), list[str]()
     for row, result in enumerate(found.results[:LISTED_ROWS], 1):
-        if result.choice.offload_activations or result.choice.states != "device":
-            held = sum(fullest_rank(result.prediction.config, asked.timer).of(HOST_MEMORY).values())
+        config = result.prediction.config
+        if not result.choice.offload_activations and result.choice.place == "device":
+            continue
+        fullest = fullest_rank(config, asked.timer)
+        if held := sum(fullest.of(HOST_MEMORY).values()):
             ranks = min(asked.cluster.gpus_per_node, result.prediction.gpus)
-            told.append(f"row {row} keeps {memory_text(held)} for a rank, {memory_text(held * ranks)} on a node")
-    if not told:
-        return ""
-    return f"There, {'; '.join(told)}. The memory of hosts is not in cluster files: see that yours have it."
+            on_hosts.append(f"row {row} keeps {memory_text(held)} for a rank, {memory_text(held * ranks)} on a node")
+        if not in_files and (told := files_text(config, [fullest], asked.cluster)):
+            in_files.append(f"Row {row}: {told}")
+    advice = "The memory of hosts is not in cluster files: see that yours have it."
+    texts = [("Host memory", f"There, {'; '.join(on_hosts)}. {advice}")] * bool(on_hosts)
+    return [*texts, *[("Optimizer states in files", "\n".join(in_files))] * bool(in_files)]
 
 
 def run_unit(runs: Iterable[WholeRun]) -> tuple[float, str]:

@@ -30,6 +30,7 @@ from megalite.config.schema import Config, Model
 from megalite.cost.cluster import Cluster, load_cluster
 from megalite.cost.order_costs import costing_of
 from megalite.cost.program import machine_of
+from megalite.cost.state_files import files_text
 from megalite.plan.batches import batch_sizes, samples_after
 from megalite.plan.float8 import float8_text
 from megalite.plan.memory.fit import TENSOR_SHARE, fitted
@@ -104,6 +105,8 @@ def run(args: argparse.Namespace) -> int:
         predicted = None
         if actions_of_peaks(config) <= MAX_UNASKED_ACTIONS:
             predicted = memory_of_ranks(config, costing_of(config))
+        if predicted is not None and (told := files_text(config, predicted, cluster)):
+            parts.append(("Optimizer states in files", Text(told)))
         if cluster is None or asked.batch.memory is not None:
             parts.append(("Memory (more with --memory)", _memory(config, predicted, asked.batch.memory)))
         if cluster is not None or config.run.device != "cpu":

@@ -86,7 +86,7 @@ class Held:
                 self._hold(kind, component, part.times * (states.p * (moments + copies) // group.shards))
 
     def _hold_saved(self, stage: int, index: int) -> None:
-        """Hold the copies of a part that a background save makes and keeps: in host memory, of states in files there."""
+        """Hold the copies of a part that a background save keeps: in host memory, of states in files in another."""
         of_all, times = self.config.adapter is None, self.parts[stage][index].times
         for group in self._groups(stage, index):
             for _, count, trained, moments, *_ in group.weights.by_component:

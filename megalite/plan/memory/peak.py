@@ -52,7 +52,7 @@ KINDS = ("parameters", "gathered weights", "gradients", "optimizer states", "act
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on one pipeline rank at the peak of the fullest step of a run. Host memory is counted at its own peak, and files."""
+    """Bytes on one pipeline rank at the peak of the fullest step of a run. Host memory is counted at its own peak."""
 
     pp: int
     bytes: dict[Item, int]

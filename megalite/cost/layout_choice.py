@@ -35,7 +35,8 @@ Recomputed = Literal["none", "selective", "full", "budget"]
 class Choice(NamedTuple):
     """A layout, as far as a search decides it.
 
-    states: place of the optimizer's, as `optim.placement` has it. split: layers of every stage; None: as `plan.split.balance` has them.
+    states: place of the optimizer's, as `optim.placement` has it. split: layers of every stage; None: as
+    `plan.split.balance` has them.
     """
 
     tp: int

@@ -89,6 +89,7 @@ bench: install
 	$(BIN)/megalite-bench-exchanges
 	$(BIN)/megalite-bench-checkpoint
 	$(BIN)/megalite-bench-convert
+	$(BIN)/megalite-bench-states
 
 # Counts of docs/speed.md, which are exact on any machine.
 counts: install

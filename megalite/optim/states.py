@@ -13,13 +13,13 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from megalite.optim.scratch_file import StateFile
-from megalite.optim.streams import Bucket, Resident, Streams, as_bytes, split
+from megalite.optim.streams import Bucket, Resident, Source, Streams, as_bytes, split
 from megalite.parallel.host_memory import HostMemory
 from megalite.parallel.parameter import dtensor
 from megalite.plan.state_streams import BLOCK, BUCKET_BYTES, FILE_SLOTS, padded
 
-THREADS = 4  # of each rank, which read and write files
-REQUEST_BYTES = 4 << 20  # that a thread moves at a time
+THREADS = 8  # of each rank, which read and write files
+REQUEST_BYTES = 2 << 20  # that a thread moves at a time
 
 
 class States(Protocol):
@@ -108,8 +108,11 @@ class FileStates:
         return placed_as(param, state.view(dtype).view(part.shape))
 
     def streamed(self, buckets: Sequence[Bucket], device: torch.device) -> Iterator[Bucket]:
-        slots = [self.file.aligned(slot) for slot in self._slots]
-        return self._streams.stream(_Filed(buckets, self.file, slots, self._threads), device, self.slot_bytes)
+        return self._streams.stream(self.source(buckets), device, self.slot_bytes)
+
+    def source(self, buckets: Sequence[Bucket]) -> Source:
+        """The buckets in host memory, which they pass through on their way from the file and back."""
+        return _Filed(buckets, self.file, [self.file.aligned(slot) for slot in self._slots], self._threads)
 
     def buffers(self) -> list[Tensor]:
         return self._slots

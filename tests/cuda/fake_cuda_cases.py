@@ -1,7 +1,7 @@
 """What runs on the devices of `fake_cuda`, and what it tells the tests."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from mmap import PAGESIZE
@@ -35,9 +35,12 @@ from megalite.inference.flat import Stem
 from megalite.parallel import context, flex
 from megalite.parallel.context import attention
 from megalite.parallel.host_memory import HostMemory
+from megalite.optim import streams
+from megalite.optim.states import HostStates
 from megalite.parallel.offload import to_host
 from megalite.parallel.sequence import Documents, Method
 from megalite.plan.resolved import resolve
+from megalite.plan.state_streams import BLOCK
 from megalite.train import vital_signs
 from megalite.train.build import Job, build, build_mesh
 from megalite.train.inputs import inputs
@@ -269,6 +272,42 @@ def staged(config: Config, folder: Path) -> dict[str, Any]:
         noted("end")
     pages = sum(-(-part.nbytes // PAGESIZE) * PAGESIZE for part in found.values())
     return told | {"devices": {str(part.device) for part in found.values()}, "pages": pages}
+
+
+def streamed() -> list[tuple[str, ...]]:
+    """What streams are told, by name, while five buckets pass through three slots and are updated."""
+    states = HostStates(slot_bytes=BLOCK)
+    param = torch.empty(5 * BLOCK // 4, device=DEVICE)
+    buckets = [[part] for part in states.zeros(param, torch.float32).split(BLOCK // 4)]
+    told: list[tuple[str, ...]] = []
+    compute, names = torch.cuda.current_stream(), dict[Any, str]()
+
+    def copy(sources: Sequence[Tensor], targets: Sequence[Tensor], stream: Any, after: Any) -> Any:
+        names.setdefault(stream, "in" if sources[0].device.type == "cpu" else "out")
+        tell()
+        end = real(sources, targets, stream, after)
+        tell()
+        told.append(("copy", names[stream]))
+        return end
+
+    def tell() -> None:
+        for stream, other in (rest for name, *rest in NOTES if name == "wait"):
+            of = other if isinstance(other, torch.Stream) else other.stream
+            told.append(("wait", names.get(stream, "in"), names[of]))
+        NOTES.clear()
+
+    names[compute] = "compute"
+    NOTES.clear()
+    real = streams._copy
+    with patch.object(streams, "_copy", copy):
+        for (state,) in states.streamed(buckets, param.device):
+            assert str(state.device) == "cuda:0"
+            tell()
+            told.append(("update",))
+    tell()
+    states.settle()
+    assert [name for name, *_ in NOTES] == ["synchronize"]
+    return told
 
 
 def trained(config: Config) -> tuple[list[str], list[bool]]:

@@ -236,6 +236,17 @@ def test_offloaded_activations_have_blocks_of_their_own_and_come_back(call: Call
     assert second == (0, copied, recorded), "the blocks of the first step are used again"
 
 
+def test_buckets_of_states_are_copied_in_and_out_on_streams_of_their_own(call: Call) -> None:
+    """An update waits for the bucket, the way out for the update, and a slot for the way out of the bucket before."""
+    found = call(cases.streamed)
+    expected = [("wait", "in", "compute")]
+    for bucket in range(5):
+        expected += [("wait", "in", "out")] * (bucket >= 3)
+        expected += [("copy", "in"), ("wait", "compute", "in"), ("update",)]
+        expected += [("wait", "out", "compute"), ("copy", "out")]
+    assert found == [*expected, ("wait", "compute", "out")]
+
+
 def test_saves_are_copied_beside_the_next_step_to_memory_that_is_registered_at_the_start(
     call: Call, tmp_path: Path
 ) -> None:

@@ -120,7 +120,12 @@ CASES: dict[str, tuple[Overrides, int]] = {  # name -> overrides and the pipelin
     "activations offloaded": ({"train.offload_activations": True, "batch.micro": 4}, 0),
     "offloaded and recomputed": ({"train.offload_activations": True, "train.recompute": "full", **PIPELINE}, 1),
     "optimizer offloaded": ({"optim.placement": "host", **SHARDED}, 0),
+    "optimizer in files": ({"optim.placement": "./files", **SHARDED}, 0),
     "muon": ({"optim.name": "muon", "parallel.tp": 2, **SHARDED}, 0),
+    "muon, optimizer in files": (
+        {"optim.name": "muon", "optim.placement": "./files", "checkpoint.async": False, **PIPELINE},
+        1,
+    ),
     "muon, ddp": ({"optim.name": "muon", "parallel.data.mode": "ddp", "train.precision": "fp64", **SHARDED}, 0),
     "muon, optimizer offloaded": ({"optim.name": "muon", "optim.placement": "host", "parallel.tp": 2, **SHARDED}, 0),
     "muon, optimizer offloaded, update most of all": (

@@ -71,6 +71,14 @@ def test_parameters_by_component_and_stage(show: Show) -> None:
     assert row(output, "3") == ["6-7", "26-31", "final norm, head", "1,834,012,672", "0.90"]
 
 
+def test_states_in_files_are_told_of(show: Show) -> None:
+    files = show(LLAMA3_8B, "--world-size", "8", "optim.placement=/mnt/nvme", "batch.micro=1")
+    assert "Optimizer states in files" in files
+    assert "15.0 GiB in /mnt/nvme for a rank, 120 GiB on a node of 8" in files
+    assert "one assumed drive" in files
+    assert "in files" not in show(LLAMA3_8B, "--world-size", "8", "batch.micro=1")
+
+
 def test_trained_parameters_are_shown_apart(show: Show) -> None:
     sizes = ["model.layers=4", "model.width=32", "model.heads=4", "model.ffn=64", "model.vocab_size=512"]
     assert "trained" not in show(*sizes)

@@ -178,6 +178,12 @@ def test_an_unknown_key_brings_the_nearest_name(override: str, meant: str) -> No
     assert line.endswith(f": unknown key; did you mean {meant}?")
 
 
+def test_a_key_that_was_renamed_brings_its_new_name() -> None:
+    assert problems("optim.offload=true") == [
+        "optim.offload: unknown key; it is optim.placement now: host in place of true, device in place of false"
+    ]
+
+
 @pytest.mark.parametrize(
     ("override", "line"),
     [

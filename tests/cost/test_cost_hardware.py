@@ -8,7 +8,7 @@ import yaml
 
 from megalite.base.errors import InputError
 from megalite.config.presets import presets
-from megalite.cost.cluster import known_clusters, load_cluster
+from megalite.cost.cluster import ASSUMED_DRIVE, Drive, known_clusters, load_cluster
 
 FILES = presets("cluster")
 
@@ -55,6 +55,7 @@ REFUSED = {
         {"gpu": {"measured": {"fp8": 19000.0}}},
         r"measured: fp8 = 19000: is more than 1.5 times its peak of \d+",
     ),
+    "a drive without a rating": ({"drive": {"read": 1, "write": 1}}, r"'endurance' is missing"),
     "no bf16": ({"gpu": {"peak": {"fp8": 1.0}}}, r"peak: bf16 is missing"),
     "a board as large as the node": ({"island": {"gpus": 8, "bandwidth": 1, "latency": 1}}, r"island: gpus = 8"),
     "a board that does not divide it": ({"island": {"gpus": 3, "bandwidth": 1, "latency": 1}}, r"a part of the 8 GPUs"),
@@ -84,6 +85,9 @@ def test_a_file_of_ones_own_is_a_cluster(tmp_path: Path) -> None:
     path.write_text(yaml.safe_dump(fields))
     cluster = load_cluster(str(path))
     assert (cluster.name, cluster.gpus_per_node, cluster.gpu.measured) == ("mine", 4, {})
+    assert cluster.drive == ASSUMED_DRIVE
+    path.write_text(yaml.safe_dump({**fields, "drive": {"read": 20, "write": 10, "endurance": 500}}))
+    assert load_cluster(str(path)).drive == Drive(20e9, 10e9, 500e12)
 
 
 def test_an_unknown_name_is_told_with_those_near_to_it() -> None:

@@ -32,11 +32,11 @@ from megalite.distributed.start.start import NCCL, start
 from megalite.inference.draw import Draw
 from megalite.inference.engine import Engine
 from megalite.inference.flat import Stem
+from megalite.optim import streams
+from megalite.optim.states import HostStates
 from megalite.parallel import context, flex
 from megalite.parallel.context import attention
 from megalite.parallel.host_memory import HostMemory
-from megalite.optim import streams
-from megalite.optim.states import HostStates
 from megalite.parallel.offload import to_host
 from megalite.parallel.sequence import Documents, Method
 from megalite.plan.resolved import resolve

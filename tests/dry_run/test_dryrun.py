@@ -11,15 +11,16 @@ from toy_jobs import make, one_rank
 
 from megalite.commands.verify import random_batch
 from megalite.dry_run.run import count_step, dry_run, main
-from megalite.plan.memory.held import HOST_MEMORY
+from megalite.plan.memory.held import FILES, HOST_MEMORY, OUTSIDE_KINDS
 from megalite.plan.memory.peak import KINDS, enough_micro_batches, rank_memory
 from megalite.plan.resolved import resolve
+from megalite.plan.state_streams import BUCKET_BYTES, FILE_SLOTS
 
 TOLERANCE = 0.01
 
 
 def device_total(found: dict[str, int]) -> int:
-    return sum(size for kind, size in found.items() if kind != HOST_MEMORY)
+    return sum(size for kind, size in found.items() if kind not in OUTSIDE_KINDS)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -28,8 +29,8 @@ def test_the_prediction_is_what_a_dry_run_counts(name: str) -> None:
     config = configured(overrides)
     predicted, counted = rank_memory(config, pp), dry_run(config, pp).bytes
     assert predicted.total == pytest.approx(device_total(counted), rel=TOLERANCE)
-    assert counted.keys() <= {*KINDS, HOST_MEMORY}
-    for kind in ("parameters", "optimizer states", HOST_MEMORY):
+    assert counted.keys() <= {*KINDS, *OUTSIDE_KINDS}
+    for kind in ("parameters", "optimizer states", *OUTSIDE_KINDS):
         assert sum(predicted.of(kind).values()) == pytest.approx(counted.get(kind, 0), rel=TOLERANCE)
 
 
@@ -73,6 +74,18 @@ def test_optimizer_states_on_the_host_are_predicted_to_the_byte() -> None:
     counts = 4 * (3 + 2 * SIZES["layers"])  # embedding, head, and norms
     assert sum(rank_memory(config, 0).of(HOST_MEMORY).values()) == counted[HOST_MEMORY] - counts
     assert "optimizer states" not in counted
+
+
+def test_states_in_files_take_no_memory_but_their_slots() -> None:
+    overrides, pp = CASES["optimizer in files"]
+    here, there = (
+        dry_run(configured({**overrides, "optim.placement": place}), pp).bytes for place in ("device", "./x")
+    )
+    states = here["optimizer states"]
+    assert there[FILES] == pytest.approx(2 * states, rel=1e-3), "and the copy of checkpoint.async"
+    assert "optimizer states" not in there
+    slots = there[HOST_MEMORY] - (here[HOST_MEMORY] - states)
+    assert slots == pytest.approx(FILE_SLOTS * BUCKET_BYTES, rel=1e-3)
 
 
 def test_a_few_micro_batches_stand_for_many() -> None:

@@ -31,6 +31,7 @@ SPACES = [  # model, keys, GPUs, cluster, pins, offload
     ("tiny_tied", ["batch.global=24", "parallel.data.reduce_precision=bf16", "optim.name=muon"], 6, "mi300x", {}, True),
     ("llama3_70b", ["batch.global=64"], 32, "h100_sxm", {}, False),
     ("llama3.2_1b", ["batch.global=32", "train.offload_activations=true"], 8, "rtx4090", {"parallel.tp": 2}, False),
+    ("llama3.2_1b", ["batch.global=32"], 8, "l40s", {"parallel.tp": 2, "optim.placement": "/mnt/nvme"}, False),
     ("qwen3_30b_a3b", ["batch.global=64", "model.layers=9"], 16, "h100_sxm", {}, False),
     ("mixtral_8x7b", ["batch.global=32", "model.layers=6"], 8, "b200", {"parallel.data.mode": "zero2"}, True),
     ("tiny_moe", ["batch.global=24", "model.experts.first_dense=1"], 8, "rtx4090", {"parallel.ep": 4}, False),

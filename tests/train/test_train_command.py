@@ -308,6 +308,46 @@ def test_a_killed_rank_ends_the_job_and_is_named(work: Path) -> None:
     assert (work / "runs/killed/lock/2.free").exists()
 
 
+def test_states_in_files_go_on_from_a_checkpoint_with_the_same_losses(
+    work: Path, interrupted: Path, tmp_path: Path
+) -> None:
+    done = train(work, *BASE, f"run.name={interrupted.name}", f"optim.placement={tmp_path}")
+    assert done.returncode == 0, done.stderr
+    losses = curve(work / "runs/base", "loss")
+    assert curve(interrupted, "loss") == {step: loss for step, loss in losses.items() if step > 4}
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="finds the ranks in /proc")
+def test_a_killed_run_leaves_no_states_in_files_and_goes_on(work: Path, tmp_path: Path) -> None:
+    arguments = ["run.name=killed_files", "parallel.pp=2", "checkpoint.interval=2", f"optim.placement={tmp_path}"]
+    nothing = subprocess.DEVNULL
+    checkpoints = work / "runs/killed_files/checkpoints"
+    with Popen([*TRAIN, *arguments, "train.steps=1000000"], cwd=work, stdout=nothing, stderr=nothing) as job:
+        try:
+            wait_for_line(work / "runs/killed_files/metrics.jsonl", job)
+            while not list(checkpoints.glob("step-*/manifest.json")):
+                time.sleep(0.05)
+            for pid in [*children(job.pid), job.pid]:
+                os.kill(pid, signal.SIGKILL)
+        finally:
+            job.kill()
+    assert list(tmp_path.iterdir()) == []
+    newest = max(int(path.name.removeprefix("step-")) for path in checkpoints.glob("step-????????"))
+    done = train(work, *arguments, f"train.steps={newest + 2}")
+    assert done.returncode == 0, done.stderr
+    assert f"resuming at step {newest}," in done.stdout
+    assert f"done: {newest + 2} steps" in done.stdout
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_for_states_that_is_missing_is_told_once_and_nothing_begins(work: Path) -> None:
+    done = train(work, *BASE, "run.name=no_folder", "optim.placement=./none")
+    assert done.returncode == 2
+    assert done.stderr.count("cannot be opened: No such file or directory") == 1
+    assert not list((work / "runs/no_folder").glob("checkpoints/*"))
+
+
 def test_a_second_job_is_refused_and_touches_nothing(
     work: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -355,6 +355,25 @@ def test_what_goes_to_host_memory_is_told(plan: Run) -> None:
     assert "Host memory" not in plan(*SMALL, "--gpus", "2", "--as-is", "batch.micro=1")
 
 
+def test_what_states_in_files_ask_of_drives_is_told(plan: Run) -> None:
+    output = plan(*SMALL, "--gpus", "2", "--as-is", "batch.micro=1", "optim.placement=/mnt/nvme")
+    told = re.search(
+        r"Row 1: ([\d.]+) GiB in /mnt/nvme for a rank, ([\d.]+) GiB on a node of 2, with the copy.* "
+        r"A step reads ([\d.]+) GiB on a node and writes as much, which takes ([\d.]+) s at 12\.0 GB/s and 6\.80 GB/s",
+        output,
+    )
+    assert told is not None
+    rank, node, moved, seconds = map(float, told.groups())
+    assert node == pytest.approx(2 * rank, rel=0.01)
+    assert moved == pytest.approx(rank, rel=0.01), "half of both ranks' bytes: the rest is the copy"
+    assert seconds == pytest.approx(moved * 2**30 * (1 / 12e9 + 1 / 6.8e9), rel=0.01)
+    lasts, steps, written = re.search(  # type: ignore[union-attr]
+        r"Rated for 14\.0 PB written, they last ([\d,]+) steps: the ([\d,]+) of this run write ([\d.]+) GB", output
+    ).groups()
+    assert float(lasts.replace(",", "")) == pytest.approx(14_016e12 / (moved * 2**30), rel=0.01)
+    assert float(written) == pytest.approx(int(steps.replace(",", "")) * moved * 2**30 / 1e9, rel=0.01)
+
+
 def test_the_order_that_is_planned_is_that_of_the_written_configuration(
     plan: Run, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -1,4 +1,4 @@
-"""What optimizer states in files ask of the drives of a node: bytes, seconds of a step, and wear. Imports no torch."""
+"""Load of optimizer states in files on the drives of a node: bytes, seconds of a step, and wear. Imports no torch."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from megalite.plan.memory.held import FILES
 from megalite.plan.memory.peak import Memory
 from megalite_launch.base.texts import memory_text, scaled
 
-USUAL_GPUS = 8  # of a node, where no cluster is named
+USUAL_GPUS = 8  # GPUs of a node where no cluster is named
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,7 @@ class HostAdamW(FusedAdamW):
         return super().states_of(param)
 
     def runs_on(self, param: Tensor) -> torch.device:
-        return torch.device("cpu") if not param.is_meta else param.device
+        return torch.device("cpu")
 
     def buffers(self) -> list[Tensor]:
         """Host memory for copies of weights and gradients, of parameters whose states exist."""

@@ -114,7 +114,7 @@ class Muon(torch.optim.Optimizer):
         self.found_inf: Tensor | None = None
         self.clip: Tensor | None = None
         self._planned: dict[tuple[int, ...], tuple[list[_Target], list[_Bucket]]] = {}
-        self._momenta: Iterator[Bucket] = iter(())  # of states elsewhere, one by one in the order of a step's matrices
+        self._momenta: Iterator[Bucket] = iter(())  # states elsewhere, one by one in the order of a step's matrices
         for group in self.param_groups:
             if group["scale"] not in SCALES:
                 raise ValueError(f"scale {group['scale']!r} is none of {', '.join(SCALES)}")

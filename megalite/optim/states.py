@@ -18,8 +18,8 @@ from megalite.parallel.host_memory import HostMemory
 from megalite.parallel.parameter import dtensor
 from megalite.plan.state_streams import BLOCK, BUCKET_BYTES, FILE_SLOTS, padded
 
-THREADS = 8  # of each rank, which read and write files
-REQUEST_BYTES = 2 << 20  # that a thread moves at a time
+THREADS = 8  # threads of each rank that read and write files
+REQUEST_BYTES = 2 << 20  # bytes that a thread moves at a time
 
 
 class States(Protocol):

@@ -26,7 +26,7 @@ class _Part:
     last: bool
 
     def of(self, tensor: Tensor) -> Tensor:
-        """These elements of a tensor that is placed like the parameter, flat."""
+        """The elements of a tensor that is placed like the parameter, flat."""
         return local(tensor).detach().view(-1)[self.elements]
 
 

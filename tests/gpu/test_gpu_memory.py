@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from mmap import PAGESIZE
+from pathlib import Path
 
 import pytest
 import torch
@@ -54,9 +55,13 @@ def test_activations_take_less_memory_and_nothing_else_changes(case: str, one_ra
     assert peak < most
 
 
-def test_the_optimizer_takes_less_memory_on_the_host(one_rank: None) -> None:
+@pytest.mark.parametrize("case", ["host", "host, update there", "files"])
+def test_optimizer_states_elsewhere_take_less_memory(case: str, one_rank: None, tmp_path: Path) -> None:
+    optim = Optim(
+        placement=str(tmp_path) if case == "files" else "host", update_on="host" if "there" in case else "device"
+    )
     expected, most = losses_and_peak(PLAIN)
-    losses, peak = losses_and_peak(replace(PLAIN, optim=Optim(placement="host")))
+    losses, peak = losses_and_peak(replace(PLAIN, optim=optim))
     assert losses == pytest.approx(expected, rel=1e-10)
     assert peak < most
 

@@ -34,7 +34,7 @@ from megalite_tools.terminal import Terminal
 
 COMMAND = "megalite-bench-states"
 CPU = torch.device("cpu")
-ELEMENTS = 16 << 20  # of a parameter: its moments take four buckets
+ELEMENTS = 16 << 20  # elements of a parameter, whose moments take four buckets
 GOAL = 0.8  # share of the rate of `dd` that passes are to reach
 
 

@@ -17,8 +17,9 @@ from megalite.base.errors import InputError
 from megalite.checkpoint.store.disk import DamagedError, damage_of, opened, read_at, read_whole
 from megalite.checkpoint.store.index import ITEM_BYTES, MAX_INDEX_BYTES, Index, Stored
 from megalite.checkpoint.store.manifest import INDEX, Manifest
-from megalite.checkpoint.weights import woven
+from megalite.checkpoint.weights import second_factors, woven
 from megalite.checkpoint.weights.formats.opened import Merging, Weights
+from megalite.checkpoint.weights.maps.peft import Within
 from megalite.checkpoint.weights.maps.strips import PREFIX
 from megalite.checkpoint.weights.maps.upcycled import BEGUN, Upcycling, dense_name
 from megalite.checkpoint.weights.maps.woven import Woven
@@ -36,7 +37,7 @@ from megalite_kernels.nf4 import BLOCK as BLOCK_VALUES
 from megalite_kernels.nf4 import dequantize_nf4, quantize_nf4
 
 NO_FACTORS: Mapping[str, float] = MappingProxyType({})
-NONE_WOVEN: Mapping[str, Woven] = MappingProxyType({})
+NONE_WOVEN: Mapping[str, Woven | Within] = MappingProxyType({})
 NONE_SHARED: Mapping[str, str] = MappingProxyType({})
 BLOCK = 1 << 22  # bytes read at a time, unless a row of a chunk is larger
 
@@ -58,7 +59,7 @@ class Reader:
         source: str = INDEX,
         links: bool = False,
         factors: Mapping[str, float] = NO_FACTORS,
-        woven: Mapping[str, Woven] = NONE_WOVEN,
+        woven: Mapping[str, Woven | Within] = NONE_WOVEN,
         shared: Mapping[str, str] = NONE_SHARED,
     ) -> None:
         self.path, self.index, self.sizes, self.source, self.links = path, index, sizes, source, links
@@ -93,7 +94,11 @@ class Reader:
         for name, part, offset in parts:
             if (where := self.woven.get(name)) is not None:
                 theirs = Reader(self.path, where.index, self.sizes, self.source, self.links)
-                woven.fill(lambda *part, theirs=theirs: theirs.fill_parts([part]), where, part, offset)
+                read = partial(_fill_part, theirs)
+                if isinstance(where, Within):
+                    second_factors.fill(read, where, part, offset)
+                else:
+                    woven.fill(read, where, part, offset)
             else:
                 pieces += _pieces(stored[name], part, offset, self.factors.get(name, 1.0))
         pieces.sort(key=lambda piece: (piece.file, piece.position))
@@ -107,6 +112,10 @@ class Reader:
                 read = partial(read_at, self.path, name, descriptor)
                 for piece in group:
                     piece.read(scratch, read)
+
+
+def _fill_part(reader: Reader, name: str, part: Tensor, offset: Sequence[int]) -> None:
+    reader.fill_parts([(name, part, offset)])
 
 
 def reader_of(found: Weights) -> Reader:

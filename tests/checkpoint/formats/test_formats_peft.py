@@ -11,15 +11,18 @@ import torch
 from hf_families import CASES
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from toy_jobs import one_rank
+from toy_jobs import config_of, one_rank, train_and_save
 
 from megalite.base.errors import InputError
 from megalite.checkpoint.store.state import State
 from megalite.checkpoint.weights.formats.opened import Weights
+from megalite.checkpoint.weights.maps.families import FAMILIES
+from megalite.checkpoint.weights.maps.peft import adapted
 from megalite.checkpoint.weights.read import reader_of
-from megalite.checkpoint.weights.sources import open_weights
+from megalite.checkpoint.weights.sources import open_weights, read_model
 from megalite.config.layout import Layout
-from megalite.config.schema import Config
+from megalite.config.schema import Adapter, Config, Target
+from megalite.config.schema import Checkpoint as Saving
 from megalite.distributed.mesh import Mesh
 from megalite.model.decoder import Decoder
 from megalite.parallel.parameter import parameters
@@ -30,18 +33,32 @@ peft = pytest.importorskip("peft")
 TOKENS = torch.randint(3, 64, (25, 2), generator=torch.Generator().manual_seed(1))
 FUSED = {"target_modules": ["qkv_proj", "gate_up_proj", "o_proj"]}
 LATENT_MODULES = {"target_modules": ["q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]}
+STACKED = {"target_modules": ["q_proj"], "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}
+LATENT: list[Target] = ["query", "latent", "attention_output"]
 ADAPTERS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {"target_modules": ["q_proj", "v_proj", "down_proj"]}),
     "all of qwen2": ("qwen2", {"target_modules": "all-linear", "use_rslora": True}),
     "tied": ("llama tied, all heads", {"target_modules": ["k_proj", "o_proj", "gate_proj"]}),
     "fused": ("phi3", FUSED),
     "latent": ("deepseek_v3, without experts", LATENT_MODULES),
+    "experts": ("qwen3_moe", STACKED),
+    "experts, some layers, rslora": ("qwen3_moe, some layers", STACKED | {"use_rslora": True}),
+    "experts in turns": ("gpt_oss", STACKED),
 }
+OWN: dict[str, tuple[str, Adapter]] = {  # adapters in which matrices that are one module for PEFT have their own
+    "fused": ("phi3, part of a head", Adapter(3, 7.0)),
+    "fused, rslora": ("phi3", Adapter(3, 7.0, rslora=True)),
+    "latent": ("deepseek_v3, without experts", Adapter(3, 7.0, targets=[*LATENT, "key", "value"])),
+    "experts": ("mixtral", Adapter(2, 5.0, rslora=True)),
+    "experts beside others": ("deepseek_v3", Adapter(3, 7.0, targets=[*LATENT, "experts"])),
+    "experts in turns": ("gpt_oss", Adapter(3, 7.0)),
+}
+FILE = "adapter_model.safetensors"
 
 
-def theirs(name: str, path: Path) -> Any:
-    """PEFT's model, saved: its base in `base`, its adapter in `adapter`."""
-    case, options = ADAPTERS[name]
+def theirs(name: str, path: Path, **more: Any) -> Any:
+    """PEFT's model, saved: its base in `base`, its adapter in `adapter`. more: options of the adapter."""
+    case, options = ADAPTERS[name][0], ADAPTERS[name][1] | more
     model = CASES[case].save(path / "base", torch.float64, shard="1MB")
     found = peft.get_peft_model(model, peft.LoraConfig(r=3, lora_alpha=7, task_type="CAUSAL_LM", **options))
     generator = torch.Generator().manual_seed(2)
@@ -79,11 +96,11 @@ def test_losses_and_gradients_are_theirs(name: str, tmp_path: Path) -> None:
     model, found = theirs(name, tmp_path), open_weights(f"peft:{tmp_path / 'adapter'}")
     assert found.merging is not None
     assert found.dense is not None
-    adapted = replace(found, model=Config(model=found.model, adapter=found.merging.adapter).model)
+    beside = replace(found, model=Config(model=found.model, adapter=found.merging.adapter).model)
     expected = loss_of(model)
     expected.backward()
     with one_rank():
-        decoder = decoder_of(adapted)
+        decoder = decoder_of(beside)
         state = State({0: decoder}, adapted=True)
         state.fill_base(reader_of(found.dense).fill_parts)
         reader_of(found.merging.factors).fill(state.held())
@@ -102,24 +119,83 @@ def test_losses_and_gradients_are_theirs(name: str, tmp_path: Path) -> None:
             assert (mine - their[key].grad).abs().max() < 1e-5 * mine.abs().max()
 
 
-@pytest.mark.parametrize("name", ["llama", "all of qwen2", "tied"])
+@pytest.mark.parametrize("name", ADAPTERS)
 def test_files_there_and_back_are_the_same(name: str, tmp_path: Path) -> None:
     model = theirs(name, tmp_path)
     target = tmp_path / "written"
     assert main(["--from", f"peft:{tmp_path / 'adapter'}", "--to", f"peft:{target}", "--check"]) == 0
-    file = "adapter_model.safetensors"
-    before, after = load_file(tmp_path / "adapter" / file), load_file(target / file)
+    before, after = load_file(tmp_path / "adapter" / FILE), load_file(target / FILE)
     assert before.keys() == after.keys()
     assert all(before[key].equal(after[key]) for key in before)
     again = peft.PeftModel.from_pretrained(CASES[ADAPTERS[name][0]].make(torch.float64), str(target))
     assert torch.equal(again(TOKENS.T).logits, model(TOKENS.T).logits)
 
 
-def test_fused_modules_are_merged_but_not_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("name", OWN)
+def test_own_factors_are_written_as_one_pair_of_a_module(name: str, tmp_path: Path) -> None:
+    case, adapter = OWN[name]
+    CASES[case].save(tmp_path / "base", torch.float64)
+    model = read_model(f"hf:{tmp_path / 'base'}")
+    config = replace(config_of(Layout(), model), adapter=adapter)
+    with one_rank():
+        train_and_save(replace(config, checkpoint=Saving(weights=f"hf:{tmp_path / 'base'}")), tmp_path / "run", 2)
+    (checkpoint,) = (tmp_path / "run").iterdir()
+    written = tmp_path / "written"
+    assert main(["--from", f"megalite:{checkpoint}", "--to", f"peft:{written}", "--check"]) == 0
+    found, back = open_weights(f"megalite:{checkpoint}"), open_weights(f"peft:{written}")
+    assert found.merging is not None
+    assert back.merging is not None
+    readers = reader_of(found.merging.factors), reader_of(back.merging.factors)
+    for key, stored in back.merging.factors.index.tensors.items():
+        mine, yours = torch.empty(stored.shape).double(), torch.zeros(stored.shape).double()
+        for reader, tensor in zip(readers, (mine, yours), strict=True):
+            reader.fill({key: tensor})
+        assert mine.any()
+        assert mine.equal(yours)
+    their = peft.PeftModel.from_pretrained(CASES[case].make(torch.float64), str(written))
+    with one_rank(), torch.no_grad():
+        decoder = decoder_of(found)
+        reader_of(found).fill(State({0: decoder}).weights())
+        expected, base = their(TOKENS.T).logits, CASES[case].make(torch.float64)(TOKENS.T).logits
+        torch.testing.assert_close(decoder(TOKENS).transpose(0, 1), expected, rtol=1e-5, atol=1e-5)
+        assert (expected - base).abs().max() > 1e-3
+    assert main(["--from", f"peft:{written}", "--to", f"peft:{tmp_path / 'again'}"]) == 0
+    assert (written / FILE).read_bytes() == (tmp_path / "again" / FILE).read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("case", "targets", "told"),
+    [
+        ("phi3", ["query", "value"], "one pair of factors for model.layers.0.self_attn.qkv_proj, to which key belongs"),
+        ("deepseek_v3", ["up", "latent"], "PEFT takes up_proj of deepseek_v3 for a name of its experts"),
+    ],
+)
+def test_targets_that_peft_cannot_have_are_refused(case: str, targets: list[Target], told: str, tmp_path: Path) -> None:
+    CASES[case].save(tmp_path, torch.float64)
+    model = read_model(f"hf:{tmp_path}")
+    with pytest.raises(InputError, match=told):
+        adapted(FAMILIES[case], model, Adapter(2, 4.0, targets=targets))
+
+
+def test_a_wide_pair_is_refused_unless_it_is_of_each_matrix(tmp_path: Path) -> None:
+    wide = {"rank_pattern": {"gate_up_proj": 6}, "alpha_pattern": {"gate_up_proj": 14}}
+    theirs("fused", tmp_path, **wide)
+    with pytest.raises(InputError, match=r"gate_up_proj.lora_B.weight is not 0 outside of blocks"):
+        open_weights(f"peft:{tmp_path / 'adapter'}")
+
+    def clear(found: dict[str, Tensor]) -> None:
+        for key, value in found.items():
+            if "gate_up_proj.lora_B" in key:
+                value[:48, 3:] = -0.0
+                value[48:, :3] = 0.0
+
+    tensors(clear)(tmp_path / "adapter")
+    assert open_weights(f"peft:{tmp_path / 'adapter'}").merging is not None
+
+
+def test_adapters_are_merged_where_a_model_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     theirs("fused", tmp_path)
     source = f"peft:{tmp_path / 'adapter'}"
-    assert main(["--from", source, "--to", f"peft:{tmp_path / 'written'}"]) == 2
-    assert "PEFT has one pair of factors for model.layers.0.self_attn.qkv_proj" in capsys.readouterr().err
     assert main(["--from", source, "--to", f"hf:{tmp_path / 'written'}"]) == 2
     assert "is an adapter; say --merge" in capsys.readouterr().err
     assert main(["--from", source, "--merge", "--to", f"hf:{tmp_path / 'written'}", "--check"]) == 0
@@ -135,7 +211,7 @@ def change(key: str, value: Any) -> Callable[[Path], None]:
 
 def tensors(edit: Callable[[dict[str, Tensor]], Any]) -> Callable[[Path], None]:
     def changed(folder: Path) -> None:
-        file = folder / "adapter_model.safetensors"
+        file = folder / FILE
         found = load_file(file)
         edit(found)
         save_file({key: value.contiguous() for key, value in found.items()}, file)
@@ -151,6 +227,9 @@ HOSTILE = {
     "what is not known": (change("soon", 1), "soon = 1: is more than LoRA's factors"),
     "no rank": (change("r", 0), "r = 0: must be a whole number of at least 1"),
     "another rank": (change("r", 4), "lora_A.weight \\[3, 32\\] instead of \\[4, 32\\]"),
+    "another rank of a module": (change("rank_pattern", {"q_proj": 2}), "has 2 for model.layers.0.self_attn.q_proj"),
+    "another scale of a module": (change("alpha_pattern", {"v_proj": 2}), "scales model.layers.0.self_attn.v_proj"),
+    "a pattern": (change("rank_pattern", {"(a+)+": 2}), "has a pattern; megalite knows names of modules"),
     "no base": (change("base_model_name_or_path", "nobody/nothing"), "is no folder here; give --base"),
     "one factor": (tensors(lambda found: found.pop(f"{LAYER}.lora_B.weight")), "q_proj.lora_B.weight is missing"),
     "the other factor": (

@@ -10,6 +10,7 @@ from megalite.checkpoint.store.index import Index
 from megalite.checkpoint.store.manifest import Manifest
 from megalite.checkpoint.store.progress import Training
 from megalite.checkpoint.weights.maps.folded import folded
+from megalite.checkpoint.weights.maps.peft import Within
 from megalite.checkpoint.weights.maps.strips import PREFIX
 from megalite.checkpoint.weights.maps.upcycled import Upcycling
 from megalite.checkpoint.weights.maps.woven import Woven
@@ -61,7 +62,7 @@ class Weights:
     upcycling: Upcycling | None = None
     merging: Merging | None = None
     dense: "Weights | None" = None
-    woven: Mapping[str, Woven] = field(default_factory=dict)
+    woven: Mapping[str, Woven | Within] = field(default_factory=dict)
     shared: Mapping[str, str] = field(default_factory=dict)
 
     @property

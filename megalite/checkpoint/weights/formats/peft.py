@@ -1,32 +1,45 @@
 """Folders of PEFT with an adapter: adapter_config.json and adapter_model.safetensors. Imports no torch."""
 
+import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
+
+import numpy as np
 
 from megalite.base.errors import InputError, listing
 from megalite.base.files import as_json, read_object
-from megalite.checkpoint.store.disk import DamagedError, damage_of
-from megalite.checkpoint.store.index import ITEM_BYTES, Chunk, Index, Stored
+from megalite.checkpoint.store.disk import DamagedError, damage_of, opened, read_at
+from megalite.checkpoint.store.index import ITEM_BYTES, Index, Stored
 from megalite.checkpoint.weights.formats.huggingface import model_type, write_tensors
 from megalite.checkpoint.weights.formats.opened import Weights
 from megalite.checkpoint.weights.formats.output import Output, OutputPlan
-from megalite.checkpoint.weights.formats.safetensors import one_file
+from megalite.checkpoint.weights.formats.safetensors import Files, one_file
 from megalite.checkpoint.weights.maps.families import FAMILIES, MAX_CONFIG_BYTES
 from megalite.checkpoint.weights.maps.fields import Fields
-from megalite.checkpoint.weights.maps.peft import BEGIN, Module, modules, named, table
-from megalite.checkpoint.weights.maps.strips import PREFIX
+from megalite.checkpoint.weights.maps.peft import BEGIN, Module, SecondFactor, Within, adapted, modules
+from megalite.checkpoint.weights.maps.strips import PREFIX, Theirs, under_our_names
 from megalite.config.schema import Adapter, Config, Model
-from megalite.plan.model.weights import weights
+from megalite.plan.model.weights import held_weights, weights
 from megalite.plan.parts.adapted import factor_names, target
 
 CONFIG, FILE = "adapter_config.json", "adapter_model.safetensors"
+ANY, PATH = r".*\.", re.compile(r"\w+(\.\w+)*")  # a beginning of PEFT's own patterns; a name of modules
 NAME = re.compile(re.escape(BEGIN) + r"(.+\.lora_[AB])(?:\.default)?\.weight")
 # Keys of a configuration that are read, or without effect on what a trained adapter computes. Others must be unset.
 KNOWN_KEYS = frozenset(
     (
         *("r", "lora_alpha", "use_rslora", "base_model_name_or_path", "peft_type", "bias", "init_lora_weights"),
-        *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "lora_dropout"),
+        *(
+            "target_modules",
+            "target_parameters",
+            "rank_pattern",
+            "alpha_pattern",
+            "exclude_modules",
+            "layers_to_transform",
+            "layers_pattern",
+            "lora_dropout",
+        ),
         *("auto_mapping", "revision", "task_type", "inference_mode", "peft_version", "qalora_group_size"),
         *("megatron_config", "megatron_core", "loftq_config", "corda_config", "eva_config", "lora_ga_config"),
     )
@@ -63,25 +76,21 @@ def open_folder(path: Path, base: Weights) -> tuple[Weights, Adapter]:
     rank, alpha, rslora = fields.whole("r"), fields.number("lora_alpha", 8.0), fields.flag("use_rslora")
     files = one_file(path, FILE)
     there = {_plain(path, name): stored for name, stored in files.index.tensors.items()}
-    known = {name: module for *pair, name, module in named(modules(FAMILIES[model_type(base)], base.model))}
-    wanted = {name: module for name, module in known.items() if f"{BEGIN}{name}.lora_A.weight" in there}
-    pairs = {each for first, second, *_ in named(wanted) for each in (first, second)}
+    known = modules(FAMILIES[model_type(base)], base.model)
+    wanted = [module for module in known if module.factors[0] in there]
+    pairs = {name for module in wanted for name in module.factors}
     if odd := sorted(pairs ^ there.keys()):
         rule = "is there without the other factor" if odd[0] in pairs else "belongs to no matrix of a layer"
         raise DamagedError(path, f"{FILE}: {odd[0]} {rule if odd[0] in there else 'is missing'}")
     ours = weights(base.model)
-    targets = {found for module in wanted.values() for each in module.ours if (found := target(each, ours[each]))}
+    targets = {found for module in wanted for each in module.ours if (found := target(each, ours[each]))}
     adapter = Adapter(rank, alpha, rslora, sorted(targets))
-    for name, module in known.items():
-        if name not in wanted and any(target(each, ours[each]) in targets for each in module.ours):
-            rule = f"has factors for {listing(sorted(targets), 'and')}, but none for {name}"
+    for module in known:
+        if module not in wanted and any(target(each, ours[each]) in targets for each in module.ours):
+            rule = f"has factors for {listing(sorted(targets), 'and')}, but none for {module.name}"
             raise InputError(f"{path / FILE}: {rule}; megalite has them in all layers, or in none")
-    with damage_of(path, FILE):
-        index = Index.of(_chunks(there, wanted, files.index.files, rank, base.model))
-    model = Config(model=base.model, adapter=adapter).model
-    firsts = ([PREFIX + factor_names(each)[0] for each in module.ours] for module in wanted.values())
-    shared = {name: first for first, *others in firsts for name in others}
-    return Weights("peft", path, model, index, files.sizes, FILE, shared=shared), adapter
+    shares = {module: _shares(fields, module, adapter) for module in wanted}
+    return _opened(path, base.model, adapter, shares, files), adapter
 
 
 def plan(found: Weights, dtype: str | None) -> OutputPlan:
@@ -90,10 +99,19 @@ def plan(found: Weights, dtype: str | None) -> OutputPlan:
     dtype: of all tensors; None: each keeps its own.
     """
     assert found.merging is not None
-    adapter, family = found.merging.adapter, FAMILIES[model_type(found)]
-    tensors = table(family, found.model, adapter)
-    stored = found.merging.factors.index.tensors
-    kinds = {name: dtype or stored[PREFIX + theirs.strips[0].name].dtype for name, theirs in tensors.items()}
+    adapter, factors = found.merging.adapter, found.merging.factors
+    held = held_weights(Config(model=found.model, adapter=adapter).model)
+    tensors, ranks, alphas = dict[str, Theirs](), dict[str, int](), dict[str, float]()
+    chosen = adapted(FAMILIES[model_type(found)], found.model, adapter)
+    for module in chosen:
+        first, *others = (PREFIX + factor_names(each)[0] for each in module.ours)
+        shares = all(factors.shared.get(name) == first for name in others)
+        tensors |= module.table(adapter.rank, held, shares)
+        if not shares:
+            ranks[module.short] = adapter.rank * len(module.ours)
+            alphas[module.short] = _alpha(adapter, ranks[module.short])
+    stored = factors.index.tensors
+    kinds = {name: dtype or stored[PREFIX + theirs.of].dtype for name, theirs in tensors.items()}
     size = sum(theirs.bytes(kinds[name]) for name, theirs in tensors.items())
     told = {
         "peft_type": "LORA",
@@ -101,17 +119,97 @@ def plan(found: Weights, dtype: str | None) -> OutputPlan:
         "base_model_name_or_path": str(found.path) if found.kind == "hf" else None,
         "r": adapter.rank,
         "lora_alpha": adapter.alpha,
+        "rank_pattern": ranks,
+        "alpha_pattern": alphas,
         "use_rslora": adapter.rslora,
         "use_dora": False,
         "lora_dropout": 0.0,
         "bias": "none",
         "fan_in_fan_out": False,
-        "target_modules": sorted({name.split(".")[-3] for name in tensors}),
+        "target_modules": sorted({module.short for module in chosen if not module.experts}),
+        "target_parameters": sorted({f"mlp.experts.{module.short}" for module in chosen if module.experts}) or None,
         "modules_to_save": None,
         "inference_mode": True,
     }
     output = Output(FILE, size, lambda stream, put: write_tensors(tensors, kinds, stream, put))
     return OutputPlan((output,), {CONFIG: as_json(told).encode()})
+
+
+def _alpha(adapter: Adapter, rank: float) -> float:
+    """The alpha with which factors of another rank have the scale of an adapter."""
+    more = rank / adapter.rank
+    return adapter.alpha * (math.sqrt(more) if adapter.rslora else more)
+
+
+def _shares(fields: Fields, module: Module, adapter: Adapter) -> bool:
+    """Whether matrices of a module have one first factor, by the rank that a folder has for it; else each its own.
+
+    Raises InputError for another rank than one of these, and for another scale than the adapter's.
+    """
+    rank = _in_pattern(fields, "rank_pattern", module, adapter.rank)
+    alpha = _in_pattern(fields, "alpha_pattern", module, adapter.alpha)
+    if rank not in (adapter.rank, adapter.rank * len(module.ours)):
+        raise fields.wrong("rank_pattern", f"has {rank:g} for {module.name}; megalite has one rank in all modules")
+    if not math.isclose(alpha, _alpha(adapter, rank), rel_tol=1e-9):
+        raise fields.wrong("alpha_pattern", f"scales {module.name} otherwise; megalite has one scale in all modules")
+    return rank == adapter.rank
+
+
+def _in_pattern(fields: Fields, key: str, module: Module, default: float) -> float:
+    """What a pattern says of a module: the first of its names that ends the module's. Raises InputError for others."""
+    for pattern, value in (fields.section(key) or {}).items():
+        name = pattern.removeprefix(ANY).replace("\\", "")
+        if not PATH.fullmatch(name):
+            raise fields.wrong(key, "has a pattern; megalite knows names of modules", pattern)
+        if f".{module.name}".endswith(f".{name}"):
+            return fields.number(key, within={key: value})
+    return default
+
+
+def _opened(path: Path, model: Model, adapter: Adapter, shares: Mapping[Module, bool], files: Files) -> Weights:
+    """Our factors in the file of a folder. shares: whether matrices of a module have one first factor, by module."""
+    held = held_weights(Config(model=model, adapter=adapter).model)
+    there = Index(files.index.files, {_plain(path, name): each for name, each in files.index.tensors.items()})
+    first, shared, within = dict[str, Theirs](), dict[str, str](), dict[str, Within]()
+    with damage_of(path, FILE):
+        for module, one_first in shares.items():
+            for name, theirs in module.table(adapter.rank, held, one_first).items():
+                if there.tensors[name].shape != theirs.shape:
+                    raise ValueError(f"has {name} {list(there.tensors[name].shape)} instead of {list(theirs.shape)}")
+                if not isinstance(theirs, SecondFactor):
+                    first[name] = theirs
+                    continue
+                within |= {PREFIX + ours: Within(there, name, theirs, ours) for ours in theirs.columns}
+            if one_first:
+                one, *others = (PREFIX + factor_names(each)[0] for each in module.ours)
+                shared |= dict.fromkeys(others, one)
+        index = under_our_names(there, first, held, PREFIX)
+    for where in {where.name: where for where in within.values()}.values():
+        if not _is_diagonal(path, where):
+            rule = f"{where.name} is not 0 outside of blocks, so it is no adapter of each of"
+            raise InputError(f"{path / FILE}: {rule} {listing(list(where.theirs.columns), 'and')}; merge it with PEFT")
+    tensors = {**index.tensors, **{name: index.tensors[one] for name, one in shared.items()}}
+    for name, where in within.items():
+        shape = held[where.ours].shape
+        empty = np.empty((0, 2 + 2 * len(shape)), np.int64)
+        tensors[name] = Stored(there.tensors[where.name].dtype, shape, empty)
+    made = Config(model=model, adapter=adapter).model
+    return Weights("peft", path, made, Index(index.files, tensors), files.sizes, FILE, woven=within, shared=shared)
+
+
+def _is_diagonal(path: Path, where: Within) -> bool:
+    """Whether a second factor is 0 outside of the columns that each of our matrices has in it. Reads all of it."""
+    theirs, stored = where.theirs, where.index.tensors[where.name]
+    if len(set(theirs.columns.values())) == 1:
+        return True
+    data = bytearray(stored.bytes)
+    with opened(path, FILE, links=True) as descriptor:
+        read_at(path, FILE, descriptor, memoryview(data), int(stored.rows[0, 1]))
+    whole = np.frombuffer(data, f"u{ITEM_BYTES[stored.dtype]}").reshape(theirs.shape[0], -1, theirs.experts or 1)
+    for strip, rows in theirs.rows():
+        first = theirs.columns[strip.name]
+        whole[rows, first : first + strip.width] = 0
+    return not (whole << 1).any()  # but for the sign of 0
 
 
 def _fields(path: Path) -> Fields:
@@ -123,26 +221,3 @@ def _plain(path: Path, name: str) -> str:
     if (found := NAME.fullmatch(name)) is None:
         raise InputError(f"{path / FILE}: {name:.200} is no factor of LoRA")
     return f"{BEGIN}{found[1]}.weight"
-
-
-def _chunks(
-    there: Mapping[str, Stored], wanted: Mapping[str, Module], files: tuple[str, ...], rank: int, model: Model
-) -> Iterator[Chunk]:
-    """Places of our factors. Matrices that are one module share its first factor."""
-    ours = weights(model)
-    for first, second, _, module in named(wanted):
-        inputs, outputs = ours[module.ours[0]].shape[1], sum(strip.height for strip in module.rows)
-        for name, shape in ((first, (rank, inputs)), (second, (outputs, rank))):
-            if there[name].shape != shape:
-                raise ValueError(f"has {name} {list(there[name].shape)} instead of {list(shape)}")
-        stored, file, position = there[first], files[int(there[first].rows[0, 0])], int(there[first].rows[0, 1])
-        for name in module.ours:
-            yield Chunk(
-                PREFIX + factor_names(name)[0], stored.dtype, stored.shape, file, position, (0, 0), stored.shape
-            )
-        stored, file, position = there[second], files[int(there[second].rows[0, 0])], int(there[second].rows[0, 1])
-        for strip in module.rows:
-            shape, part = (ours[strip.name].shape[0], rank), (strip.height, rank)
-            name = PREFIX + factor_names(strip.name)[1]
-            yield Chunk(name, stored.dtype, shape, file, position, (strip.rows[0], 0), part)
-            position += strip.height * rank * ITEM_BYTES[stored.dtype]

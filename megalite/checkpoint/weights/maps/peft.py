@@ -1,63 +1,137 @@
 """Factors of adapters as PEFT names them, beside the tensors of a family. Imports no torch.
 
-PEFT has a pair of factors for a module of transformers. Where that is several of our matrices in one, such as Phi-3's
-`qkv_proj`, they share its first factor, and each has its rows of the second.
+PEFT has a pair of factors for a module of transformers, and for a parameter with all experts of a layer. Where that is
+several of our matrices in one, such as Phi-3's `qkv_proj`, they share its first factor, and each has its rows of the
+second; or each has its own of the rank, and the second factor is block-diagonal. With E experts, the first factor is
+`[E · rank, in]`, one expert after another, and the second `[out, rank · E]`, whose columns are of experts in turns.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from megalite.base.errors import InputError, listing
+from megalite.checkpoint.store.index import Index
+from megalite.checkpoint.weights.maps.experts import EXPERTS
 from megalite.checkpoint.weights.maps.family import Family
-from megalite.checkpoint.weights.maps.strips import Strip, Table, Theirs, stacked
+from megalite.checkpoint.weights.maps.strips import Strip, Theirs, part
 from megalite.config.schema import Adapter, Config, Model
 from megalite.plan.model.weights import held_weights, weights
 from megalite.plan.parts.adapted import factor_names, target
+from megalite.plan.parts.part import Weight
 
 BEGIN = "base_model.model."  # a beginning that every name in PEFT's files has
+EXPERTS_END, INNER, OUTER = ".mlp.experts", ".base_layer", "down_proj"  # PEFT wraps experts once for each parameter
+
+
+@dataclass(frozen=True)
+class SecondFactor(Theirs):
+    """The second factor of a module, `[out, rank · E]`.
+
+    strips: rows of our second factors, in its order; with experts, those of the first. columns: the first column of
+    each of these by name, before experts take turns; elsewhere it is 0. experts: 0: it is that of a module.
+    """
+
+    columns: Mapping[str, int] = field(default_factory=dict)
+    experts: int = 0
+
+    def rows(self) -> Iterator[tuple[Strip, slice]]:
+        """Yield every strip with its rows here."""
+        first = 0
+        for number, strip in enumerate(self.strips):
+            yield strip, slice(number, None, self.turns) if self.turns else slice(first, first + strip.height)
+            first += strip.height
+
+
+@dataclass(frozen=True)
+class Within:
+    """The place of one of our second factors, called `ours`: in the tensor `name` of `index`, which is `theirs`."""
+
+    index: Index
+    name: str
+    theirs: SecondFactor
+    ours: str
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (self.name,)
 
 
 @dataclass(frozen=True)
 class Module:
-    """A module of transformers. ours: matrices of ours that it is made of. rows: of these, in its order."""
+    """A module of transformers, or a parameter with all experts of a layer, that may have a pair of factors.
 
+    ours: the matrices of ours that it is made of. strips, turns: as of `SecondFactor`. experts: as many; 0: it is a
+    module.
+    """
+
+    name: str  # in transformers
     ours: tuple[str, ...]
-    rows: tuple[Strip, ...]
+    strips: tuple[Strip, ...]
+    turns: int
+    experts: int
+
+    @property
+    def short(self) -> str:
+        """The name without the number of the layer, as PEFT's configuration has it."""
+        return self.name.rpartition(".")[2]
+
+    @property
+    def factors(self) -> tuple[str, str]:
+        """The names of its factors in PEFT's file."""
+        wrapper = self.name
+        if self.experts:
+            wrapper = wrapper.removesuffix(f".{self.short}") + INNER * (self.short != OUTER)
+        return f"{BEGIN}{wrapper}.lora_A.weight", f"{BEGIN}{wrapper}.lora_B.weight"
+
+    def table(self, rank: int, held: Mapping[str, Weight], shares: bool) -> dict[str, Theirs]:
+        """Its factors, as made of ours. held: our factors. shares: whether our matrices have one first factor."""
+        pairs = [factor_names(each) for each in self.ours]
+        count, experts = 1 if shares else len(pairs), self.experts or 1
+        inputs = held[pairs[0][0]].shape[-1]
+        each = [
+            part(first, held[first], rows=(number * rank, (number + 1) * rank))
+            for number in range(experts)
+            for first, _ in pairs[:count]
+        ]
+        strips = tuple(Strip(factor_names(name)[1], rows, (0, rank)) for name, rows, _ in self.strips)
+        outputs = sum(strip.height for strip in strips)
+        columns = {second: number % count * rank for number, (_, second) in enumerate(pairs)}
+        first, second = self.factors
+        return {
+            first: Theirs((experts * count * rank, inputs), tuple(each)),
+            second: SecondFactor(
+                (outputs, count * rank * experts), strips, turns=self.turns, columns=columns, experts=self.experts
+            ),
+        }
 
 
-def modules(family: Family, model: Model) -> dict[str, Module]:
-    """The modules of all layers that can have adapters, by their names in transformers; experts are left out."""
-    found, ours = dict[str, Module](), weights(model)
+def modules(family: Family, model: Model) -> list[Module]:
+    """All that can have factors in the layers of a model."""
+    found, ours = list[Module](), weights(model)
     for name, theirs in family.table(model, stacked_experts=True).items():
         sources = tuple(dict.fromkeys(strip.name for strip in theirs.strips))
-        if all(target(each, ours[each]) not in (None, "experts") for each in sources):
-            found[name.removesuffix(".weight")] = Module(sources, theirs.strips)
+        if all(target(each, ours[each]) for each in sources):
+            experts = theirs.shape[0] if len(theirs.shape) == 3 else 0
+            strips = theirs.strips[: len(theirs.strips) // (experts or 1)]
+            found.append(Module(name.removesuffix(".weight"), sources, strips, theirs.turns, experts))
     return found
 
 
-def table(family: Family, model: Model, adapter: Adapter) -> Table:
-    """The tensors of PEFT's file, as made of our factors. Raises InputError for those that it has no names for."""
+def adapted(family: Family, model: Model, adapter: Adapter) -> list[Module]:
+    """The modules in which the matrices of an adapter are. Raises InputError for those that PEFT cannot have."""
+    ours = weights(model)
     held = held_weights(Config(model=model, adapter=adapter).model)
-    found: dict[str, Theirs] = {}
-    for name, module in modules(family, model).items():
-        pairs = [factor_names(each) for each in module.ours]
-        if not any(first in held for first, _ in pairs):
+    found = list[Module]()
+    for module in modules(family, model):
+        missing = [each for each in module.ours if factor_names(each)[0] not in held]
+        if len(missing) == len(module.ours):
             continue
-        if len(pairs) > 1:
-            rule = f"has one pair of factors for {name}, which is {listing(list(module.ours), 'and')} here"
+        if missing:
+            targets = listing(sorted({target(each, ours[each]) or "" for each in missing}), "and")
+            rule = f"has one pair of factors for {module.name}, to which {targets} belongs too, without an adapter here"
             raise InputError(f"PEFT {rule}; merge the adapter in place of that")
-        ((first, second),) = pairs
-        strips = tuple(Strip(second, strip.rows, (0, adapter.rank)) for strip in module.rows)
-        found[f"{BEGIN}{name}.lora_A.weight"] = stacked([(first, held[first])])
-        found[f"{BEGIN}{name}.lora_B.weight"] = Theirs((sum(each.height for each in strips), adapter.rank), strips)
-    left = held.keys() - {strip.name for theirs in found.values() for strip in theirs.strips}
-    if left:
-        rule = "PEFT's file is not written with factors of experts"
-        raise InputError(f"{rule}, {min(left)} among them; merge the adapter in place of that")
+        if not module.experts and f"mlp.experts.{{}}.{module.short}.weight" in EXPERTS.keys() & family.experts.keys():
+            rule = f"takes {module.short} of {family.model_type} for a name of its experts, not of {module.name}"
+            raise InputError(f"PEFT {rule}; merge the adapter in place of that")
+        found.append(module)
     return found
-
-
-def named(found: Mapping[str, Module]) -> Iterator[tuple[str, str, str, Module]]:
-    """Yield of every module: the names of its factors in PEFT's file, its name, and itself."""
-    for name, module in found.items():
-        yield f"{BEGIN}{name}.lora_A.weight", f"{BEGIN}{name}.lora_B.weight", name, module

@@ -6,12 +6,14 @@ gradient of the loss is not known in forward, so backward multiplies dx and dW b
 for backward, as separate layers would keep theirs. So with a single chunk, the cost is that of separate layers. A
 single chunk is used if the logits of all tokens take no more memory than several chunks and the float32 dW.
 
+A second product of few features, such as an adapter's, may be added to the logits; its gradients are made alike.
+
 Each chunk reads and writes dW, kept in float32, so small chunks are slow. If ranks split the vocabulary, each chunk
 needs one all-gather, which overlaps with computing the next chunk's logits.
 """
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -93,20 +95,28 @@ def add_product(total: Tensor, a: Tensor, b: Tensor, beta: int = 1, alpha: float
             torch.addmm(total[rows], a[rows].to(total.dtype), wide, beta=beta, alpha=alpha, out=total[rows])
 
 
+class Factors(NamedTuple):
+    """Features `[n, d]` and weight `[w, d]`, whose product is a term of the logits, and which gradients are wanted."""
+
+    x: Tensor
+    weight: Tensor
+    wants_dx: bool
+    wants_dw: bool
+
+
 def _forward(
-    x: Tensor, weight: Tensor, targets: Tensor, group: dist.ProcessGroup | None, chunk: int, triton: bool,
-    wants_dx: bool, wants_dw: bool, labels: Labels,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """The loss; dx and the sum of dW of all chunks but the last; the logits and log-sum-exps of the last chunk.
+    terms: Sequence[Factors], targets: Tensor, group: dist.ProcessGroup | None, chunk: int, triton: bool, labels: Labels
+) -> tuple[Tensor, ...]:
+    """The loss; the logits and log-sum-exps of the last chunk; of each term, dx and the sum of dW of all chunks but it.
 
     Tensors that are not wanted are empty. With one chunk, dx and dW are empty too.
     """
     merge, gradient = (launch_merge, launch_gradient) if triton else (torch_merge, torch_gradient)
-    wants, chunks = wants_dx or wants_dw, _chunks(len(x), chunk)
-    loss, dx, dw, last, last_lses = _outputs(x, weight, chunk, wants_dx, wants_dw, buffers=False)
+    wants, chunks = _wants(terms), _chunks(len(targets), chunk)
+    loss, last, last_lses, *made = _outputs(terms, chunk, buffers=False)
     loss.zero_()
     one = torch.ones_like(loss)
-    for tokens, logits, parts, gathering in _logits(x, weight, targets, chunks, group, triton, labels):
+    for tokens, logits, parts, gathering in _logits(terms, targets, chunks, group, triton, labels):
         if gathering is not None:
             gathering.wait()
         losses, lses = merge(parts, targets[tokens], labels)
@@ -117,28 +127,36 @@ def _forward(
             last, last_lses = logits, lses
             break
         gradient(logits, targets[tokens], lses, one.expand(len(logits)), labels)
-        if wants_dx:
-            torch.mm(logits, weight, out=dx[tokens])
-        if wants_dw:
-            add_product(dw, logits.T, x[tokens], beta=int(tokens.start > 0))
-    return loss, dx, dw, last, last_lses
+        for term, dx, dw in zip(terms, made[::2], made[1::2], strict=True):
+            if term.wants_dx:
+                torch.mm(logits, term.weight, out=dx[tokens])
+            if term.wants_dw:
+                add_product(dw, logits.T, term.x[tokens], beta=int(tokens.start > 0))
+    return loss, last, last_lses, *made
+
+
+def _wants(terms: Sequence[Factors]) -> bool:
+    return any(term.wants_dx or term.wants_dw for term in terms)
 
 
 def _logits(
-    x: Tensor, weight: Tensor, targets: Tensor, chunks: list[slice], group: dist.ProcessGroup | None, triton: bool,
+    terms: Sequence[Factors], targets: Tensor, chunks: list[slice], group: dist.ProcessGroup | None, triton: bool,
     labels: Labels,
 ) -> Iterator[tuple[slice, Tensor, Tensor, Any]]:  # fmt: skip
     """Yields every chunk's tokens, logits, stats of all ranks, and the work to wait for before the stats may be read.
 
     If there is work to wait for, the next chunk's logits are computed first. Otherwise all chunks use one buffer.
     """
-    size = max((chunk.stop - chunk.start for chunk in chunks), default=0)
-    buffers = [x.new_empty(size, len(weight)) for _ in chunks[: 1 if group is None else 2]]
+    size, (first, *others) = max((chunk.stop - chunk.start for chunk in chunks), default=0), terms
+    buffers = [first.x.new_empty(size, len(first.weight)) for _ in chunks[: 1 if group is None else 2]]
     stats_of = launch_stats if triton else torch_stats
     begun = []
     for number, tokens in enumerate(chunks):
         logits = buffers[number % len(buffers)][: tokens.stop - tokens.start]
-        torch.mm(x[tokens], weight.T, out=logits)
+        torch.mm(first.x[tokens], first.weight.T, out=logits)
+        for term in others:
+            if term.x.shape[1]:
+                logits.addmm_(term.x[tokens], term.weight.T)
         stats = stats_of(logits, targets[tokens], labels)
         begun.append((tokens, logits, *gather_stats(stats, group, async_op=True)))
         if len(begun) == len(buffers):
@@ -146,19 +164,16 @@ def _logits(
     yield from begun
 
 
-def _outputs(
-    x: Tensor, weight: Tensor, chunk: int, wants_dx: bool, wants_dw: bool, buffers: bool = True
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def _outputs(terms: Sequence[Factors], chunk: int, buffers: bool = True) -> tuple[Tensor, ...]:
     """The results of `_forward` as tensors without values; without `buffers`, those of the last chunk are empty."""
+    x, weight = terms[0].x, terms[0].weight
     wide, early = wide_dtype(x.dtype), _early(len(x), chunk)
-    kept = len(x) - early if buffers and (wants_dx or wants_dw) else 0
-    return (
-        x.new_empty((), dtype=wide),
-        x.new_empty(len(x) if wants_dx and early else 0, x.shape[1]),
-        x.new_empty(len(weight) if wants_dw and early else 0, x.shape[1], dtype=wide),
-        x.new_empty(kept, len(weight)),
-        x.new_empty(kept, dtype=wide),
-    )
+    kept = len(x) - early if buffers and _wants(terms) else 0
+    made = [x.new_empty((), dtype=wide), x.new_empty(kept, len(weight)), x.new_empty(kept, dtype=wide)]
+    for term in terms:
+        made.append(x.new_empty(len(x) if term.wants_dx and early else 0, term.x.shape[1]))
+        made.append(x.new_empty(len(weight) if term.wants_dw and early else 0, term.x.shape[1], dtype=wide))
+    return tuple(made)
 
 
 def _early(tokens: int, chunk: int) -> int:
@@ -167,50 +182,54 @@ def _early(tokens: int, chunk: int) -> int:
 
 
 def _backward(
-    scale: Tensor, x: Tensor, weight: Tensor, targets: Tensor, dx: Tensor, dw: Tensor, last: Tensor, lses: Tensor,
-    triton: bool, wants_dx: bool, wants_dw: bool, wide: bool, labels: Labels,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Gradients of x and of the weight, from the saved tensors.
+    scale: Tensor, terms: Sequence[Factors], targets: Tensor, last: Tensor, lses: Tensor, made: Sequence[Tensor],
+    triton: bool, wide: bool, labels: Labels,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """Gradients of x and of the weight of each term, from the saved tensors. made: dx and dW of each, from `_forward`.
 
-    Empty if unwanted, if `dx` holds that of x, or if `dw` holds that of the weight, as it does where that is `wide`.
+    Empty if unwanted, if dx holds that of x, or if dW holds that of the weight, as it does where that is `wide`.
     """
-    early = len(x) - len(last)
+    early = len(targets) - len(last)
     # With one chunk, the scaled gradient is rounded once; with several, their sum is scaled as a whole.
     of_last = torch.ones_like(scale) if early else scale
     gradient = launch_gradient if triton else torch_gradient
     gradient(last, targets[early:], lses, of_last.expand(len(last)), labels)
-    new_dx, all_dw = _gradients_like(x, weight, early, wants_dx, wants_dw, wide)
-    if wants_dx:
-        torch.mm(last, weight, out=(dx if early else new_dx)[early:])
-        if early:
-            dx *= scale
-    if wants_dw and early:
-        add_product(dw, last.T, x[early:])
-        torch.mul(dw, scale, out=dw if wide else all_dw)
-    elif wants_dw:
-        add_product(all_dw, last.T, x, beta=0)
-    return new_dx, all_dw
+    found = _gradients_like(terms, early, wide)
+    for term, dx, dw, new_dx, all_dw in zip(terms, made[::2], made[1::2], found[::2], found[1::2], strict=True):
+        if term.wants_dx:
+            torch.mm(last, term.weight, out=(dx if early else new_dx)[early:])
+            if early:
+                dx *= scale
+        if term.wants_dw and early:
+            add_product(dw, last.T, term.x[early:])
+            torch.mul(dw, scale, out=dw if wide else all_dw)
+        elif term.wants_dw:
+            add_product(all_dw, last.T, term.x, beta=0)
+    return found
 
 
-def _gradients_like(
-    x: Tensor, weight: Tensor, early: int, wants_dx: bool, wants_dw: bool, wide: bool
-) -> tuple[Tensor, Tensor]:
-    of_weight = wide_dtype(x.dtype) if wide else weight.dtype
-    return (
-        torch.empty_like(x) if wants_dx and not early else x.new_empty(0),
-        torch.empty_like(weight, dtype=of_weight) if wants_dw and not (wide and early) else weight.new_empty(0),
-    )
+def _gradients_like(terms: Sequence[Factors], early: int, wide: bool) -> tuple[Tensor, ...]:
+    found = []
+    for x, weight, wants_dx, wants_dw in terms:
+        dtype = wide_dtype(x.dtype) if wide else weight.dtype
+        found.append(torch.empty_like(x) if wants_dx and not early else x.new_empty(0))
+        found.append(
+            torch.empty_like(weight, dtype=dtype) if wants_dw and not (wide and early) else weight.new_empty(0)
+        )
+    return tuple(found)
 
 
 class _TorchLinearCrossEntropy(torch.autograd.Function):
+    """The gradients of all terms' factors; given are these, one after another."""
+
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, group: dist.ProcessGroup | None, chunk: int,
-        wants_dx: bool, wants_dw: bool, wide: bool, labels: Labels,
+        ctx: Any, targets: Tensor, group: dist.ProcessGroup | None, chunk: int, wants: Sequence[bool], wide: bool,
+        labels: Labels, *given: Tensor,
     ) -> Tensor:  # fmt: skip
-        loss, *ctx.kept = _forward(x, weight, targets, group, chunk, False, wants_dx, wants_dw, labels)
-        ctx.save_for_backward(x, weight, targets)
-        ctx.options = False, wants_dx, wants_dw, wide, labels
+        loss, *ctx.kept = _forward(_terms(given, wants), targets, group, chunk, False, labels)
+        ctx.save_for_backward(targets, *given)
+        ctx.options = wants, wide, labels
         return loss
 
     @staticmethod
@@ -220,67 +239,76 @@ class _TorchLinearCrossEntropy(torch.autograd.Function):
             raise RuntimeError(
                 "linear_cross_entropy: its backward has run and overwrote what it needs; run forward again"
             )
-        kept, ctx.kept = ctx.kept, None
-        gradients = _backward(scale, *ctx.saved_tensors, *kept, *ctx.options)
-        return *_both(kept[0], kept[1], *gradients, *ctx.options[1:4]), *(None,) * 7
+        (last, lses, *made), ctx.kept = ctx.kept, None
+        (wants, wide, labels), (targets, *given) = ctx.options, ctx.saved_tensors
+        found = _backward(scale, _terms(given, wants), targets, last, lses, made, False, wide, labels)
+        return *(None,) * 6, *_both(made, found, wants, wide)
+
+
+def _terms(given: Sequence[Tensor], wants: Sequence[bool]) -> list[Factors]:
+    """The terms of the logits. given, wants: of each its factors, and which gradients of them are wanted."""
+    return list(map(Factors, given[::2], given[1::2], wants[::2], wants[1::2]))
 
 
 def _both(
-    dx: Tensor, dw: Tensor, new_dx: Tensor, new_dw: Tensor, wants_dx: bool, wants_dw: bool, wide: bool
-) -> tuple[Tensor | None, ...]:
-    """The gradients for autograd. With several chunks, that of x is in `dx`, and a wide one of the weight in `dw`."""
-    of_x, of_weight = dx.detach() if len(dx) else new_dx, dw.detach() if wide and len(dw) else new_dw
-    return of_x if wants_dx else None, of_weight if wants_dw else None
+    made: Sequence[Tensor], found: Sequence[Tensor], wants: Sequence[bool], wide: bool
+) -> Iterator[Tensor | None]:
+    """The gradients for autograd. With several chunks, that of x is in dx, and a wide one of the weight in dW."""
+    for number, (early, whole, wanted) in enumerate(zip(made, found, wants, strict=True)):
+        of_x = number % 2 == 0
+        yield (early.detach() if len(early) and (of_x or wide) else whole) if wanted else None
 
 
 @torch.library.custom_op("megalite::linear_cross_entropy", mutates_args=())
 def _op(
-    x: Tensor, weight: Tensor, targets: Tensor, group: str, chunk: int, triton: bool, wants_dx: bool, wants_dw: bool,
-    wide: bool, first: int, columns: int, vocabulary: int, ignore_index: int | None, smoothing: float, z_loss: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    given: Sequence[Tensor], targets: Tensor, group: str, chunk: int, triton: bool, wants: Sequence[bool], wide: bool,
+    first: int, columns: int, vocabulary: int, ignore_index: int | None, smoothing: float, z_loss: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     labels = Labels(first, columns, vocabulary, ignore_index, smoothing, z_loss)
-    return _forward(x, weight, targets, group_named(group), chunk, triton, wants_dx, wants_dw, labels)
+    return _forward(_terms(given, wants), targets, group_named(group), chunk, triton, labels)  # type: ignore[return-value]
 
 
 @_op.register_fake
 def _(
-    x: Tensor, weight: Tensor, targets: Tensor, group: str, chunk: int, triton: bool, wants_dx: bool, wants_dw: bool,
-    *_: Any,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    return _outputs(x, weight, chunk, wants_dx, wants_dw)
+    given: Sequence[Tensor], targets: Tensor, group: str, chunk: int, triton: bool, wants: Sequence[bool], *_: Any
+) -> tuple[Tensor, ...]:
+    return _outputs(_terms(given, wants), chunk)
 
 
-@torch.library.custom_op("megalite::linear_cross_entropy_backward", mutates_args=("dx", "dw", "last"))
+@torch.library.custom_op("megalite::linear_cross_entropy_backward", mutates_args=("last", "made"))
 def _backward_op(
-    scale: Tensor, x: Tensor, weight: Tensor, targets: Tensor, dx: Tensor, dw: Tensor, last: Tensor, lses: Tensor,
-    triton: bool, wants_dx: bool, wants_dw: bool, wide: bool,
+    scale: Tensor, given: Sequence[Tensor], targets: Tensor, last: Tensor, lses: Tensor, made: Sequence[Tensor],
+    triton: bool, wants: Sequence[bool], wide: bool,
     first: int, columns: int, vocabulary: int, ignore_index: int | None, smoothing: float, z_loss: float,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     labels = Labels(first, columns, vocabulary, ignore_index, smoothing, z_loss)
-    return _backward(scale, x, weight, targets, dx, dw, last, lses, triton, wants_dx, wants_dw, wide, labels)
+    return _backward(scale, _terms(given, wants), targets, last, lses, made, triton, wide, labels)  # type: ignore
 
 
 @_backward_op.register_fake
 def _(
-    scale: Tensor, x: Tensor, weight: Tensor, targets: Tensor, dx: Tensor, dw: Tensor, last: Tensor, lses: Tensor,
-    triton: bool, wants_dx: bool, wants_dw: bool, wide: bool, *_: Any,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    return _gradients_like(x, weight, len(x) - len(last), wants_dx, wants_dw, wide)
+    scale: Tensor, given: Sequence[Tensor], targets: Tensor, last: Tensor, lses: Tensor, made: Sequence[Tensor],
+    triton: bool, wants: Sequence[bool], wide: bool, *_: Any,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    return _gradients_like(_terms(given, wants), len(targets) - len(last), wide)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    x, weight, targets, _, _, *options = inputs
-    ctx.save_for_backward(x, weight, targets, *output[1:])
+    given, targets, _, _, *options = inputs
+    ctx.count = len(given)
+    ctx.save_for_backward(targets, *given, *output[1:])
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)  # zeros instead of missing gradients would take as much memory
     ctx.options = options
 
 
 @once_differentiable
-def _gradients(ctx: Any, scale: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-    x, weight, targets, dx, dw, *kept = ctx.saved_tensors
-    found = _backward_op(scale, x, weight, targets, dx, dw, *kept, *ctx.options)
-    return *_both(dx, dw, *found, *ctx.options[1:4]), *(None,) * 13
+def _gradients(ctx: Any, scale: Tensor, *_: Tensor) -> tuple[Any, ...]:
+    targets, *saved = ctx.saved_tensors
+    given, (last, lses, *made) = saved[: ctx.count], saved[ctx.count :]
+    _, wants, wide, *_ = ctx.options
+    found = _backward_op(scale, given, targets, last, lses, made, *ctx.options)
+    return list(_both(made, found, wants, wide)), *(None,) * 12
 
 
 _op.register_autograd(_gradients, setup_context=_save)
@@ -299,13 +327,15 @@ def linear_cross_entropy(
     columns: range | None = None,
     memory: int | None = None,
     wide_gradient: bool = False,
+    beside: tuple[Tensor, Tensor] | None = None,
     backend: Backend = "auto",
 ) -> Tensor:
     """`cross_entropy(x @ weight.T, targets, …)`, whose logits exist in chunks of tokens.
 
     x `[n, d]`, the same on every rank of `group`; weight `[w, d]`: this rank's classes, of the same data type. memory:
     bytes that logits may take; for the default, see `chunk_tokens`. wide_gradient: that of the weight is the float32
-    sum, not rounded, for a weight whose `grad_dtype` allows it. The other arguments are those of `cross_entropy`.
+    sum, not rounded, for a weight whose `grad_dtype` allows it. beside: features `[n, r]` and a weight `[w, r]`, whose
+    product is added to the logits. The other arguments are those of `cross_entropy`.
     With several chunks, forward does most of backward's work, if gradients are wanted. Backward may run only once.
     The gradient of x is this rank's part, which the caller must add up over the group.
     """
@@ -313,14 +343,15 @@ def linear_cross_entropy(
     labels = labels_of(*sizes, targets, group, ignore_index, label_smoothing, z_loss, vocabulary, columns)
     ranks = 1 if group is None else group.size()
     chunk = chunk_tokens(len(x), x.shape[1], -(-labels.vocabulary // ranks), x.dtype, ranks, memory)
-    wants = [torch.is_grad_enabled() and tensor.requires_grad for tensor in (x, weight)]
-    triton = use_triton(backend, x.device)
-    given = x.contiguous(), weight.contiguous(), targets.contiguous()
+    terms = (x, weight, *(beside or (x.new_empty(len(x), 0), weight.new_empty(len(weight), 0))))
+    given = [tensor.contiguous() for tensor in terms]
+    wants = [torch.is_grad_enabled() and tensor.requires_grad for tensor in given]
+    triton, targets = use_triton(backend, x.device), targets.contiguous()
     if not triton and not torch.compiler.is_compiling():
         return _TorchLinearCrossEntropy.apply(
-            *given, group if ranks > 1 else None, chunk, *wants, wide_gradient, labels
+            targets, group if ranks > 1 else None, chunk, wants, wide_gradient, labels, *given
         )
-    return _op(*given, name_of(group), chunk, triton, *wants, wide_gradient, *labels)[0]
+    return _op(given, targets, name_of(group), chunk, triton, wants, wide_gradient, *labels)[0]
 
 
 def bytes_moved(tokens: int, width: int, columns: int, chunk: int, dtype: torch.dtype) -> tuple[int, int]:

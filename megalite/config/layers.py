@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple, get_args
 
 from megalite.config import schema
 from megalite.config.parametrization import multipliers
-from megalite.config.schema import BaseForm, Model, RopeScaling, Target
+from megalite.config.schema import BaseForm, LayerTarget, Model, RopeScaling, Target
 
 
 @dataclass(frozen=True)
@@ -243,7 +243,7 @@ def inputs_of_matrices(model: Model) -> Iterator[tuple[str, int, bool]]:
 
 def adapter_of(adapter: schema.Adapter) -> Adapter:
     """The pairs of factors that a configuration describes."""
-    targets = get_args(Target) if adapter.targets == "all" else adapter.targets
+    targets = get_args(LayerTarget) if adapter.targets == "all" else adapter.targets
     scale = adapter.alpha / (math.sqrt(adapter.rank) if adapter.rslora else adapter.rank)
     return Adapter(adapter.rank, scale, frozenset(targets), adapter.dropout, adapter.base)
 

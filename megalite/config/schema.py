@@ -10,7 +10,10 @@ from typing import Any, Literal
 from megalite.config.layout import Layout
 
 Place = Literal["device", "host", "files"]  # where a tensor lives from step to step
-Target = Literal["query", "key", "value", "attention_output", "query_latent", "latent", "gate", "up", "down", "experts"]
+LayerTarget = Literal[
+    "query", "key", "value", "attention_output", "query_latent", "latent", "gate", "up", "down", "experts"
+]
+Target = LayerTarget | Literal["embedding", "head"]
 BaseForm = Literal["compute", "nf4"]  # precision of compute, or four bits
 
 
@@ -120,7 +123,7 @@ class Adapter:
     rank: int = 16  # features between the two factors of a matrix
     alpha: float = 32.0  # factor of a pair's product, once divided by the rank
     rslora: bool = False  # it is divided by √rank instead (arXiv 2312.03732)
-    targets: list[Target] | Literal["all"] = "all"  # matrices that have factors; all: every one of a layer
+    targets: list[Target] | Literal["all"] = "all"  # matrices that have factors; all: every one of the layers
     dropout: float = 0.0  # share of the features of a layer's input that its factors do not see, another in every token
     base: BaseForm = "compute"  # form of weights that are not trained: nf4: matrices of layers in four bits
     weights: str | None = None  # a run or peft:PATH, with whose factors a new run begins; null: B begins at 0

@@ -9,7 +9,7 @@ from typing import Literal, get_args
 from megalite.config.layers import LayerKind
 from megalite.config.schema import Config
 from megalite.cost.network import Collective, Group, Kind, Links, Net
-from megalite.plan.model.weights import embedding, final_norm, head
+from megalite.plan.model.weights import embedding_weights, head, head_weights
 from megalite.plan.parts.layer import Layer
 from megalite.plan.parts.part import Weight
 from megalite.plan.parts.transfers import Transfers, axis_sizes
@@ -72,10 +72,10 @@ def exchanged(config: Config, part: Part) -> list[Weights]:
     model, layout = config.model, config.parallel.layout
     found: list[list[Weight]]
     if part == "embedding":
-        found = [[embedding(model)]]
+        found = [[*embedding_weights(model).values()]]
     elif part == "head":  # a tied matrix is a group of its own, as the first stage has it too
-        norm, matrix = final_norm(model), head(model)
-        found = [[norm], [matrix]] if model.tie_embeddings else [[norm, matrix]]
+        own = [*head_weights(model).values()]
+        found = [own, [head(model)]] if model.tie_embeddings else [own]
     else:
         apart, own = Layer(model.width, part).exchanged(layout.ep)
         experts = [Weights("", tuple(apart), layout.tp, layout.ep, apart=True)] if apart else []

@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from megalite.config.layers import Adapter
 from megalite.model.experts import ExpertLinear
 from megalite.parallel.dropout import Dropout
-from megalite.parallel.tensor import ColumnLinear, CopiedLinear, Linear, RowLinear
+from megalite.parallel.tensor import ColumnLinear, CopiedLinear, Linear, RowLinear, VocabularyEmbedding
 from megalite.plan.parts.adapted import factor_names
 from megalite.plan.parts.part import Weight
 
@@ -40,6 +40,16 @@ def add_adapters(
                 module.lora_a, module.lora_b = CopiedLinear(first, tp), ColumnLinear(second, tp)
             case _:
                 module.lora_a, module.lora_b = CopiedLinear(first, tp), CopiedLinear(second, tp)
+
+
+def adapt_embedding(
+    embedding: VocabularyEmbedding, weights: Mapping[str, Weight], adapter: Adapter, tp: DeviceMesh
+) -> None:
+    """Add to the `embedding` of the model the factors that are among its `weights`, by global name."""
+    first, second = factor_names("embed.weight")
+    if first in weights:
+        embedding.lora_a, embedding.lora_b = CopiedLinear(weights[first], tp), VocabularyEmbedding(weights[second], tp)
+        embedding.lora_scale = adapter.scale
 
 
 def seed_dropout(stage: nn.Module, seed: int) -> None:

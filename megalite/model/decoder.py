@@ -14,11 +14,11 @@ from functools import partial
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from megalite.config.layers import LayerKind, layer_kinds
+from megalite.config.layers import LayerKind, adapter_of, layer_kinds
 from megalite.config.parametrization import multipliers
 from megalite.config.schema import Buffers, Kernels, Model
 from megalite.distributed.collectives import all_gather
-from megalite.model.adapters import add_adapters
+from megalite.model.adapters import adapt_embedding, add_adapters
 from megalite.model.attention import Attention
 from megalite.model.experts import ExpertMLPs, Experts
 from megalite.model.latent import LatentAttention
@@ -30,8 +30,15 @@ from megalite.parallel.context import Attention as Attend
 from megalite.parallel.dropout import dropping
 from megalite.parallel.linear import linears
 from megalite.parallel.parameter import copy_of, part
-from megalite.parallel.tensor import ColumnLinear, VocabularyEmbedding
-from megalite.plan.model.weights import embedding, final_norm, head, layer_weights
+from megalite.parallel.tensor import ColumnLinear, VocabularyEmbedding, with_adapters
+from megalite.plan.model.weights import (
+    embedding,
+    embedding_weights,
+    final_norm,
+    head,
+    head_weights,
+    layer_weights,
+)
 from megalite.plan.parts.attention import GroupedQueryPart
 from megalite.plan.parts.layer import attention, feed_forward
 from megalite.plan.parts.swiglu import SwiGLUPart
@@ -143,6 +150,8 @@ class Head(nn.Module):
         self.group = tp.get_group()
         self.norm = Norm(final_norm(model), model.norm_eps, tp, kernels, multipliers(model).logits)
         self.output = None if model.tie_embeddings else ColumnLinear(head(model), tp)
+        if model.adapter is not None:
+            add_adapters(self, head_weights(model), adapter_of(model.adapter), tp, tp)
         self.cross_entropy = partial(
             linear_cross_entropy,
             ignore_index=IGNORED_TARGET,
@@ -155,11 +164,22 @@ class Head(nn.Module):
         assert weight is not None
         x = self.norm(x)
         if targets is None:
-            (logits,) = linears(x, [weight], self.group)
-            return logits
+            logits = linears(x, [weight], self.group)
+            (made,) = logits if self.output is None else with_adapters(logits, x, [self.output], self.group)
+            return made
+        beside = None if self.output is None else self._beside(x, self.output)
         x = all_gather(x, self.group)  # s b d
         wide = copy_of(weight) is not None and has_gpu_products(x)  # a CPU rounds, as its products do
-        return self.cross_entropy(x.flatten(0, 1), part(weight), targets.flatten(), self.group, wide_gradient=wide)
+        flat = x.flatten(0, 1), part(weight), targets.flatten()
+        return self.cross_entropy(*flat, self.group, wide_gradient=wide, beside=beside)
+
+    def _beside(self, x: Tensor, output: ColumnLinear) -> tuple[Tensor, Tensor] | None:
+        """Two factors whose product an adapter of the output layer adds to logits: features `[s·b, r]` and a weight
+        `[v/t, r]`; None: there is no adapter. x: `[s/t, b, d]`."""
+        if output.lora_a is None or output.lora_b is None:
+            return None
+        (between,) = linears(x, [output.lora_a.weight], factor=output.lora_scale)
+        return all_gather(between, self.group).flatten(0, 1), part(output.lora_b.weight)
 
 
 class Decoder(nn.Module):
@@ -185,6 +205,8 @@ class Decoder(nn.Module):
         self.factor = multipliers(model).embedding
         self.group = tp.get_group()
         self.embed = VocabularyEmbedding(embedding(model), tp) if first or self.tied else None
+        if self.embed is not None and model.adapter is not None:
+            adapt_embedding(self.embed, embedding_weights(model), adapter_of(model.adapter), tp)
         kinds = layer_kinds(model)
         self.kinds = [kinds[layer] for layer in layers]
         self.layers = nn.ModuleDict(

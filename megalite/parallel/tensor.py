@@ -166,7 +166,8 @@ def second_factor(layer: Linear, between: Tensor, scale: float, product: Product
 class VocabularyEmbedding(nn.Module):
     """An embedding table split by vocabulary, padded so that tp divides it: tokens `[s, b]` → `[s/t, b, d]`.
 
-    If the table is not trained, its output still takes a gradient: every layer then runs backward alike.
+    If the table is not trained, its output still takes a gradient: every layer then runs backward alike. An adapter's
+    second factor is such a table, too.
     """
 
     def __init__(self, weight: Weight, mesh: DeviceMesh) -> None:
@@ -175,8 +176,14 @@ class VocabularyEmbedding(nn.Module):
         self.rows = weight.shape[0]
         self.weight = parameter(weight, mesh, Shard(0))
         self.group: dist.ProcessGroup = mesh.get_group()
+        self.lora_a: CopiedLinear | None = None
+        self.lora_b: VocabularyEmbedding | None = None
+        self.lora_scale = 1.0
 
     def forward(self, tokens: Tensor) -> Tensor:
+        if self.lora_a is not None and self.lora_b is not None:
+            first = whole(self.lora_a.weight)  # r d
+            return torch.add(self._looked_up(tokens), self.lora_b(tokens) @ first, alpha=self.lora_scale)
         if self.weight.requires_grad or not torch.is_grad_enabled():
             return self._looked_up(tokens)
         return _TakesGradient.apply(torch.empty(0, device=tokens.device, requires_grad=True), self._looked_up, tokens)

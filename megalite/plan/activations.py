@@ -7,14 +7,14 @@ et al. 2022 (arXiv 2205.05198), without the tensors that fused kernels need not 
 
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from megalite.config.layers import LayerKind, layer_kinds, rotations
 from megalite.plan.model.optimizer_states import host_copies, state_names
 from megalite.plan.model.size import Parameters
-from megalite.plan.model.weights import embedding, final_norm, head
+from megalite.plan.model.weights import embedding, embedding_weights, head, head_weights
 from megalite.plan.parts.attention_memory import AttentionMemory
 from megalite.plan.parts.layer import Layer
 from megalite.plan.parts.part import Kept, Moment, Part, Weight
@@ -45,14 +45,23 @@ class Activations(Sizes):
 
     def embedding(self, with_head: bool) -> Unit:
         """The embedding's table and its look-up. with_head: the same stage has the head, which may use the table."""
-        table = embedding(self.config.model)
+        table, *factors = embedding_weights(self.config.model).values()
         ids, made = (ID_BYTES + 1) * self.tokens if self.t > 1 else 0, table.gradient(self.t)
         # The gathered gradient is copied to mask other ranks' tokens. Only the copy is left for the weight's gradient.
         masked = (Moment("mask", 2 * self.gathered),) if self.t > 1 else ()
         moments = (*masked, Moment("lookup", self.gathered or self.stream, self.w * made)) if table.trained else ()
         tied = self.config.model.tie_embeddings and with_head
         kept = (Kept("embedding", ids, "lookup"),) if table.trained else ()
-        return Unit("embedding", self._weights([table]), kept, 2 * self.gathered, moments, with_stage=tied)
+        if factors:  # the second is looked up, and its features go through the first
+            between, made = self._between(factors), sum(each.gradient(self.t) for each in factors)
+            moments = (Moment("lookup", (2 if self.t > 1 else 1) * between, self.w * made),)
+            kept = (Kept("adapters", ids + between // self.t, "lookup"),)
+        forward = 2 * self.gathered + 2 * self.stream * bool(factors)
+        return Unit("embedding", self._weights([table, *factors]), kept, forward, moments, with_stage=tied)
+
+    def _between(self, factors: Sequence[Weight]) -> int:
+        """Bytes of the features between two factors of the embedding or the head, of all tokens; 0: there are none."""
+        return self.tokens * factors[0].shape[0] * self.w if factors else 0
 
     def tied_copy(self) -> Unit:
         """The last stage's copy of the embedding, which the head uses."""
@@ -135,7 +144,10 @@ class Activations(Sizes):
 
     def head(self) -> Unit:
         """The final norm, the output layer and the loss. The weight of a tied output layer is in the embedding."""
-        model, tied, narrow = self.config.model, self.config.model.tie_embeddings, self.w < self.z
+        model, narrow = self.config.model, self.w < self.z
+        factors = [weight for weight in head_weights(model).values() if weight.role.adapts]
+        first, second = (each.gradient(self.t) for each in factors) if factors else (0, 0)
+        between, apart = self._between(factors), self.stream if factors and self.t > 1 else 0
         columns, output = self._columns, head(model)
         made = output.gradient(self.t)
         chunk, several = self._chunk, self.chunks_head
@@ -145,17 +157,20 @@ class Activations(Sizes):
         kept = [
             Kept("norms", self.stream + self.statistic, "norm"),
             Kept("head", inputs + logits + self.z * chunk, "output"),
+            Kept("adapters", between + apart, "factors" if factors else "output"),
         ]
-        if several:  # the gradient of the inputs, and the summed gradient of the weight
-            kept.append(Kept("head", inputs + self.z * made, "output"))
-        backward = (
+        made += second
+        if several:  # the gradients of the inputs, and the summed gradients of weights
+            kept.append(Kept("head", inputs + between + self.z * made, "output"))
+        backward = [
             Moment("loss", block),
-            Moment("output", 0 if several else inputs, self.w * made, summed=0 if several else self.z * made),
+            Moment("output", 0 if several else inputs + between, self.w * made, summed=0 if several else self.z * made),
             Moment("norm", self.norm),
-        )
+        ]
+        if factors:  # another gradient of the inputs is made, and added
+            backward.insert(2, Moment("factors", 2 * self.stream + between, self.w * first))
         forward = block + (logits if several and self.t > 1 else 0)
-        own = [final_norm(model), *([] if tied else [output])]
-        return Unit("head", self._weights(own), tuple(kept), forward, backward)
+        return Unit("head", self._weights(head_weights(model).values()), tuple(kept), forward, tuple(backward))
 
     @property
     def chunks_head(self) -> bool:

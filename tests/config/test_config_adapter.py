@@ -44,8 +44,13 @@ def adapted(**keys: object) -> Config:
         ),
         (replace(adapted(dropout=0.1), train=Train(compile=True)), "adapter.dropout = 0.1: cannot be used with train."),
         (adapted(targets=[]), "adapter.targets = []: must name something"),
-        (adapted(targets=["query", "experts"]), 'adapter.targets = "experts": names what no layer of the model has'),
-        (adapted(targets=["latent"]), 'adapter.targets = "latent": names what no layer of the model has'),
+        (adapted(targets=["query", "experts"]), 'adapter.targets = "experts": names what the model does not have'),
+        (adapted(targets=["latent"]), 'adapter.targets = "latent": names what the model does not have'),
+        (
+            replace(adapted(targets=["head"]), model=replace(MODEL, tie_embeddings=True)),
+            "cannot have head with model.tie_embeddings",
+        ),
+        (adapted(targets=["head"], dropout=0.1), "cannot be used with factors of the head"),
         (
             replace(NF4, parallel=Parallel(dp_shard=1, tp=2)),
             "model.ffn = 192: must be cut into blocks of 64 inputs for adapter.base=nf4, and by tp between these; "
@@ -84,7 +89,7 @@ def test_both_kinds_of_exports_are_taken() -> None:
 def test_targets_that_a_model_has_are_taken() -> None:
     latent = Attention(latent=Latent(None, 8, 4))
     model = replace(MODEL, kv_heads=4, rotary_width=2, attention=latent, experts=Experts(4, 2, shared_width=8))
-    targets = ["query", "latent", "gate", "experts"]
+    targets = ["query", "latent", "gate", "experts", "embedding", "head"]
     assert validate(replace(CONFIG, model=model, adapter=Adapter(targets=targets))) == []
 
 

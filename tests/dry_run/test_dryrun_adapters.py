@@ -20,6 +20,7 @@ SOME = {"adapter.targets": "[query,value]"}
 ROWS = {"adapter.targets": "[attention_output,down]"}
 NF4 = {"adapter.base": "nf4"}
 DROPPING = {"adapter.dropout": 0.1}
+ENDS = {"adapter.targets": "[embedding,head]", "adapter.rank": 128}
 OF_EXPERTS = {"adapter.targets": "[experts]"}
 CASES: dict[str, tuple[dict[str, Any], int]] = {
     "one rank": (LAYERS, 0),
@@ -42,6 +43,12 @@ CASES: dict[str, tuple[dict[str, Any], int]] = {
     "dropout, tp, selective": ({**LAYERS, **DROPPING, **TP, **SELECTIVE}, 0),
     "dropout, tp, full": ({**LAYERS, **DROPPING, **TP, **FULL}, 0),
     "dropout, latent": ({**LAYERS, **DROPPING, **memory_cases.LATENT}, 0),
+    "ends": ({**ENDS, "model.layers": 2}, 0),
+    "ends, head takes most": ({**ENDS, "model.layers": 1, "model.vocab_size": 8192}, 0),
+    "ends, tp": ({**LAYERS, **ENDS, **TP, **data("zero3", dp_shard=2)}, 0),
+    "ends, tp, last stage": ({"model.layers": 2, **ENDS, **TP, **pipeline("1f1b"), **data("zero2", dp_shard=2)}, 1),
+    "ends, chunks": ({**memory_cases.CHUNKED, **ENDS}, 0),
+    "ends, chunks, tp": ({**memory_cases.CHUNKED, **ENDS, "parallel.tp": 2, "parallel.dp_shard": 2}, 0),
     "latent, tp": ({**LAYERS, **memory_cases.LATENT, **TP}, 0),
     "experts apart": (memory_cases.APART, 0),
     "experts alone, narrow": ({**memory_cases.NARROW_APART, **OF_EXPERTS}, 0),

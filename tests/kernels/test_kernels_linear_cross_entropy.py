@@ -165,6 +165,25 @@ def test_every_row_needs_a_target(backend: Any) -> None:
             function(*inputs, targets[:5], backend=backend)
 
 
+@pytest.mark.parametrize("chunk", [4, 11])
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_second_product_is_a_term_of_the_logits(frozen: bool, backend: Any, chunk: int) -> None:
+    x, weight, targets = problem(11, 24, 70, torch.float64)
+    z, second, _ = problem(11, 3, 70, torch.float64)
+    loss, dx, dw = exact(torch.cat((x, z), 1), torch.cat((weight, second), 1), targets, OPTIONS[1])
+    leaves = [tensor.requires_grad_() for tensor in (x, z, second)] + [weight.requires_grad_(not frozen)]
+    memory = memory_of(chunk, 70, torch.float64)
+    found = linear_cross_entropy(x, weight, targets, memory=memory, beside=(z, second), backend=backend, **OPTIONS[1])
+    (found * SCALE).backward()
+    torch.testing.assert_close(found.detach(), loss, rtol=1e-13, atol=0)
+    for leaf, expected in zip(leaves, (dx[:, :24], dx[:, 24:], dw[:, 24:], dw[:, :24]), strict=True):
+        if leaf.requires_grad:
+            torch.testing.assert_close(leaf.grad, expected, rtol=0, atol=1e-13)
+        else:
+            assert leaf.grad is None
+
+
 def test_no_tokens() -> None:
     x, weight, targets = problem(0, 8, 10, torch.float32)
     loss = linear_cross_entropy(x.requires_grad_(), weight.requires_grad_(), targets, backend="triton")
@@ -218,10 +237,12 @@ def test_no_tensor_is_as_large_as_all_logits() -> None:
     """Inside the operations too."""
     x, weight, targets = problem(64, 4, 50, torch.float32)
     operations = sys.modules["megalite_kernels.linear_cross_entropy"]
-    options = (False, True, True, False, 0, 50, 50, None, 0.0, 0.0)
+    options = (False, [True] * 4, False, 0, 50, 50, None, 0.0, 0.0)
+    terms = [x, weight, x[:, :2], weight[:, :2]]
     with Largest() as largest:
-        _, *kept = operations._op._init_fn(x, weight, targets, "", 16, *options)
-        operations._backward_op._init_fn(torch.ones((), device=DEVICE), x, weight, targets, *kept, *options)
+        _, last, lses, *made = operations._op._init_fn(terms, targets, "", 16, *options)
+        scale = torch.ones((), device=DEVICE)
+        operations._backward_op._init_fn(scale, terms, targets, last, lses, made, *options)
     assert 16 * 50 <= largest.elements < 64 * 50
 
 
@@ -242,14 +263,16 @@ def test_backward_runs_once(backend: Any, told: str, chunk: int) -> None:
 @pytest.mark.parametrize("chunk", [4, 11])
 def test_custom_ops(chunk: int, wide: bool) -> None:
     x, weight, targets = problem(11, 24, 70, torch.bfloat16 if wide else torch.float32)
-    options = (True, True, True, wide, 0, 70, 70, IGNORED, 0.1, 0.01)
+    options = (True, [True] * 4, wide, 0, 70, 70, IGNORED, 0.1, 0.01)
+    terms = [x, weight, x[:, :2].contiguous(), weight[:, :2].contiguous()]
     operations = torch.ops.megalite
     forward, backward = operations.linear_cross_entropy.default, operations.linear_cross_entropy_backward.default
-    kept = forward(x, weight, targets, "", chunk, *options)[1:]
-    torch.library.opcheck(backward, (torch.ones((), device=DEVICE), x, weight, targets, *kept, *options))
+    _, last, lses, *made = forward(terms, targets, "", chunk, *options)
+    scale = torch.ones((), device=DEVICE)
+    torch.library.opcheck(backward, (scale, terms, targets, last, lses, made, *options))
     # Compiled, an operation may not return what backward overwrites; the function below does not.
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
-    inputs = (x.requires_grad_(), weight.requires_grad_(), targets, "", chunk, *options)
+    inputs = ([term.requires_grad_() for term in terms], targets, "", chunk, *options)
     torch.library.opcheck(forward, inputs, test_utils=checks)
 
 
@@ -343,33 +366,41 @@ def test_stats_are_gathered_while_the_next_logits_are_made(monkeypatch: pytest.M
     x, weight, targets = problem(11, 24, 70, torch.float64)
     labels = labels_of(11, 70, targets, None, None, 0.0, 0.0, None, None)
     with Products(events):
-        operations._forward(x, weight, targets, object(), 4, False, False, False, labels)
+        operations._forward([operations.Factors(x, weight, False, False)], targets, object(), 4, False, labels)
     begun = ["product", "gather"]
     assert events == [*begun, *begun, "wait", *begun, "wait", "wait"]
+
+
+def two_products() -> tuple[Tensor, Tensor, Tensor]:
+    """A problem whose last 3 features are of a second product."""
+    x, weight, targets = problem(11, 15, 48, torch.float64)
+    targets[5] = IGNORED
+    return x, weight, targets
 
 
 def split(size: int, chunk: int, how: str, backend: Any) -> tuple[Tensor, Tensor, Tensor, int, int] | None:
     group = group_of(size)
     if group is None:
         return None
-    x, weight, targets = problem(11, 12, 48, torch.float64)
-    targets[5] = IGNORED
+    every, weight, targets = two_products()
     columns, width = shards(size, 48, how)[group.rank()]
-    part = torch.full((width, 12), 1e3, dtype=torch.float64, device=DEVICE)
+    part = torch.full((width, 15), 1e3, dtype=torch.float64, device=DEVICE)
     part[: len(columns)] = weight[columns.start : columns.stop]
+    (x, z), (first, second) = (
+        [tensor.contiguous().requires_grad_() for tensor in whole.split([12, 3], 1)] for whole in (every, part)
+    )
     memory = memory_of(chunk, 48, torch.float64, size)
     counts = [collectives(group)]
     loss = linear_cross_entropy(
-        x.requires_grad_(), part.requires_grad_(), targets, group,
+        x, first, targets, group, beside=(z, second),
         columns=columns, vocabulary=48, memory=memory, backend=backend, **OPTIONS[1],
     )  # fmt: skip
     counts.append(collectives(group))
     (loss * SCALE).backward()
     counts.append(collectives(group))
-    assert x.grad is not None
-    assert part.grad is not None
-    assert part.grad[len(columns) :].eq(0).all()
-    return loss.detach(), x.grad, part.grad[: len(columns)], counts[1] - counts[0], counts[2] - counts[1]
+    dx, dw = (torch.cat([leaf.grad for leaf in pair], 1) for pair in ((x, z), (first, second)))
+    assert dw[len(columns) :].eq(0).all()
+    return loss.detach(), dx, dw[: len(columns)], counts[1] - counts[0], counts[2] - counts[1]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -378,9 +409,7 @@ def split(size: int, chunk: int, how: str, backend: Any) -> tuple[Tensor, Tensor
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_split_vocabulary(size: int, how: str, chunk: int, backend: str, ranks: Ranks) -> None:
     """One collective for each chunk; the parts of the gradient of x add up to it."""
-    x, weight, targets = problem(11, 12, 48, torch.float64)
-    targets[5] = IGNORED
-    loss, dx, dw = exact(x, weight, targets, OPTIONS[1])
+    loss, dx, dw = exact(*two_products(), OPTIONS[1])
     found = ranks.run(split, size, chunk, how, backend)[: SIZE // size * size]
     for rank, (part_loss, _, part_dw, forward, backward) in enumerate(found):
         columns, _ = shards(size, 48, how)[rank % size]

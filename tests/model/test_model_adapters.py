@@ -25,6 +25,7 @@ TOKENS = torch.randint(32, (8, 2), generator=torch.Generator().manual_seed(1))
 LATENT = {"kv_heads": 4, "head_width": 6, "rotary_width": 2, "qkv_bias": False}
 MODELS: dict[str, tuple[Model, Adapter]] = {
     "grouped queries": (MODEL, Adapter(rank=4, alpha=6.0)),
+    "ends": (MODEL, Adapter(rank=4, alpha=6.0, targets=["embedding", "head"])),
     "rslora, some": (MODEL, Adapter(rank=4, alpha=6.0, rslora=True, targets=["value", "up"])),
     "factors of branches": (
         replace(MODEL, parametrization="completep", base=Base(width=8, layers=1, head_width=4)),

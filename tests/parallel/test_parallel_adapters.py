@@ -13,6 +13,9 @@ from megalite.config.schema import Adapter, Attention, Config, DataParallel, Exp
 
 ALL = Adapter(rank=4, alpha=8.0)
 SOME = Adapter(rank=3, alpha=2.0, rslora=True, targets=["query", "value", "down"])
+ENDS = Adapter(rank=3, alpha=6.0, targets=["embedding", "head", "query", "down"])
+ENDS_ALONE = replace(ENDS, targets=["embedding", "head"])
+PADDED = replace(MODEL, vocab_size=30, kv_heads=4)
 DROPPING = Adapter(rank=4, alpha=8.0, dropout=0.4)
 NF4 = Adapter(rank=4, alpha=8.0, base="nf4")
 BLOCKS = replace(MODEL, width=64, heads=4, kv_heads=4, head_width=32, ffn=128)  # rows that tp cuts into whole blocks
@@ -53,6 +56,12 @@ LAYOUTS = {
     "replicas": adapted(Layout(dp_replicate=2, dp_shard=2, cp=2)),
     "ddp, rslora": adapted(Layout(dp_shard=4, tp=2), SOME, mode="ddp"),
     "tied, post norms": adapted(Layout(pp=2, tp=4), model=replace(MODEL, tie_embeddings=True, norm="post", kv_heads=4)),
+    "ends, padded vocabulary": adapted(Layout(tp=4, cp=2), ENDS, PADDED, mode="zero1"),
+    "ends, zb_h1, muon": adapted(
+        Layout(pp=2, tp=2, dp_shard=2), ENDS, schedule="zb_h1", mode="zero2", optimizer="muon"
+    ),
+    "ends, dropout": adapted(Layout(dp_replicate=2, dp_shard=2, cp=2), replace(DROPPING, targets=["embedding", "up"])),
+    "ends alone": adapted(Layout(pp=4, dp_shard=2), ENDS_ALONE, recompute="full"),
     "latent": adapted(Layout(tp=4, cp=2), model=LATENT),
     "latent, zb_h1": adapted(Layout(pp=2, tp=2, dp_shard=2), model=LATENT, schedule="zb_h1", optimizer="muon"),
     "experts": adapted(Layout(tp=2, dp_shard=4, ep=4), model=EXPERTS),

@@ -27,10 +27,10 @@ from megalite.checkpoint.store.disk import File, check_hashes, synchronize, writ
 from megalite.checkpoint.store.files import BUFFER_BYTES, HashedFile
 from megalite.checkpoint.store.finite import SQUARES_PREFIX
 from megalite.checkpoint.store.index import ITEM_BYTES
-from megalite.checkpoint.weights import second_factors
+from megalite.checkpoint.weights import peft_factors
 from megalite.checkpoint.weights.formats.opened import Weights
 from megalite.checkpoint.weights.formats.output import Output, OutputPlan, Stream, Written
-from megalite.checkpoint.weights.maps.peft import SecondFactor
+from megalite.checkpoint.weights.maps.peft import Factor
 from megalite.checkpoint.weights.maps.strips import Strip, Theirs, boxes
 from megalite.checkpoint.weights.maps.woven import groups
 from megalite.checkpoint.weights.read import Reader, check_base, reader_of
@@ -232,8 +232,8 @@ def _name(theirs: Theirs) -> str:
 
 def blocks(reader: Reader, theirs: Theirs, dtype: str) -> Iterator[torch.Tensor]:
     """All elements of a tensor of theirs, in order, as flat blocks of a data type. Padding repeats a row."""
-    if isinstance(theirs, SecondFactor):
-        yield second_factors.made(lambda *part: reader.fill_parts([part]), theirs, getattr(torch, dtype)).flatten()
+    if isinstance(theirs, Factor):
+        yield peft_factors.made(lambda *part: reader.fill_parts([part]), theirs, getattr(torch, dtype)).flatten()
         return
     if theirs.turns:
         yield from _in_turns(reader, theirs, dtype)

@@ -17,8 +17,8 @@ from megalite.base.errors import InputError
 from megalite.checkpoint.store.disk import DamagedError, damage_of, opened, read_at, read_whole
 from megalite.checkpoint.store.index import ITEM_BYTES, MAX_INDEX_BYTES, Index, Stored
 from megalite.checkpoint.store.manifest import INDEX, Manifest
-from megalite.checkpoint.weights import second_factors, woven
-from megalite.checkpoint.weights.formats.opened import Merging, Weights
+from megalite.checkpoint.weights import peft_factors, woven
+from megalite.checkpoint.weights.formats.opened import COPY, Merging, Weights
 from megalite.checkpoint.weights.maps.peft import Within
 from megalite.checkpoint.weights.maps.strips import PREFIX
 from megalite.checkpoint.weights.maps.upcycled import BEGUN, Upcycling, dense_name
@@ -96,7 +96,7 @@ class Reader:
                 theirs = Reader(self.path, where.index, self.sizes, self.source, self.links)
                 read = partial(_fill_part, theirs)
                 if isinstance(where, Within):
-                    second_factors.fill(read, where, part, offset)
+                    peft_factors.fill(read, where, part, offset)
                 else:
                     woven.fill(read, where, part, offset)
             else:
@@ -261,6 +261,23 @@ def check_base(found: Weights) -> None:
         expected = torch.empty((), dtype=torch.int64)
         factors.fill({BASE: expected})
         refuse_other_base(int(expected), _number(found.dense), f"{factors.path}", f"{found.path}")
+    base = reader_of(found.dense)
+    for name in (name for name in factors.index.tensors if name.startswith(COPY)):
+        if not _same(factors, name, base, PREFIX + name.removeprefix(COPY)):
+            rule = f"{name.removeprefix(COPY)} is another one than the adapter {factors.path} has beside its factors"
+            raise InputError(f"{found.path}: {rule}; give the base with which it was trained")
+
+
+def _same(copies: Reader, copy: str, base: Reader, name: str) -> bool:
+    """Return whether a copy has the values of a tensor of the base, in its own data type."""
+    stored, original = copies.index.tensors[copy], base.index.tensors[name]
+    if stored.shape != original.shape:
+        return False
+    dtype = getattr(torch, stored.dtype)
+    pair = [allocated(copies.path, stored.shape, dtype) for _ in (copy, name)]
+    copies.fill({copy: pair[0]})
+    base.fill({name: pair[1]})
+    return pair[0].equal(pair[1])
 
 
 def factors_of(found: Weights) -> Weights:

@@ -23,7 +23,16 @@ def adapter_rules(config: Config) -> Iterator[Problem]:
         for name in adapter.targets:
             if name not in there:
                 fix = f"this model has {listing(there, 'and')}"
-                yield Problem("adapter.targets", "names what no layer of the model has", fix, name)
+                yield Problem("adapter.targets", "names what the model does not have", fix, name)
+    ends = [] if adapter.targets == "all" else [name for name in ("embedding", "head") if name in adapter.targets]
+    if ends and config.model.tie_embeddings:
+        rule = (
+            f"cannot have {listing(ends, 'and')} with model.tie_embeddings: one weight, with two sums, cannot be merged"
+        )
+        yield Problem("adapter.targets", rule, "use targets in layers", adapter.targets)
+    if adapter.dropout and "head" in ends:
+        rule = "cannot be used with factors of the head, which has no numbers of tokens"
+        yield Problem("adapter.dropout", rule, "use 0, or adapter.targets without head", adapter.dropout)
     if adapter.dropout and (adapter.targets == "all" or "experts" in adapter.targets) and config.model.experts:
         rule = "cannot be used with factors of experts, to which tokens come without their numbers"
         yield Problem("adapter.dropout", rule, "use 0, or adapter.targets without experts", adapter.dropout)
@@ -53,7 +62,7 @@ def _four_bit_rules(config: Config) -> Iterator[Problem]:
 
 
 def targets_of(model: Model) -> list[Target]:
-    """The targets that layers of `model` have."""
+    """The targets that `model` has."""
     kinds = layer_kinds(model)
     found: list[Target] = ["query", "key", "value", "attention_output"]
     latents = [kind.attention for kind in kinds if isinstance(kind.attention, Latent)]
@@ -64,4 +73,6 @@ def targets_of(model: Model) -> list[Target]:
     mixtures = [kind.mixture for kind in kinds]
     if any(isinstance(kind.feed_forward, SwiGLU) for kind in kinds) or any(each and each.shared for each in mixtures):
         found += ["gate", "up", "down"]
-    return found + ["experts"] * any(mixtures)
+    if any(mixtures):
+        found.append("experts")
+    return [*found, "embedding", "head"]

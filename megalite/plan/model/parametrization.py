@@ -52,9 +52,11 @@ def standard_deviation(model: Model, role: Role) -> float:
 def deviation_of_factor(role: Role, inputs: int) -> float:
     """The standard deviation of the initial values of an adapter's factor, which takes so many features.
 
-    It is that of PEFT: the first factor has a variance of 1/(3 · inputs), and the second is 0.
+    It is that of PEFT: the first factor has a variance of 1/(3 · inputs), 1 for the embedding, and the second is 0.
     """
-    return 0.0 if role.inputs is Side.ADAPTER else 1 / math.sqrt(3 * inputs)
+    if role.inputs is Side.ADAPTER:
+        return 0.0
+    return 1.0 if role.kind is RoleKind.EMBEDDING else 1 / math.sqrt(3 * inputs)
 
 
 def scales(model: Model, optim: Optim, role: Role) -> Scales:

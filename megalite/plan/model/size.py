@@ -12,10 +12,10 @@ from typing import Literal, TypeVar
 
 from megalite.config.layers import LayerKind, layer_kinds
 from megalite.config.schema import Model
-from megalite.plan.model.weights import embedding, final_norm, head, layer_weights, weights
+from megalite.plan.model.weights import embedding_weights, head, head_weights, layer_weights, weights
 from megalite.plan.parts.layer import Layer
 from megalite.plan.parts.part import Weight
-from megalite.plan.parts.roles import RoleKind
+from megalite.plan.parts.roles import RoleKind, Side
 
 Attention = Literal["causal", "full"]
 T = TypeVar("T")
@@ -79,10 +79,10 @@ def stage_parameters(model: Model, split: Sequence[int]) -> list[Parameters]:
     stages a tied head is counted: the last stage holds a copy of the embedding's weight.
     """
     last = len(split) - 1
-    shares_weight = model.tie_embeddings and last == 0
     found = [_of_layers(model, kinds) for kinds in by_stage(layer_kinds(model), split)]
-    found[0] += Parameters.of([embedding(model)])
-    found[last] += Parameters.of([final_norm(model), *([] if shares_weight else [head(model)])])
+    found[0] += Parameters.of(embedding_weights(model).values())
+    copy = [head(model)] if model.tie_embeddings and last else []
+    found[last] += Parameters.of([*head_weights(model).values(), *copy])
     return found
 
 
@@ -122,12 +122,17 @@ def layer_weight_flops(model: Model, kind: LayerKind) -> int:
 
 def head_forward_flops(model: Model) -> int:
     """Floating-point operations of the output layer's forward pass, per token."""
-    return 2 * model.vocab_size * model.width
+    return sum(2 * weight.elements for weight in _head_matrices(model))
 
 
 def head_weight_flops(model: Model) -> int:
-    """Floating-point operations of the gradient of the output layer's weight, per token; 0 if it is not trained."""
-    return head_forward_flops(model) * head(model).trained
+    """Floating-point operations of the gradients of the output layer's weights that are trained, per token."""
+    return sum(2 * weight.elements for weight in _head_matrices(model) if weight.trained)
+
+
+def _head_matrices(model: Model) -> list[Weight]:
+    """The matrix that makes logits, and an adapter's factors beside it."""
+    return [head(model), *(weight for weight in head_weights(model).values() if weight.role.adapts)]
 
 
 def flops_per_token(model: Model, attention: Attention = "causal") -> int:
@@ -136,9 +141,10 @@ def flops_per_token(model: Model, attention: Attention = "causal") -> int:
     With L layers without windows, each weight of a matrix takes 6, the head's included, or 4 if it is not trained and
     has no gradient; of experts, only those of a token count. Attention takes 6·L·q·s (causal) or 12·L·q·s (full), q
     being the width of all query heads and s the sequence length. The embedding lookup, norms and recomputation are not
-    counted (PaLM, arXiv 2204.02311, app. B).
+    counted (PaLM, arXiv 2204.02311, app. B); the product of an embedding's adapter is.
     """
-    found = 2 * head_forward_flops(model) + head_weight_flops(model)
+    first = [weight for weight in embedding_weights(model).values() if weight.role.outputs is Side.ADAPTER]
+    found = 2 * head_forward_flops(model) + head_weight_flops(model) + sum(6 * weight.elements for weight in first)
     for kind, count in Counter(layer_kinds(model)).items():
         whole, matrices = layer_forward_flops(model, kind, attention), layer_matrix_flops(model, kind)
         found += count * (3 * whole - matrices + layer_weight_flops(model, kind))

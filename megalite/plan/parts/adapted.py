@@ -21,7 +21,7 @@ from megalite.plan.parts.attention import GroupedQueryPart
 from megalite.plan.parts.experts import ExpertsPart
 from megalite.plan.parts.latent import LatentPart
 from megalite.plan.parts.part import Kept, Moment, Passed, Pause, Product, Weight
-from megalite.plan.parts.roles import SPLIT, RoleKind, Side
+from megalite.plan.parts.roles import SPLIT, Side
 from megalite.plan.parts.sizes import Sizes
 from megalite.plan.parts.swiglu import SwiGLUPart
 from megalite.plan.parts.transfers import Transfers, over
@@ -29,7 +29,7 @@ from megalite.plan.parts.transfers import Transfers, over
 HASH_BYTES = 3 * 8  # bytes of whole numbers while an element's hash is made
 BLOCK = 1 << 20  # elements whose hashes are made at a time
 
-TARGETS: dict[str, Target] = {  # by the name of a matrix inside of its part
+TARGETS: dict[str, Target] = {  # by the last name of a matrix
     "q": "query",
     "q_up": "query",
     "k": "key",
@@ -43,12 +43,14 @@ TARGETS: dict[str, Target] = {  # by the name of a matrix inside of its part
     "gate": "gate",
     "up": "up",
     "down": "down",
+    "embed": "embedding",
+    "output": "head",
 }
 
 
 def target(name: str, weight: Weight) -> Target | None:
-    """The target that a weight of a layer is; None: it never has an adapter, as vectors and the router of experts."""
-    if weight.role.kind is not RoleKind.MATRIX or weight.role.adapts:
+    """The target that a weight is; None: it never has an adapter, as vectors and the router of experts."""
+    if weight.role.inputs is None or weight.role.adapts:
         return None
     return "experts" if weight.role.of_expert else TARGETS.get(name.removesuffix(".weight").rpartition(".")[2])
 
@@ -67,6 +69,12 @@ def factors(weight: Weight, rank: int) -> tuple[Weight, Weight]:
     return Weight((*stack, rank, inputs), first, used=weight.used), Weight(
         (*stack, outputs, rank), second, used=weight.used
     )
+
+
+def beside(name: str, weight: Weight, adapter: Adapter | None) -> Iterator[tuple[str, Weight]]:
+    """Yield the factors that an adapter has beside a weight, each with its name."""
+    if adapter is not None and target(name, weight) in adapter.targets:
+        yield from zip(factor_names(name), factors(weight, adapter.rank), strict=True)
 
 
 class Pair(NamedTuple):
@@ -111,9 +119,7 @@ class Adapted:
     def weights(self) -> Iterator[tuple[str, Weight]]:
         for name, weight in self.part.weights():
             yield name, weight
-            for pair in self.pairs:
-                if pair.name == name:
-                    yield from zip(factor_names(name), (pair.first, pair.second), strict=True)
+            yield from beside(name, weight, self.adapter)
 
     @cached_property
     def pairs(self) -> list[Pair]:

@@ -81,12 +81,12 @@ class Role:
     @property
     def component(self) -> str:
         """The component of the model with which the parameter is counted; a bias counts with its matrix."""
+        if self.adapts:
+            return "adapters"
         if self.kind in (RoleKind.EMBEDDING, RoleKind.HEAD):
             return self.kind.value
         if self.kind is RoleKind.NORM:
             return "norms"
-        if self.adapts:
-            return "adapters"
         of_mlp = self.of_expert or {self.outputs, self.inputs} & {Side.FEED_FORWARD, Side.EXPERTS}
         return "mlp" if of_mlp else "attention"
 

@@ -15,15 +15,16 @@ The sizes have the letters of `plan.activations`. G is a tensor [s, b, h] gather
 A norm of all heads together sums one number per token over tp, for queries and for keys, forward and backward.
 """
 
-from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from megalite.config.layers import LayerKind
 from megalite.config.schema import Config
 from megalite.plan.activations import Activations, chunk_tokens
-from megalite.plan.model.weights import embedding
+from megalite.plan.model.weights import embedding_weights, head_weights
 from megalite.plan.parts.layer import Layer
+from megalite.plan.parts.part import Weight
 from megalite.plan.parts.transfers import Transfers, over
 from megalite.plan.recompute_modes import Mode
 
@@ -41,18 +42,30 @@ class LayerTraffic:
 
     def embedding(self) -> tuple[Transfers, Transfers]:
         """Forward and backward of the look-up."""
+        table, *factors = embedding_weights(self.config.model).values()
         gathered = self.sizes.over_tp("all_gather", "backward: gather of the embeddings' gradient")
         return (
-            self.sizes.over_tp("reduce_scatter", "forward: scatter of the embeddings"),
-            gathered if embedding(self.config.model).trained else Counter(),
+            self.sizes.over_tp("reduce_scatter", "forward: scatter of the embeddings")
+            + self._between(factors, "reduce_scatter", "forward"),
+            (gathered if table.trained else Transfers()) + self._between(factors, "all_gather", "backward"),
         )
+
+    def _between(self, factors: Sequence[Weight], kind: str, phase: str) -> Transfers:
+        """Features between the factors of the embedding or of the head, if there are any."""
+        sizes = self.sizes
+        if not factors or sizes.t == 1:
+            return Transfers()
+        size = sizes.tokens * factors[0].shape[0] * sizes.w
+        return over("tp", kind, size, sizes.w, f"{phase}: features between the factors of adapters")
 
     def head(self) -> tuple[Transfers, Transfers]:
         """Forward and backward of the head, which makes its weight's gradient at once even if backward is split."""
         forward = self.sizes.over_tp("all_gather", "forward: gather of the head's input")
+        factors = [weight for weight in head_weights(self.config.model).values() if weight.role.adapts]
         return (
-            forward + self._statistics(),
-            self.sizes.over_tp("reduce_scatter", "backward: scatter of the head's input gradient"),
+            forward + self._statistics() + self._between(factors, "all_gather", "forward"),
+            self.sizes.over_tp("reduce_scatter", "backward: scatter of the head's input gradient")
+            + self._between(factors, "reduce_scatter", "backward"),
         )
 
     def forward(self, kind: LayerKind) -> Transfers:
@@ -73,7 +86,7 @@ class LayerTraffic:
         """Log-sum-exp and target's logit of every token, gathered from all ranks that share the vocabulary."""
         sizes, tp = self.sizes, self.config.parallel.tp
         chunk = chunk_tokens(sizes.tokens, self.config.model.width, sizes.w, tp)
-        found: Transfers = Counter()
+        found = Transfers()
         for start in range(0, sizes.tokens, chunk) if tp > 1 else ():
             rows = min(chunk, sizes.tokens - start)
             purpose = "forward: statistics of the loss"

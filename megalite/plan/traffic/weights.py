@@ -21,7 +21,7 @@ from operator import attrgetter
 
 from megalite.config.layers import LayerKind
 from megalite.plan.memory.states import States
-from megalite.plan.model.weights import embedding, final_norm, head
+from megalite.plan.model.weights import embedding_weights, head_weights
 from megalite.plan.parts.layer import Layer
 from megalite.plan.parts.part import Weight
 from megalite.plan.parts.roles import RoleKind
@@ -83,11 +83,11 @@ class WeightTraffic:
         model, last = self.plan.config.model, self.stage == self.plan.stages - 1
         tied, found = last and model.tie_embeddings, []
         if self.stage == 0 or tied:
-            found.append(self._group("the embedding", [embedding(model)], with_stage=tied))
+            found.append(self._group("the embedding", embedding_weights(model).values(), with_stage=tied))
         one = {kind: self._layer(kind) for kind in {self.plan.kinds[layer] for layer in self.plan.layers[self.stage]}}
         found += [group for layer in self.plan.layers[self.stage] for group in one[self.plan.kinds[layer]]]
         if last:
-            found.append(self._group("the head", [final_norm(model)] if tied else [final_norm(model), head(model)]))
+            found.append(self._group("the head", head_weights(model).values()))
         return found
 
     def gathers(self, groups: Iterable[Group], phase: str) -> Transfers:

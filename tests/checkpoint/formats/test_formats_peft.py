@@ -18,7 +18,7 @@ from megalite.checkpoint.store.state import State
 from megalite.checkpoint.weights.formats.opened import Weights
 from megalite.checkpoint.weights.maps.families import FAMILIES
 from megalite.checkpoint.weights.maps.peft import adapted
-from megalite.checkpoint.weights.read import reader_of
+from megalite.checkpoint.weights.read import check_base, reader_of
 from megalite.checkpoint.weights.sources import open_weights, read_model
 from megalite.config.layout import Layout
 from megalite.config.schema import Adapter, Config, Target
@@ -39,6 +39,7 @@ ADAPTERS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {"target_modules": ["q_proj", "v_proj", "down_proj"]}),
     "all of qwen2": ("qwen2", {"target_modules": "all-linear", "use_rslora": True}),
     "tied": ("llama tied, all heads", {"target_modules": ["k_proj", "o_proj", "gate_proj"]}),
+    "ends": ("llama", {"target_modules": ["q_proj", "embed_tokens", "lm_head"]}),
     "fused": ("phi3", FUSED),
     "latent": ("deepseek_v3, without experts", LATENT_MODULES),
     "experts": ("qwen3_moe", STACKED),
@@ -46,6 +47,7 @@ ADAPTERS: dict[str, tuple[str, dict[str, Any]]] = {
     "experts in turns": ("gpt_oss", STACKED),
 }
 OWN: dict[str, tuple[str, Adapter]] = {  # adapters in which matrices that are one module for PEFT have their own
+    "ends": ("llama", Adapter(3, 7.0, targets=["query", "embedding", "head"])),
     "fused": ("phi3, part of a head", Adapter(3, 7.0)),
     "fused, rslora": ("phi3", Adapter(3, 7.0, rslora=True)),
     "latent": ("deepseek_v3, without experts", Adapter(3, 7.0, targets=[*LATENT, "key", "value"])),
@@ -109,7 +111,7 @@ def test_losses_and_gradients_are_theirs(name: str, tmp_path: Path) -> None:
         grads = {each.name: each.value.grad.to_local() for each in parameters(decoder) if each.value.requires_grad}
     torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0)
     squares = sum(float(grad.square().sum()) for key, grad in grads.items() if "lora_b" in key)
-    other = [value.grad for key, value in model.named_parameters() if "lora_B" in key]
+    other = [value.grad for key, value in model.named_parameters() if "lora_B" in key or "embedding_A" in key]
     assert squares == pytest.approx(sum(float(grad.square().sum()) for grad in other), rel=1e-5)
     if name == "llama":
         for layer in range(found.model.layers):
@@ -125,6 +127,7 @@ def test_files_there_and_back_are_the_same(name: str, tmp_path: Path) -> None:
     target = tmp_path / "written"
     assert main(["--from", f"peft:{tmp_path / 'adapter'}", "--to", f"peft:{target}", "--check"]) == 0
     before, after = load_file(tmp_path / "adapter" / FILE), load_file(target / FILE)
+    before = {key: value for key, value in before.items() if "base_layer.weight" not in key}  # those of the base
     assert before.keys() == after.keys()
     assert all(before[key].equal(after[key]) for key in before)
     again = peft.PeftModel.from_pretrained(CASES[ADAPTERS[name][0]].make(torch.float64), str(target))
@@ -161,6 +164,21 @@ def test_own_factors_are_written_as_one_pair_of_a_module(name: str, tmp_path: Pa
         assert (expected - base).abs().max() > 1e-3
     assert main(["--from", f"peft:{written}", "--to", f"peft:{tmp_path / 'again'}"]) == 0
     assert (written / FILE).read_bytes() == (tmp_path / "again" / FILE).read_bytes()
+
+
+def test_a_copy_of_the_base_must_be_its_tensor(tmp_path: Path) -> None:
+    theirs("ends", tmp_path)
+    source = f"peft:{tmp_path / 'adapter'}"
+    check_base(open_weights(source))
+    tensors(lambda found: found["base_model.model.lm_head.base_layer.weight"][3].mul_(2))(tmp_path / "adapter")
+    with pytest.raises(InputError, match=r"head.output.weight is another one than the adapter"):
+        check_base(open_weights(source))
+
+
+def test_factors_of_a_tied_embedding_are_refused(tmp_path: Path) -> None:
+    theirs("tied", tmp_path, target_modules=["q_proj", "embed_tokens"])
+    with pytest.raises(InputError, match="has factors of the embedding, whose weight is the head's too"):
+        open_weights(f"peft:{tmp_path / 'adapter'}")
 
 
 @pytest.mark.parametrize(
@@ -244,7 +262,7 @@ HOSTILE = {
         tensors(
             lambda found: found.update({"base_model.model.model.embed_tokens.lora_embedding_A": torch.zeros(3, 64)})
         ),
-        "lora_embedding_A is no factor of LoRA",
+        "lora_embedding_B is missing",
     ),
 }
 

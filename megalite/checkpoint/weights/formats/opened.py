@@ -17,6 +17,7 @@ from megalite.checkpoint.weights.maps.woven import Woven
 from megalite.config.schema import Adapter, Model
 
 LISTED_NAMES = 5  # names in a message
+COPY = "base."  # begins the name of a copy of a base's tensor that an adapter's files have too
 
 
 @dataclass(frozen=True)

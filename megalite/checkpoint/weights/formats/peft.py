@@ -12,12 +12,12 @@ from megalite.base.files import as_json, read_object
 from megalite.checkpoint.store.disk import DamagedError, damage_of, opened, read_at
 from megalite.checkpoint.store.index import ITEM_BYTES, Index, Stored
 from megalite.checkpoint.weights.formats.huggingface import model_type, write_tensors
-from megalite.checkpoint.weights.formats.opened import Weights
+from megalite.checkpoint.weights.formats.opened import COPY, Weights
 from megalite.checkpoint.weights.formats.output import Output, OutputPlan
-from megalite.checkpoint.weights.formats.safetensors import Files, one_file
+from megalite.checkpoint.weights.formats.safetensors import one_file
 from megalite.checkpoint.weights.maps.families import FAMILIES, MAX_CONFIG_BYTES
 from megalite.checkpoint.weights.maps.fields import Fields
-from megalite.checkpoint.weights.maps.peft import BEGIN, Module, SecondFactor, Within, adapted, modules
+from megalite.checkpoint.weights.maps.peft import BEGIN, Factor, Module, Within, adapted, modules
 from megalite.checkpoint.weights.maps.strips import PREFIX, Theirs, under_our_names
 from megalite.config.schema import Adapter, Config, Model
 from megalite.plan.model.weights import held_weights, weights
@@ -25,7 +25,10 @@ from megalite.plan.parts.adapted import factor_names, target
 
 CONFIG, FILE = "adapter_config.json", "adapter_model.safetensors"
 ANY, PATH = r".*\.", re.compile(r"\w+(\.\w+)*")  # a beginning of PEFT's own patterns; a name of modules
-NAME = re.compile(re.escape(BEGIN) + r"(.+\.lora_[AB])(?:\.default)?\.weight")
+NAME = re.compile(
+    re.escape(BEGIN) + r"(.+\.)(?:(lora_[AB])(?:\.default)?(\.weight)|(lora_embedding_[AB])(?:\.default)?)"
+)
+COPIED = ".base_layer.weight"  # ends the names of copies of the base that PEFT saves beside factors of its two ends
 # Keys of a configuration that are read, or without effect on what a trained adapter computes. Others must be unset.
 KNOWN_KEYS = frozenset(
     (
@@ -75,12 +78,16 @@ def open_folder(path: Path, base: Weights) -> tuple[Weights, Adapter]:
             raise fields.wrong(key, "is more than LoRA's factors, which are all that megalite has")
     rank, alpha, rslora = fields.whole("r"), fields.number("lora_alpha", 8.0), fields.flag("use_rslora")
     files = one_file(path, FILE)
-    there = {_plain(path, name): stored for name, stored in files.index.tensors.items()}
+    if base.model.tie_embeddings and any(".lora_embedding_" in name for name in files.index.tensors):
+        rule = "has factors of the embedding, whose weight is the head's too, so that they cannot be merged into it"
+        raise InputError(f"{path / FILE}: {rule}; megalite refuses them")
     known = modules(FAMILIES[model_type(base)], base.model)
+    copied = {f"{BEGIN}{module.name}{COPIED}": COPY + module.ours[0] for module in known}
+    there = {copied.get(name) or _plain(path, name): stored for name, stored in files.index.tensors.items()}
     wanted = [module for module in known if module.factors[0] in there]
     pairs = {name for module in wanted for name in module.factors}
-    if odd := sorted(pairs ^ there.keys()):
-        rule = "is there without the other factor" if odd[0] in pairs else "belongs to no matrix of a layer"
+    if odd := sorted(pairs ^ {name for name in there if not name.startswith(COPY)}):
+        rule = "is there without the other factor" if odd[0] in pairs else "belongs to no matrix that may have factors"
         raise DamagedError(path, f"{FILE}: {odd[0]} {rule if odd[0] in there else 'is missing'}")
     ours = weights(base.model)
     targets = {found for module in wanted for each in module.ours if (found := target(each, ours[each]))}
@@ -90,7 +97,7 @@ def open_folder(path: Path, base: Weights) -> tuple[Weights, Adapter]:
             rule = f"has factors for {listing(sorted(targets), 'and')}, but none for {module.name}"
             raise InputError(f"{path / FILE}: {rule}; megalite has them in all layers, or in none")
     shares = {module: _shares(fields, module, adapter) for module in wanted}
-    return _opened(path, base.model, adapter, shares, files), adapter
+    return _opened(path, base.model, adapter, shares, Index(files.index.files, there), files.sizes), adapter
 
 
 def plan(found: Weights, dtype: str | None) -> OutputPlan:
@@ -166,17 +173,21 @@ def _in_pattern(fields: Fields, key: str, module: Module, default: float) -> flo
     return default
 
 
-def _opened(path: Path, model: Model, adapter: Adapter, shares: Mapping[Module, bool], files: Files) -> Weights:
-    """Our factors in the file of a folder. shares: whether matrices of a module have one first factor, by module."""
+def _opened(
+    path: Path, model: Model, adapter: Adapter, shares: Mapping[Module, bool], there: Index, sizes: Mapping[str, int]
+) -> Weights:
+    """Our factors in the file of a folder, and copies of the base's tensors.
+
+    shares: whether matrices of a module have one first factor, by module. there: of the file, of these `sizes`.
+    """
     held = held_weights(Config(model=model, adapter=adapter).model)
-    there = Index(files.index.files, {_plain(path, name): each for name, each in files.index.tensors.items()})
     first, shared, within = dict[str, Theirs](), dict[str, str](), dict[str, Within]()
     with damage_of(path, FILE):
         for module, one_first in shares.items():
             for name, theirs in module.table(adapter.rank, held, one_first).items():
                 if there.tensors[name].shape != theirs.shape:
                     raise ValueError(f"has {name} {list(there.tensors[name].shape)} instead of {list(theirs.shape)}")
-                if not isinstance(theirs, SecondFactor):
+                if not isinstance(theirs, Factor):
                     first[name] = theirs
                     continue
                 within |= {PREFIX + ours: Within(there, name, theirs, ours) for ours in theirs.columns}
@@ -188,13 +199,14 @@ def _opened(path: Path, model: Model, adapter: Adapter, shares: Mapping[Module, 
         if not _is_diagonal(path, where):
             rule = f"{where.name} is not 0 outside of blocks, so it is no adapter of each of"
             raise InputError(f"{path / FILE}: {rule} {listing(list(where.theirs.columns), 'and')}; merge it with PEFT")
-    tensors = {**index.tensors, **{name: index.tensors[one] for name, one in shared.items()}}
+    tensors = {name: stored for name, stored in there.tensors.items() if name.startswith(COPY)}
+    tensors |= {**index.tensors, **{name: index.tensors[one] for name, one in shared.items()}}
     for name, where in within.items():
         shape = held[where.ours].shape
         empty = np.empty((0, 2 + 2 * len(shape)), np.int64)
         tensors[name] = Stored(there.tensors[where.name].dtype, shape, empty)
     made = Config(model=model, adapter=adapter).model
-    return Weights("peft", path, made, Index(index.files, tensors), files.sizes, FILE, woven=within, shared=shared)
+    return Weights("peft", path, made, Index(there.files, tensors), sizes, FILE, woven=within, shared=shared)
 
 
 def _is_diagonal(path: Path, where: Within) -> bool:
@@ -220,4 +232,4 @@ def _plain(path: Path, name: str) -> str:
     """A tensor's name without that of the adapter, which PEFT leaves out when it saves."""
     if (found := NAME.fullmatch(name)) is None:
         raise InputError(f"{path / FILE}: {name:.200} is no factor of LoRA")
-    return f"{BEGIN}{found[1]}.weight"
+    return BEGIN + "".join(part for part in found.groups() if part)

@@ -4,6 +4,7 @@ PEFT has a pair of factors for a module of transformers, and for a parameter wit
 several of our matrices in one, such as Phi-3's `qkv_proj`, they share its first factor, and each has its rows of the
 second; or each has its own of the rank, and the second factor is block-diagonal. With E experts, the first factor is
 `[E · rank, in]`, one expert after another, and the second `[out, rank · E]`, whose columns are of experts in turns.
+PEFT's first factor of the embedding is our second one transposed, and the other way round.
 """
 
 from collections.abc import Iterator, Mapping
@@ -18,21 +19,24 @@ from megalite.config.schema import Adapter, Config, Model
 from megalite.plan.model.weights import held_weights, weights
 from megalite.plan.parts.adapted import factor_names, target
 from megalite.plan.parts.part import Weight
+from megalite.plan.parts.roles import RoleKind
 
 BEGIN = "base_model.model."  # a beginning that every name in PEFT's files has
-EXPERTS_END, INNER, OUTER = ".mlp.experts", ".base_layer", "down_proj"  # PEFT wraps experts once for each parameter
+INNER, OUTER = ".base_layer", "down_proj"  # PEFT wraps experts once for each parameter
 
 
 @dataclass(frozen=True)
-class SecondFactor(Theirs):
-    """The second factor of a module, `[out, rank · E]`.
+class Factor(Theirs):
+    """A factor of a module whose elements are in another order than ours: the second one, `[out, rank · E]`.
 
     strips: rows of our second factors, in its order; with experts, those of the first. columns: the first column of
     each of these by name, before experts take turns; elsewhere it is 0. experts: 0: it is that of a module.
+    transposed: it is that of a transposed factor, as both of the embedding are.
     """
 
     columns: Mapping[str, int] = field(default_factory=dict)
     experts: int = 0
+    transposed: bool = False
 
     def rows(self) -> Iterator[tuple[Strip, slice]]:
         """Yield every strip with its rows here."""
@@ -44,11 +48,11 @@ class SecondFactor(Theirs):
 
 @dataclass(frozen=True)
 class Within:
-    """The place of one of our second factors, called `ours`: in the tensor `name` of `index`, which is `theirs`."""
+    """The place of one of our factors, called `ours`: in the tensor `name` of `index`, which is `theirs`."""
 
     index: Index
     name: str
-    theirs: SecondFactor
+    theirs: Factor
     ours: str
 
     @property
@@ -60,8 +64,8 @@ class Within:
 class Module:
     """A module of transformers, or a parameter with all experts of a layer, that may have a pair of factors.
 
-    ours: the matrices of ours that it is made of. strips, turns: as of `SecondFactor`. experts: as many; 0: it is a
-    module.
+    ours: the matrices of ours that it is made of. strips, turns: as of `Factor`. experts: as many; 0: it is a
+    module. embedding: it is the model's.
     """
 
     name: str  # in transformers
@@ -69,6 +73,7 @@ class Module:
     strips: tuple[Strip, ...]
     turns: int
     experts: int
+    embedding: bool
 
     @property
     def short(self) -> str:
@@ -77,15 +82,25 @@ class Module:
 
     @property
     def factors(self) -> tuple[str, str]:
-        """The names of its factors in PEFT's file."""
+        """The names of the two factors in PEFT's file."""
         wrapper = self.name
+        if self.embedding:
+            return f"{BEGIN}{wrapper}.lora_embedding_A", f"{BEGIN}{wrapper}.lora_embedding_B"
         if self.experts:
             wrapper = wrapper.removesuffix(f".{self.short}") + INNER * (self.short != OUTER)
         return f"{BEGIN}{wrapper}.lora_A.weight", f"{BEGIN}{wrapper}.lora_B.weight"
 
     def table(self, rank: int, held: Mapping[str, Weight], shares: bool) -> dict[str, Theirs]:
-        """Its factors, as made of ours. held: our factors. shares: whether our matrices have one first factor."""
+        """Return the factors, as made of ours. held: our factors. shares: our matrices have one first factor."""
         pairs = [factor_names(each) for each in self.ours]
+        if self.embedding:
+            return {
+                theirs: Factor(
+                    (columns, rows), (Strip(name, (0, rows), (0, columns)),), columns={name: 0}, transposed=True
+                )
+                for theirs, name in zip(self.factors, reversed(pairs[0]), strict=True)
+                for rows, columns in [held[name].shape]
+            }
         count, experts = 1 if shares else len(pairs), self.experts or 1
         inputs = held[pairs[0][0]].shape[-1]
         each = [
@@ -99,21 +114,22 @@ class Module:
         first, second = self.factors
         return {
             first: Theirs((experts * count * rank, inputs), tuple(each)),
-            second: SecondFactor(
+            second: Factor(
                 (outputs, count * rank * experts), strips, turns=self.turns, columns=columns, experts=self.experts
             ),
         }
 
 
 def modules(family: Family, model: Model) -> list[Module]:
-    """All that can have factors in the layers of a model."""
+    """All of a model that can have factors. A tied embedding cannot: what it adds belongs to one of its two uses."""
     found, ours = list[Module](), weights(model)
     for name, theirs in family.table(model, stacked_experts=True).items():
         sources = tuple(dict.fromkeys(strip.name for strip in theirs.strips))
-        if all(target(each, ours[each]) for each in sources):
+        embedding = ours[sources[0]].role.kind is RoleKind.EMBEDDING
+        if all(target(each, ours[each]) for each in sources) and not (embedding and model.tie_embeddings):
             experts = theirs.shape[0] if len(theirs.shape) == 3 else 0
             strips = theirs.strips[: len(theirs.strips) // (experts or 1)]
-            found.append(Module(name.removesuffix(".weight"), sources, strips, theirs.turns, experts))
+            found.append(Module(name.removesuffix(".weight"), sources, strips, theirs.turns, experts, embedding))
     return found
 
 

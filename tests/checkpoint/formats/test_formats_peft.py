@@ -166,6 +166,23 @@ def test_own_factors_are_written_as_one_pair_of_a_module(name: str, tmp_path: Pa
     assert (written / FILE).read_bytes() == (tmp_path / "again" / FILE).read_bytes()
 
 
+def test_multipliers_of_the_base_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    theirs("llama", tmp_path)
+    model = replace(read_model(f"hf:{tmp_path / 'base'}"), embedding_multiplier=2.0)
+    config = config_of(Layout(), model)
+    with one_rank():
+        train_and_save(config, tmp_path / "plain", 1)
+        (base,) = (tmp_path / "plain").iterdir()
+        saving = Saving(weights=f"megalite:{base}")
+        train_and_save(replace(config, adapter=Adapter(2, 4.0), checkpoint=saving), tmp_path / "run", 1)
+    with pytest.raises(InputError, match="the model has multipliers"):
+        open_weights(f"peft:{tmp_path / 'adapter'}", base=f"megalite:{base}")
+    (checkpoint,) = (tmp_path / "run").iterdir()
+    assert main(["--from", f"megalite:{checkpoint}", "--to", f"peft:{tmp_path / 'written'}"]) == 2
+    assert "the model has multipliers" in capsys.readouterr().err
+    assert not (tmp_path / "written").exists()
+
+
 def test_a_copy_of_the_base_must_be_its_tensor(tmp_path: Path) -> None:
     theirs("ends", tmp_path)
     source = f"peft:{tmp_path / 'adapter'}"

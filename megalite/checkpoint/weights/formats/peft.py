@@ -17,6 +17,7 @@ from megalite.checkpoint.weights.formats.output import Output, OutputPlan
 from megalite.checkpoint.weights.formats.safetensors import one_file
 from megalite.checkpoint.weights.maps.families import FAMILIES, MAX_CONFIG_BYTES
 from megalite.checkpoint.weights.maps.fields import Fields
+from megalite.checkpoint.weights.maps.folded import folded
 from megalite.checkpoint.weights.maps.peft import BEGIN, Factor, Module, Within, adapted, modules
 from megalite.checkpoint.weights.maps.strips import PREFIX, Theirs, under_our_names
 from megalite.config.schema import Adapter, Config, Model
@@ -66,6 +67,7 @@ def open_folder(path: Path, base: Weights) -> tuple[Weights, Adapter]:
 
     Raises InputError for what megalite does not have, and DamagedError for damaged files.
     """
+    _refuse_multipliers(base.path, folded(base.model)[1])
     fields = _fields(path)
     fields.refuse("peft_type", "LORA", "is another kind of adapter")
     fields.refuse("bias", "none", "means biases that were trained")
@@ -106,6 +108,7 @@ def plan(found: Weights, dtype: str | None) -> OutputPlan:
     dtype: of all tensors; None: each keeps its own.
     """
     assert found.merging is not None
+    _refuse_multipliers(found.path, found.factors)
     adapter, factors = found.merging.adapter, found.merging.factors
     held = held_weights(Config(model=found.model, adapter=adapter).model)
     tensors, ranks, alphas = dict[str, Theirs](), dict[str, int](), dict[str, float]()
@@ -142,6 +145,13 @@ def plan(found: Weights, dtype: str | None) -> OutputPlan:
     return OutputPlan((output,), {CONFIG: as_json(told).encode()})
 
 
+def _refuse_multipliers(path: Path, factors: Mapping[str, float]) -> None:
+    """Raises InputError where weights of a base are multiplied for other programs: factors would have to be, too."""
+    if factors:
+        rule = "the model has multipliers, which go into its weights for other programs, but not into PEFT's factors"
+        raise InputError(f"{path}: {rule}; merge the adapter, or train it beside this model converted to hf:PATH")
+
+
 def _alpha(adapter: Adapter, rank: float) -> float:
     """The alpha with which factors of another rank have the scale of an adapter."""
     more = rank / adapter.rank
@@ -149,7 +159,7 @@ def _alpha(adapter: Adapter, rank: float) -> float:
 
 
 def _shares(fields: Fields, module: Module, adapter: Adapter) -> bool:
-    """Whether matrices of a module have one first factor, by the rank that a folder has for it; else each its own.
+    """Return whether matrices of a module have one first factor, by the rank that a folder has for it.
 
     Raises InputError for another rank than one of these, and for another scale than the adapter's.
     """
@@ -163,7 +173,10 @@ def _shares(fields: Fields, module: Module, adapter: Adapter) -> bool:
 
 
 def _in_pattern(fields: Fields, key: str, module: Module, default: float) -> float:
-    """What a pattern says of a module: the first of its names that ends the module's. Raises InputError for others."""
+    """Return the value that a pattern has for a module, by the first of its names that ends the module's.
+
+    Raises InputError for a pattern that is no name.
+    """
     for pattern, value in (fields.section(key) or {}).items():
         name = pattern.removeprefix(ANY).replace("\\", "")
         if not PATH.fullmatch(name):
@@ -210,7 +223,7 @@ def _opened(
 
 
 def _is_diagonal(path: Path, where: Within) -> bool:
-    """Whether a second factor is 0 outside of the columns that each of our matrices has in it. Reads all of it."""
+    """Read a second factor, and return whether it is 0 outside of the columns that each of our matrices has."""
     theirs, stored = where.theirs, where.index.tensors[where.name]
     if len(set(theirs.columns.values())) == 1:
         return True

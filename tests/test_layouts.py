@@ -234,7 +234,11 @@ def configuration(layout: Layout, row: Row) -> Config:
         parallel=parallel,
         batch=Batch(row["micro"], row["micro"] * layout.dp * micro_batches[row["micro_batches"]]),
         train=train,
-        optim=Optim(str(row["optimizer"]).split()[0], clip_norm=row["clip_norm"], offload="host" in row["optimizer"]),
+        optim=Optim(
+            str(row["optimizer"]).split()[0],
+            clip_norm=row["clip_norm"],
+            placement="host" if "host" in row["optimizer"] else "device",
+        ),
         data=Data(mask_documents=masked, reset_positions=row["documents"] == "reset", end_of_document=3),
         adapter=adapter,
     )

@@ -193,7 +193,10 @@ def test_experts_go_on_where_other_ranks_share_them_out(
 
     def configured(layout: Layout) -> Config:
         config = config_of(layout, model)
-        return replace(config, optim=replace(config.optim, name=optimizer, clip_norm=0.0, offload=layout.pp > 1))
+        return replace(
+            config,
+            optim=replace(config.optim, name=optimizer, clip_norm=0.0, placement="host" if layout.pp > 1 else "device"),
+        )
 
     other = configured(after)
     wrote = ranks.run(train_and_save, configured(before), tmp_path, 2)

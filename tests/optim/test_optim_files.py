@@ -15,8 +15,8 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from conftest import Ranks
 from file_cases import CASES, STEPS, case, differences, in_files, placed, small_slots
+from ranks import Ranks
 from toy_jobs import advance, load_and_train, make, one_rank, parts, progress_at, saver
 
 from megalite.base.errors import InputError, Unhealthy

@@ -64,10 +64,12 @@ def test_one_rank_trains_as_with_fsdp2_to_the_last_bit(name: str) -> None:
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 @pytest.mark.parametrize("kernel", ["torch", "triton"])
-@pytest.mark.parametrize("offload", [False, True])
-def test_copies_are_equal_to_parameters_after_every_step(optimizer: str, kernel: str, offload: bool) -> None:
+@pytest.mark.parametrize("placement", ["device", "host", "files"])
+def test_copies_are_equal_to_parameters_after_every_step(
+    optimizer: str, kernel: str, placement: str, tmp_path: Path
+) -> None:
     config = configured("zero1")
-    optim = Optim(optimizer, lr=0.01, offload=offload)
+    optim = Optim(optimizer, lr=0.01, placement=str(tmp_path) if placement == "files" else placement)
     with one_rank():
         job = make(replace(config, optim=optim, kernels=replace(config.kernels_by_operation, adamw=kernel)))
         before = [param.to_local().clone() for _, param in job.named_parameters()]

@@ -17,7 +17,7 @@ from megalite.plan import repeated_layers
 from megalite.plan.activations import ROWS, Activations, chunk_tokens
 from megalite.plan.batches import batch_sizes
 from megalite.plan.memory import walk
-from megalite.plan.memory.held import HOST_MEMORY
+from megalite.plan.memory.held import HOST_MEMORY, OUTSIDE_KINDS
 from megalite.plan.memory.peak import KINDS, enough_micro_batches, rank_memory
 from megalite.plan.model.size import model_parameters, stage_parameters
 from megalite.plan.pipeline import table_of
@@ -219,9 +219,10 @@ def test_the_padding_of_a_vocabulary_takes_memory(overrides: Overrides) -> None:
 def test_components_are_named_and_add_up(name: str) -> None:
     overrides, pp = CASES[name]
     memory = rank_memory(configured(overrides), pp)
-    assert {kind for kind, _ in memory.bytes} <= {*KINDS, HOST_MEMORY}
+    assert {kind for kind, _ in memory.bytes} <= {*KINDS, *OUTSIDE_KINDS}
     assert min(memory.bytes.values()) > 0
-    assert memory.total + sum(memory.of(HOST_MEMORY).values()) == sum(memory.bytes.values())
+    outside = sum(sum(memory.of(kind).values()) for kind in OUTSIDE_KINDS)
+    assert memory.total + outside == sum(memory.bytes.values())
     assert all(component and component != kind for kind, component in memory.bytes)
 
 

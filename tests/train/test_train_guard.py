@@ -134,13 +134,24 @@ def test_a_rollback_leaves_out_what_it_is_told_but_nothing_before_the_checkpoint
 
 
 @pytest.mark.parametrize(
-    ("name", "offload"), [("adamw", False), ("adamw", True), ("muon", True)], ids=["device", "host", "muon, host"]
+    ("name", "placement", "update_on"),
+    [
+        ("adamw", "device", "device"),
+        ("adamw", "host", "host"),
+        ("adamw", "host", "device"),
+        ("adamw", "files", "device"),
+        ("muon", "host", "device"),
+        ("muon", "files", "device"),
+    ],
 )
 @pytest.mark.parametrize("precision", ["fp32", "fp64", "bf16"])
 @pytest.mark.parametrize("poison", [one_nan, one_infinity])
-def test_a_bad_step_changes_nothing(poison: object, precision: str, name: Any, offload: bool) -> None:
+def test_a_bad_step_changes_nothing(
+    poison: object, precision: str, name: Any, placement: str, update_on: Any, tmp_path: Path
+) -> None:
     base = config(precision=precision)
-    settings = replace(base, optim=replace(base.optim, name=name, offload=offload))
+    placement = str(tmp_path) if placement == "files" else placement
+    settings = replace(base, optim=replace(base.optim, name=name, placement=placement, update_on=update_on))
     with one_rank():
         expected = skipped(settings, 4, 2, None)
         found = skipped(settings, 4, 2, poison)  # type: ignore[arg-type]

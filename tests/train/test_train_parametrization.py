@@ -34,7 +34,7 @@ def weights(job: Any) -> dict[str, Tensor]:
 def test_at_the_base_all_bits_are_those_of_the_standard(kind: Any, precision: Any, optimizer: str) -> None:
     """Losses of several steps and weights. CompleteP's projections into the stream begin larger, and are made equal."""
     plain = config_of(Layout())
-    optim = replace(plain.optim, name=optimizer.split()[0], offload="host" in optimizer)
+    optim = replace(plain.optim, name=optimizer.split()[0], placement="host" if "host" in optimizer else "device")
     plain = replace(plain, train=replace(plain.train, precision=precision), optim=optim)
     same = replace(plain, model=replace(plain.model, parametrization=kind, **AT_BASE))
     with one_rank():

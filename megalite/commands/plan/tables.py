@@ -96,8 +96,8 @@ def routing_text(asked: Asked) -> str:
 
 
 def outside(asked: Asked, found: Found) -> list[tuple[str, str]]:
-    """Headings and texts on what layouts of the first rows keep in host memory and in files; none if nothing."""
-    on_hosts, in_files = list[str](), list[str]()
+    """Headings and texts on what layouts of the first rows keep in host memory, and the first of them in files."""
+    on_hosts, in_files = list[str](), ""
     for row, result in enumerate(found.results[:LISTED_ROWS], 1):
         config = result.prediction.config
         if not result.choice.offload_activations and result.choice.place == "device":
@@ -107,10 +107,10 @@ def outside(asked: Asked, found: Found) -> list[tuple[str, str]]:
             ranks = min(asked.cluster.gpus_per_node, result.prediction.gpus)
             on_hosts.append(f"row {row} keeps {memory_text(held)} for a rank, {memory_text(held * ranks)} on a node")
         if not in_files and (told := files_text(config, [fullest], asked.cluster)):
-            in_files.append(f"Row {row}: {told}")
+            in_files = f"Row {row}: {told}"
     advice = "The memory of hosts is not in cluster files: see that yours have it."
     texts = [("Host memory", f"There, {'; '.join(on_hosts)}. {advice}")] * bool(on_hosts)
-    return [*texts, *[("Optimizer states in files", "\n".join(in_files))] * bool(in_files)]
+    return texts + [("Optimizer states in files", in_files)] * bool(in_files)
 
 
 def run_unit(runs: Iterable[WholeRun]) -> tuple[float, str]:

@@ -87,7 +87,7 @@ def _names(file: Path) -> Iterator[str]:
     """Names of the special tokens that a file beside a model declares, but not the one for what is unknown."""
     found = read_object(file, MAX_BYTES) if exists(file) else {}
     if file.name == COMPANIONS[2]:
-        yield from found
+        yield from filter(None, found)
         return
     several, numbered = found.get("additional_special_tokens"), found.get("added_tokens_decoder")
     values = [value for name, value in found.items() if name.endswith("_token")]

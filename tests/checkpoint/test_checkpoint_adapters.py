@@ -221,7 +221,7 @@ def test_a_base_that_leads_back_is_refused(
     for found, value in zip((twice, once), values, strict=True):
         reader_of(found).fill({name: value})
     assert not values[0].equal(values[1])
-    with pytest.raises(InputError, match="leads back to it; name other weights"):
+    with pytest.raises(InputError, match="leads back to the adapter itself; if it lies elsewhere"):
         open_weights(str(path), base=f"megalite:{path}")
 
 

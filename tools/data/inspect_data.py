@@ -4,7 +4,7 @@ import argparse
 import sys
 from collections.abc import Iterator
 from importlib.metadata import version
-from itertools import pairwise
+from itertools import groupby, pairwise
 from pathlib import Path
 
 import numpy as np
@@ -175,7 +175,12 @@ def _sample(
 
 def _shown(store: TokenStore, index: int, ids: list[int], tokenizer: Tokenizer | None) -> str:
     try:
-        return " ".join(map(str, ids)) if tokenizer is None else repr(f'{tokenizer.decode(ids)}"')[1:-2]
+        if tokenizer is None:
+            return " ".join(map(str, ids))
+        # Some tokenizers leave special tokens out of a text.
+        runs = groupby(ids, lambda token: 0 <= token < tokenizer.vocab_size and tokenizer.is_special(token))
+        texts = ("".join(map(tokenizer.piece, run)) if special else tokenizer.decode([*run]) for special, run in runs)
+        return repr(f'{"".join(texts)}"')[1:-2]
     except InputError as error:
         raise InputError(f"{store.prefix}.bin: document {index:,}: {error}; was it made with another one?") from error
 

@@ -161,11 +161,12 @@ def _adapted(path: Path, manifest: Manifest, index: Index, source: str | None) -
     source = source or config.checkpoint.weights
     if source is None:
         raise InputError(f"{path}: is an adapter, and does not tell the weights of its base")
-    _refuse_circle(path, source)
     try:
+        _refuse_circle(path, source)
         base = open_weights(source)
     except InputError as error:
-        raise InputError(f"{path}: is an adapter, whose base cannot be opened: {error}") from None
+        fix = "if it lies elsewhere now, name it: --base of megalite-convert, or BASE --adapter RUN of other tools"
+        raise InputError(f"{path}: is an adapter, whose base cannot be opened: {error}; {fix}") from None
     kept_one = kept_tokenizer(Path(os.path.realpath(path)).parent.parent)
     return replace(merged(base, factors, config.adapter), tokenizer=kept_one or base.tokenizer)
 
@@ -180,7 +181,7 @@ def _refuse_circle(path: Path, source: str) -> None:
             return
         there = newest(there)
         if os.path.realpath(there) in seen:
-            raise InputError(f"{path}: is an adapter, whose base {source} leads back to it; name other weights")
+            raise InputError(f"{source} leads back to the adapter itself")
         seen.add(os.path.realpath(there))
         config = check_sizes(there).configuration
         following = config.checkpoint.weights if config.adapter is not None else None

@@ -42,6 +42,17 @@ def test_text_cannot_disturb_the_terminal(
     assert "\x1b[31m" not in printed
 
 
+def test_special_tokens_are_shown_by_their_names(
+    tmp_path: Path, tokenizer_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """SentencePiece itself leaves them out of a text."""
+    tokenizer = load_tokenizer(tokenizer_file)
+    with StoreWriter(tmp_path / "store", "uint16") as writer:
+        writer.add([tokenizer.eod, *tokenizer.encode("a"), tokenizer.eod, tokenizer.eod])
+    assert main([str(tmp_path / "store"), "--tokenizer", str(tokenizer_file), "--samples", "1"]) == 0
+    assert "tokens): '</s>a</s></s>'\n" in capsys.readouterr().out
+
+
 def test_without_a_tokenizer_ids_are_shown(prefix: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([prefix, "--samples", "1"]) == 0
     ids = np.fromfile(prefix + ".bin", "<u2")[:3]

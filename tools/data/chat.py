@@ -57,20 +57,21 @@ def encode_batch(encoding: ChatEncoding, batch: list[str]) -> Encoded:
     lengths: list[int] = []
     rejects = []
     for chat in map(read_chat, batch):
-        if isinstance(chat.begin, str):
-            found, trained = encode_texts(tokenizer, chat.begin, str(chat.completion))
-        elif template is None:
+        if template is None and chat.messages:
             raise InputError(f"{encoding.tokenizer}: {NO_TEMPLATE}")
-        else:
-            try:
+        try:
+            if template is None or isinstance(chat.begin, str):
+                found, trained = encode_texts(tokenizer, str(chat.begin), str(chat.completion))
+            else:
                 with _limited():
                     found, trained = encode_chat(tokenizer, template, chat)
-            except TemplateError as error:
-                rejects.append(Reject(chat.origin, f"{template.source.path} cannot render it", str(error)))
-                continue
-            except InputError as error:
-                rejects.append(Reject(chat.origin, "cannot be tokenized", str(error)))
-                continue
+        except TemplateError as error:
+            assert encoding.template is not None
+            rejects.append(Reject(chat.origin, f"{encoding.template.path} cannot render it", str(error)))
+            continue
+        except InputError as error:
+            rejects.append(Reject(chat.origin, "cannot be tokenized", str(error)))
+            continue
         if encoding.ends and (not found or found[-1] != tokenizer.eod):
             assert tokenizer.eod is not None, "the caller has asked"
             found.append(tokenizer.eod)

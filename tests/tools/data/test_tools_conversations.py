@@ -9,6 +9,7 @@ import pytest
 from chat_families import MARKED, write_tokenizer
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizer_cases import piece_model
 from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
@@ -188,6 +189,18 @@ def test_pairs_of_texts_need_no_template_and_learn_to_end(tmp_path: Path) -> Non
         expected = completed(*(theirs(text)["input_ids"] for text in (prompt, whole)))
         start, end = store.bounds(number)
         assert (store.read(start, end - start).tolist(), store.trained(start, end - start).tolist()) == expected
+
+
+def test_a_text_that_has_no_tokens_is_told_with_its_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, file = tmp_path / "tokenizer.model", tmp_path / "c.jsonl"
+    path.write_bytes(piece_model("bpe"))
+    (tmp_path / "added_tokens.json").write_text('{"<|x|>": 700}')  # which the model lacks
+    file.write_text('{"prompt": "a", "completion": ""}\n{"prompt": "<|x|>", "completion": ""}\n')
+    arguments = ["--chat", str(file), "--tokenizer", str(path), "--out", str(tmp_path / "out"), "--workers", "1"]
+    assert main(arguments) == 2
+    assert "c.jsonl:2: cannot be tokenized: " in capsys.readouterr().err
+    assert main([*arguments, "--on-error", "skip"]) == 0
+    assert TokenStore(tmp_path / "out").documents == 1
 
 
 def test_sharegpt_is_another_spelling() -> None:

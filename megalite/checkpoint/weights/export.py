@@ -40,11 +40,8 @@ def export(checkpoint: Path, config: Config, advanced: Callable[[], None]) -> tu
     if kind == "peft":  # factors stay in float32, as they are trained
         dtype, plan, written = None, peft.plan(found, None), factors_of(found)
     else:
-        plan, written, warnings = (
-            huggingface.plan(found, dtype, None),
-            found,
-            doubts(found, huggingface.model_type(found)),
-        )
+        plan, written = huggingface.plan(found, dtype, None), found
+        warnings = doubts(found, huggingface.model_type(found))
     convert(written, plan, fresh, {"to": kind, "dtype": dtype}, 1, lambda _: advanced())
     if is_folder(target, follow=False):  # export of an earlier checkpoint of this step
         shutil.rmtree(target)

@@ -28,6 +28,7 @@ from megalite_kernels.benchmarks.inputs import (
     linear_inputs,
     muon_inputs,
     nf4_inputs,
+    nf4_size,
     norm_inputs,
     optimizer_inputs,
     product_inputs,
@@ -291,8 +292,8 @@ OPS = {
     "dequantize_nf4": _Op(
         nf4_inputs,
         partial(nf4_reference, dtype=torch.float32),
-        lambda model: f"{model.shape.ffn} × {model.shape.width}",
-        lambda model: (nf4_bytes(model.shape.ffn * model.shape.width, torch.bfloat16), 0),
+        lambda model: " × ".join(map(str, nf4_size(model))),
+        lambda model: (nf4_bytes(prod(nf4_size(model)), torch.bfloat16), 0),
         parts=(WHOLE_PASS,),
         rounded=(torch.bfloat16, 1),
     ),

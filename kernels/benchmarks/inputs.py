@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megalite_kernels.compile_cases import LLAMAS, TOKENS, ModelShape
 from megalite_kernels.float8 import ACTIVATION, amax, scale_for
-from megalite_kernels.nf4 import quantize_nf4
+from megalite_kernels.nf4 import BLOCK, quantize_nf4
 
 STEP = 10  # updates that the optimizer has made before
 EXPERTS, ACTIVE = 64, 8  # in place of a feed-forward: those of a token are together as wide
@@ -170,7 +170,12 @@ def float8_inputs(model: Model, random: Random, rowwise: bool = False) -> Inputs
 
 def nf4_inputs(model: Model, random: Random) -> Inputs:
     """The bytes of a weight in four bits."""
-    return Inputs({}, [quantize_nf4(random.normal(model.shape.ffn, model.shape.width))], ())
+    return Inputs({}, [quantize_nf4(random.normal(*nf4_size(model)))], ())
+
+
+def nf4_size(model: Model) -> tuple[int, int]:
+    """The sizes of an up projection, whose rows are rounded up to whole blocks."""
+    return model.shape.ffn, -(-model.shape.width // BLOCK) * BLOCK
 
 
 def rope_inputs(model: Model, random: Random) -> Inputs:

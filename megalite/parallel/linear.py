@@ -106,7 +106,7 @@ class _Linears(torch.autograd.Function):
         def outputs(whole: Prepared) -> tuple[Tensor, ...]:
             # Prepared one after another: a weight in four bits takes its whole size then.
             each = zip(params, weights, added, strict=False)
-            return tuple(product.forward(whole, product.prepare_weight(p, w), factor, bias) for p, w, bias in each)
+            return tuple([product.forward(whole, product.prepare_weight(p, w), factor, bias) for p, w, bias in each])
 
         ranks = 1 if group is None else group.size()
         if ranks == 1 or product is not PLAIN_PRODUCT or (n := pieces(len(x), x.nbytes * ranks)) == 1:
@@ -115,7 +115,7 @@ class _Linears(torch.autograd.Function):
             made = products_of_pieces([_gather((piece,), group) for piece in x.chunk(n)], ranks, outputs)
         ctx.rows = None if joint is None else joint.rows
         made = made if joint is None else made[0].split(joint.rows, dim=-1)
-        return tuple(y.detach() for y in made)  # no views: FSDP2 warns of one that a module returns
+        return tuple([y.detach() for y in made])  # no views: FSDP2 warns of one that a module returns
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:

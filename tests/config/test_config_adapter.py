@@ -59,9 +59,13 @@ def adapted(**keys: object) -> Config:
         (replace(NF4, model=replace(BLOCKS, width=96)), "model.width = 96: must be cut into blocks of 64 inputs"),
         (replace(NF4, model=replace(BLOCKS, heads=3, kv_heads=3, head_width=20)), "heads · head_width = 60: must be"),
         (replace(NF4, model=replace(BLOCKS, experts=Experts(4, 2, width=32))), "model.experts.width = 32: must be cut"),
-        (
-            replace(NF4, model=replace(BLOCKS, experts=Experts(6, 2, width=64)), parallel=Parallel(dp_shard=5)),
-            "parallel.ep = 1: ",
+        (  # three ranks may share the inputs of up projections alone
+            replace(
+                NF4,
+                model=replace(BLOCKS, width=192, experts=Experts(4, 2, width=64)),
+                parallel=Parallel(dp_shard=3),
+            ),
+            "so that all hold as much; with adapter.base=nf4, their number or both widths, so that blocks stay whole",
         ),
         (replace(NF4, train=Train(compile=True)), "train.compile = true: cannot be used with adapter.base=nf4"),
         (replace(NF4, train=Train(product="a:b")), 'train.product = "a:b": cannot be used with adapter.base=nf4'),

@@ -9,6 +9,7 @@ from traffic_cases import FULL, MUON, POST, SELECTIVE, TIED, TP, data, pipeline
 
 from megalite.dry_run.configuration import as_counted, busiest_rank
 from megalite.dry_run.run import dry_run
+from megalite.plan.activations import Activations
 from megalite.plan.memory.peak import rank_memory
 from megalite.plan.memory.walk import HOST_MEMORY
 from megalite.plan.resolved import resolve
@@ -82,3 +83,10 @@ def test_what_is_predicted_is_what_a_dry_run_counts(name: str) -> None:
     assert memory.total == pytest.approx(counted, rel=5e-3)
     for kind in ("parameters", "optimizer states", HOST_MEMORY):
         assert sum(memory.of(kind).values()) == pytest.approx(found.bytes.get(kind, 0), abs=8192)
+
+
+def test_products_of_weights_in_four_bits_are_not_computed_in_pieces() -> None:
+    """Tensor parallelism gathers at once what they take, as a run does (`parallel.linear`)."""
+    large = {**ADAPTER, **LAYERS, **TP, "model.sequence_length": 1 << 18}
+    assert Activations(memory_cases.configured(large)).pieces > 1
+    assert Activations(memory_cases.configured({**large, **NF4})).pieces == 1

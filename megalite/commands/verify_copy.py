@@ -92,8 +92,8 @@ def _mixing_budget(config: Config) -> float:
 
 
 def _shrink_model(model: Model, layers: int, parallel: Parallel) -> Model:
-    tp, cp, adapter = parallel.tp, parallel.cp, model.adapter
-    block = FOUR_BIT_BLOCK if adapter is not None and adapter.base == "nf4" else 1  # inputs that no rank has a part of
+    tp, cp = parallel.tp, parallel.cp
+    block = FOUR_BIT_BLOCK if model.four_bits else 1  # inputs that no rank has a part of
 
     def up(size: int, ranks: int = 1) -> int:
         return -(-size // (block * ranks)) * block * ranks

@@ -170,6 +170,11 @@ class Model:
         """Features of one attention head that its position turns."""
         return self.rotary_width or self.head_size
 
+    @property
+    def four_bits(self) -> bool:
+        """Flag: matrices of layers are kept in four bits, beside an adapter."""
+        return self.adapter is not None and self.adapter.base == "nf4"
+
 
 @dataclass
 class Pipeline:

@@ -13,7 +13,6 @@ from typing import NamedTuple
 
 from megalite.config.attention_kernels import PADDING
 from megalite.config.layers import Heads
-from megalite.config.layout import FOUR_BIT_BLOCK
 from megalite.cost.cluster import Cluster
 from megalite.cost.constants import FITTED_CONSTANTS, Constants
 from megalite.cost.kernels import VECTOR_ELEMENTS, Kernels, launched
@@ -23,7 +22,7 @@ from megalite.cost.share import Share
 from megalite.cost.turns import LayerPass, Stretch
 from megalite.plan.parts.adapted import bare
 from megalite.plan.parts.experts import ExpertsPart
-from megalite.plan.parts.part import Product, in_four_bits
+from megalite.plan.parts.part import FOUR_BIT_BYTES, Product
 from megalite.plan.parts.window import attended_pairs
 from megalite.plan.recompute_modes import Mode
 
@@ -195,7 +194,7 @@ class LayerModel:
         """A pass in which weights in four bits are read and made wide, as they are for forward and for backward."""
         each = (max(1, product.groups // self.share.ep) * product.outputs * product.inputs for product in products)
         elements = sum(size for size, product in zip(each, products, strict=True) if product.four_bits)
-        return self.kernels.passes((in_four_bits(FOUR_BIT_BLOCK) / FOUR_BIT_BLOCK + self.share.element) * elements)
+        return self.kernels.passes((FOUR_BIT_BYTES + self.share.element) * elements)
 
     def _casts(self, products: list[Product]) -> tuple[float, float]:
         """Casts of what enters products in fp8: inputs in forward, and in backward inputs again and gradients."""

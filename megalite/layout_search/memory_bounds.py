@@ -7,7 +7,6 @@ from operator import mul
 from typing import Any, NamedTuple, TypeVar
 
 from megalite.config.layers import LayerKind, layer_kinds
-from megalite.config.layout import FOUR_BIT_BLOCK
 from megalite.config.schema import SCHEDULES, Config
 from megalite.cost.held_bytes import StageBytes, most_held
 from megalite.cost.layout_choice import Choice, mode_of
@@ -16,7 +15,7 @@ from megalite.cost.stages import expert_parameters
 from megalite.layout_search.micro_batches_in_flight import flight, flights
 from megalite.plan.activations import Activations
 from megalite.plan.model.size import layer_parameters
-from megalite.plan.parts.part import in_four_bits
+from megalite.plan.parts.part import FOUR_BIT_BYTES
 from megalite.plan.parts.sizes import PRECISION_BYTES
 from megalite.plan.pipeline import can_pair, is_managed, placement
 from megalite.plan.recompute_modes import Mode, every_nth
@@ -103,9 +102,8 @@ class Estimate:
         self._all = Amount(self._own[-1] + self.matrix * (1 if config.model.tie_embeddings else 2), self._experts[-1])
         self._element = PRECISION_BYTES[config.train.dtype]
         self._wide = max(self._element, 4)
-        four_bits = config.adapter is not None and config.adapter.base == "nf4"
         # Bytes of a parameter that is not trained, at least; and in those of compute.
-        self._frozen = in_four_bits(FOUR_BIT_BLOCK) / FOUR_BIT_BLOCK if four_bits else self._element
+        self._frozen = FOUR_BIT_BYTES if config.model.four_bits else self._element
         self.narrow = self._frozen / self._element
         self._gradient = 2 if config.parallel.data.reduce_precision == "bf16" else self._wide
         self._known: dict[tuple[object, ...], Activations] = {}

@@ -209,7 +209,7 @@ class Space:
         sizes = (model.heads, model.kv_heads, model.ffn, model.sequence_length)
         wanted = self._pinned("parallel.tp", lambda: [tp for tp in every_divisor(self.gpus) if tp <= node])
         found = [tp for tp in wanted if not any(size % tp for size in sizes)]
-        if model.adapter is None or model.adapter.base != "nf4":
+        if not model.four_bits:
             return found
         rows = [inputs for _, inputs, split in inputs_of_matrices(model) if split]
         return [tp for tp in found if not any(inputs % (FOUR_BIT_BLOCK * tp) for inputs in rows)]

@@ -126,7 +126,7 @@ def _swiglu(backend: Backend, clamped: bool, gate: Tensor, up: Tensor, scores: T
 def _products(layers: Sequence[ExpertLinear], x: Tensor, rows: Rows, scores: Tensor | None = None) -> Sequence[Tensor]:
     """Outputs of layers that share an input. scores: of the rows, where the input has them as factors already."""
     first, weights = layers[0], [layer.weight for layer in layers]
-    product = GroupedProduct(rows, x.dtype)
+    product = GroupedProduct(rows, x.dtype if first.beside_adapters else None)
     made = linears(x, weights, None, first.gradients, product, first.factor)
     adapters = [layer.lora_a.weight for layer in layers if layer.lora_a is not None]
     between = linears(x, adapters, None, first.gradients, product) if adapters else ()  # nK r

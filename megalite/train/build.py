@@ -153,8 +153,8 @@ def check_kernels(config: Config, device: torch.device) -> None:
 
 def build_product(config: Config) -> Product:
     """The object that computes matrix products of layers. Raises InputError where it cannot be had."""
-    name, adapter = config.train.product, config.adapter
-    if adapter is not None and adapter.base == "nf4":
+    name = config.train.product
+    if config.model.four_bits:
         return Plain(compute_dtype(config.train.dtype))
     try:
         return product_of(name)

@@ -175,8 +175,9 @@ class Restorer:
 
     def _fill_base(self, reader: Reader) -> dict[str, int]:
         """Fill this rank's part of the base, and return its numbers. Raises DamagedError."""
-        _refuse_others(reader, self.state.base())
-        reader.check(self.state.base())
+        shapes = self.state.base()
+        _refuse_others(reader, shapes)
+        reader.check(shapes)
 
         def fill(parts: Sequence[FilledPart]) -> None:
             reader.fill_parts(parts)

@@ -39,7 +39,7 @@ def adapter_rules(config: Config) -> Iterator[Problem]:
     if adapter.dropout and config.train.compile:
         rule = "cannot be used with train.compile, which cannot follow how tokens are known"
         yield Problem("adapter.dropout", rule, "use 0, or train.compile=false", adapter.dropout)
-    if adapter.base == "nf4":
+    if config.model.four_bits:
         yield from _four_bit_rules(config)
     if config.train.precision == "fp8":
         rule = "cannot be used with adapter, whose factors are too narrow for products in 8 bits"

@@ -79,7 +79,7 @@ def _experts(model: Model, parallel: Parallel, world_size: int | None) -> Iterat
             f"leaves {ranks // ep} ranks to shard {same}: that must divide their number, their width "
             f"{model.experts.width or model.ffn} or model.width = {model.width}, so that all hold as much"
         )
-        if model.adapter is not None and model.adapter.base == "nf4":
+        if model.four_bits:
             rule += "; with adapter.base=nf4, their number or both widths, so that blocks stay whole"
         yield Problem(key, rule, "use more ranks of ep, dp_replicate in place of some dp_shard, or data mode ddp", ep)
 
@@ -90,7 +90,7 @@ def share_experts(model: Model, ep: int, ranks: int) -> bool:
     if experts is None or min(ep, ranks, experts.count // max(ep, 1)) < 1:
         return True
     count, width = experts.count // ep, experts.width or model.ffn
-    if model.adapter is not None and model.adapter.base == "nf4":  # blocks of inputs stay whole
+    if model.four_bits:  # blocks of inputs stay whole
         return all(shard_dim((count, outputs), ranks) is not None for outputs in (width, model.width))
     return shard_dim((count, width, model.width), ranks) is not None
 

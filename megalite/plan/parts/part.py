@@ -18,6 +18,7 @@ from megalite.plan.parts.sizes import Sizes
 from megalite.plan.parts.transfers import Transfers
 
 FOUR_BIT_BLOCK_BYTES = 36  # see `megalite_kernels.nf4`
+FOUR_BIT_BYTES = FOUR_BIT_BLOCK_BYTES / FOUR_BIT_BLOCK  # bytes of a value
 
 
 @dataclass(frozen=True)

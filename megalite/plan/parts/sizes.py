@@ -99,9 +99,8 @@ class Sizes:
     def in_pieces(self, size: int) -> int:
         """The pieces of a tensor of `size` bytes over all ranks of tp. PyTorch's products alone are computed in pieces,
         where nothing is compiled."""
-        parallel, train, adapter = self.config.parallel, self.config.train, self.config.adapter
-        four_bits = adapter is not None and adapter.base == "nf4"
-        if train.product != "plain" or train.precision == "fp8" or train.compile or four_bits:
+        parallel, train = self.config.parallel, self.config.train
+        if train.product != "plain" or train.precision == "fp8" or train.compile or self.config.model.four_bits:
             return 1
         return pieces(self.config.model.sequence_length // parallel.cp // parallel.tp, size)
 

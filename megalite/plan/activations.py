@@ -152,8 +152,7 @@ class Activations(Sizes):
         made = output.gradient(self.t)
         chunk, several = self._chunk, self.chunks_head
         logits, inputs = chunk * columns * self.w, self.gathered or self.stream
-        # A block of rows lives until the next one is made, if there is one.
-        block = (chunk if chunk <= ROWS else 2 * ROWS) * columns * self.z if narrow else 0
+        block = min(2 * ROWS, chunk) * columns * self.z if narrow else 0  # a block lives until the next one is made
         kept = [
             Kept("norms", self.stream + self.statistic, "norm"),
             Kept("head", inputs + logits + self.z * chunk, "output"),

@@ -89,7 +89,7 @@ ADAPTERS = {
     "none": None,
     "all": Adapter(3, 6.0),
     "some": Adapter(2, 3.0, rslora=True, targets=["query", "down", "experts"]),
-    "dropping": Adapter(4, 4.0, targets=["query", "value", "latent", "attention_output", "up"], dropout=0.3),
+    "dropping": Adapter(4, 4.0, targets=["query", "value", "latent", "attention_output", "up"], dropout=0.3, dora=True),
 }
 # Only where one of the axes is used:
 MATTERS = {

@@ -155,13 +155,17 @@ class Rotation:
 
 @dataclass(frozen=True)
 class Adapter:
-    """Pairs of factors beside the matrices that `targets` names: a layer adds scale · x Aᵀ Bᵀ to its x Wᵀ."""
+    """Pairs of factors beside the matrices that `targets` names: a layer adds scale · x Aᵀ Bᵀ to its x Wᵀ.
+
+    dora: every row of W + scale · B A is then scaled to a norm that is trained, too.
+    """
 
     rank: int
     scale: float
     targets: frozenset[Target]
     dropout: float = 0.0
     base: BaseForm = "compute"
+    dora: bool = False
 
 
 @dataclass(frozen=True)
@@ -245,7 +249,7 @@ def adapter_of(adapter: schema.Adapter) -> Adapter:
     """The pairs of factors that a configuration describes."""
     targets = get_args(LayerTarget) if adapter.targets == "all" else adapter.targets
     scale = adapter.alpha / (math.sqrt(adapter.rank) if adapter.rslora else adapter.rank)
-    return Adapter(adapter.rank, scale, frozenset(targets), adapter.dropout, adapter.base)
+    return Adapter(adapter.rank, scale, frozenset(targets), adapter.dropout, adapter.base, adapter.dora)
 
 
 def yarn_factor(scaling: RopeScaling, scale: float) -> float:

@@ -123,6 +123,7 @@ class Adapter:
     rank: int = 16  # features between the two factors of a matrix
     alpha: float = 32.0  # factor of a pair's product, once divided by the rank
     rslora: bool = False  # it is divided by √rank instead (arXiv 2312.03732)
+    dora: bool = False  # also trains the norm of every row of the matrices with their factors (arXiv 2402.09353)
     targets: list[Target] | Literal["all"] = "all"  # matrices that have factors; all: every one of the layers
     dropout: float = 0.0  # share of the features of a layer's input that its factors do not see, another in every token
     base: BaseForm = "compute"  # form of weights that are not trained: nf4: matrices of layers in four bits

@@ -28,6 +28,7 @@ from megalite.plan.recompute_modes import Mode
 
 MERGE_BYTES = (12, 8)  # for each element of attention's result, to add what other ranks' keys give: forward, backward
 ROUTED_BYTES = 4  # for each element of a token and of its rows, forward or backward: it is read once, and written once
+SCALED_PASSES = (2, 6)  # over outputs that adapters scale by norms of rows, forward and backward
 LOOKUP_ELEMENTS = 6  # read and written for each of the embedding's output, forward and backward
 # Share of the network's rate at which tokens are sent once to each node. DeepEP's README (0297fc8) tells 90, 81, 61 and
 # 61 GB/s on two and on four nodes with networks of 50, and counts what stays on a node.
@@ -165,8 +166,8 @@ class LayerModel:
         attention, passes = self._attention(), self._passes()
         if share.precision == "fp8":
             passes = passes[0] + self._casts(matrices)[0], passes[1] + self._casts(matrices)[1]
-        widened = self._widened(matrices)
-        passes = passes[0] + widened, passes[1] + widened
+        widened, scaled = self._widened(matrices), self._scaled(matrices)
+        passes = passes[0] + widened + scaled[0], passes[1] + widened + scaled[1]
         tensor, context = self._tensor(), self._context(attention)
         there, back = (sum(map(passed, self._shared)) for passed in self._of_product[:2])
         forward = self._with_dispatch(Seconds(products, attention[0], passes[0], tensor[0], context[0]), there)
@@ -195,6 +196,14 @@ class LayerModel:
         each = (max(1, product.groups // self.share.ep) * product.outputs * product.inputs for product in products)
         elements = sum(size for size, product in zip(each, products, strict=True) if product.four_bits)
         return self.kernels.passes((FOUR_BIT_BYTES + self.share.element) * elements)
+
+    def _scaled(self, products: list[Product]) -> tuple[float, float]:
+        """Passes in which outputs are scaled by norms of rows: forward, which reads the rows too, and backward."""
+        element = self.share.element
+        weights = sum(product.outputs * product.scaled for product in products)
+        outputs = sum(product.rows * product.outputs for product in products if product.scaled)
+        there, back = SCALED_PASSES
+        return self.kernels.passes(element * (weights + there * outputs)), self.kernels.passes(element * back * outputs)
 
     def _casts(self, products: list[Product]) -> tuple[float, float]:
         """Casts of what enters products in fp8: inputs in forward, and in backward inputs again and gradients."""

@@ -4,12 +4,14 @@ from collections.abc import Mapping
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, Shard
 
 from megalite.config.layers import Adapter
 from megalite.model.experts import ExpertLinear
 from megalite.parallel.dropout import Dropout
+from megalite.parallel.parameter import parameter
 from megalite.parallel.tensor import ColumnLinear, CopiedLinear, Linear, RowLinear, VocabularyEmbedding
-from megalite.plan.parts.adapted import factor_names
+from megalite.plan.parts.adapted import factor_names, magnitude_name
 from megalite.plan.parts.part import Weight
 
 
@@ -40,6 +42,10 @@ def add_adapters(
                 module.lora_a, module.lora_b = CopiedLinear(first, tp), ColumnLinear(second, tp)
             case _:
                 module.lora_a, module.lora_b = CopiedLinear(first, tp), CopiedLinear(second, tp)
+        if adapter.dora:
+            added = weights[magnitude_name(name)]
+            module.lora_m = parameter(added, tp, Shard(0) if added.role.split else Replicate())
+            module.roles["lora_m"] = added.role
 
 
 def adapt_embedding(

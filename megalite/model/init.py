@@ -35,7 +35,7 @@ def initialize(stage: nn.Module, model: Model, seed: int) -> None:
         match role.kind:
             case RoleKind.NORM:
                 local.fill_(1)
-            case RoleKind.BIAS:
+            case RoleKind.BIAS | RoleKind.MAGNITUDE:
                 local.zero_()
             case _ if found.four_bits:
                 whole, mine, first = found.values()

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from megalite.distributed.collectives import all_gather, reduce_scatter
 from megalite.parallel.dropout import Dropout
 from megalite.parallel.linear import WeightGradients, linears
+from megalite.parallel.magnitudes import scaled_to_magnitudes
 from megalite.parallel.parameter import parameter, part, whole
 from megalite.parallel.product import PLAIN_PRODUCT, Product
 from megalite.parallel.scattered import scattered_linear
@@ -40,8 +41,10 @@ class Linear(nn.Module):
     def __init__(self, weight: Weight) -> None:
         super().__init__()
         self.roles = {"weight": weight.role, "bias": weight.role.bias}
+        self.bias: nn.Parameter | None = None
         self.lora_a: Linear | None = None  # an adapter's factors, whose product with `lora_scale` is added to `weight`
         self.lora_b: Linear | None = None
+        self.lora_m: nn.Parameter | None = None  # added to the norms of the rows of `weight`, see `magnitudes`
         self.lora_scale = 1.0
         self.lora_dropout: Dropout | None = None
         self.beside_adapters = False  # whether this layer, or one that shares its input, may have an adapter
@@ -100,7 +103,7 @@ class RowLinear(Linear):
         added = self._of_adapter(x) if self.beside_adapters else None
         y = self._product(x)
         if added is not None:
-            y += added
+            y = to_magnitudes(y.add_(added), self, self.group)
         if self.bias is None:
             return y
         bias = whole(self.bias)
@@ -150,7 +153,22 @@ def with_adapters(
         between = all_gather(torch.cat(list(between), -1), group).split([z.shape[-1] for z in between], -1)  # s b r
     for (y, layer), z in zip(adapted, between, strict=True):
         y += second_factor(layer, z, layer.lora_scale)
-    return outputs
+    if first.lora_m is None:
+        return outputs
+    return [to_magnitudes(y, layer, bias=layer.bias) for y, layer in zip(outputs, layers, strict=True)]
+
+
+def to_magnitudes(
+    y: Tensor, layer: Linear, group: dist.ProcessGroup | None = None, bias: Tensor | None = None
+) -> Tensor:
+    """Return the output of a layer and its adapter, scaled to the norms that the adapter trains, if it does.
+
+    group: ranks that have other inputs of the matrix. bias: a parameter that y has, and that is not scaled.
+    """
+    if layer.lora_m is None or layer.lora_a is None or layer.lora_b is None:
+        return y
+    matrix = layer.weight, layer.lora_a.weight, layer.lora_b.weight
+    return scaled_to_magnitudes(y, layer.lora_m, matrix, layer.lora_scale, group, bias)
 
 
 def second_factor(layer: Linear, between: Tensor, scale: float, product: Product | None = None) -> Tensor:

@@ -19,7 +19,7 @@ from megalite.config.layout import Layout
 from megalite.config.schema import Adapter, Config, Experts
 from megalite.config.schema import Checkpoint as Saving
 from megalite.plan.model.weights import held_weights, weights
-from megalite.plan.parts.adapted import factor_names
+from megalite.plan.parts.adapted import factor_names, magnitude_name
 from megalite_kernels.nf4 import dequantize_nf4, quantize_nf4
 
 EXPERTS = Experts(4, 2, width=8, shared_width=12, scores="sigmoid", correction_rate=0.01)
@@ -97,14 +97,17 @@ def test_a_tied_embedding_is_counted_once(ranks: Ranks, tmp_path: Path) -> None:
     assert {alone} == set(found)
 
 
-def test_a_base_in_four_bits_goes_on_and_is_merged_as_it_computed(ranks: Ranks, tmp_path: Path) -> None:
-    model = replace(MODEL, width=64, head_width=32, ffn=128, experts=replace(EXPERTS, width=64, shared_width=128))
+@pytest.mark.parametrize("dora", [False, True])
+def test_a_base_in_four_bits_goes_on_and_is_merged_as_it_computed(dora: bool, ranks: Ranks, tmp_path: Path) -> None:
+    model = replace(MODEL, width=64, head_width=32, ffn=128)
+    if not dora:  # which experts do not have
+        model = replace(model, experts=replace(EXPERTS, width=64, shared_width=128))
     with one_rank():
         train_and_save(config_of(Layout(), model), tmp_path / "base", 1)
     base = tmp_path / "base/step-00000001"
 
     def config(layout: Layout, **keys: str) -> Config:
-        found = replace(config_of(layout, model), adapter=replace(ADAPTER, **{"base": "nf4", **keys}))
+        found = replace(config_of(layout, model), adapter=replace(ADAPTER, dora=dora, **{"base": "nf4", **keys}))
         return replace(found, checkpoint=Saving(weights=f"megalite:{base}"))
 
     with one_rank():
@@ -114,7 +117,7 @@ def test_a_base_in_four_bits_goes_on_and_is_merged_as_it_computed(ranks: Ranks, 
             restorer(make(config(Layout(), base="compute"))).all(tmp_path / "alone/step-00000002")
     assert plain[0] != pytest.approx(losses[0], rel=1e-6)
     began = ranks.run(train_and_save, config(Layout(pp=2, dp_shard=2, tp=2)), tmp_path / "ranks", 2)
-    then = config(Layout(dp_replicate=2, dp_shard=2, cp=2, ep=2))
+    then = config(Layout(dp_replicate=2, dp_shard=2, cp=2, ep=1 if dora else 2))
     resumed = ranks.run(load_and_train, then, tmp_path / "ranks/step-00000002", 4)
     assert [*began[0][0], *resumed[0][2]] == pytest.approx(losses, rel=1e-10)
     files = [
@@ -128,7 +131,12 @@ def test_a_base_in_four_bits_goes_on_and_is_merged_as_it_computed(ranks: Ranks, 
         if weight.role.fits_four_bits:
             expected = dequantize_nf4(quantize_nf4(expected), torch.float32).double()
             first, second = (factors.read(f"model.{each}") for each in factor_names(name))
-            torch.testing.assert_close(whole, expected + second @ first * 2.0, rtol=1e-6, atol=1e-7)
+            norms, expected = expected.norm(dim=-1), expected + second @ first * 2.0
+            if dora:
+                added = factors.read(f"model.{magnitude_name(name)}")
+                assert added.any()
+                expected *= ((norms + added) / expected.norm(dim=-1))[:, None]
+            torch.testing.assert_close(whole, expected, rtol=1e-6, atol=1e-7)
             part = torch.empty_like(whole[..., 5:69])
             reader_of(found).fill_parts([(f"model.{name}", part, [*[0] * (whole.ndim - 1), 5])])
             assert part.equal(whole[..., 5:69])
@@ -153,6 +161,7 @@ def test_another_base_is_refused(
         (replace(ADAPTER, rank=4), "adapter.rank = 4: the checkpoint .* has 3"),
         (replace(ADAPTER, alpha=7.0), "adapter.alpha = 7.0: the checkpoint .* has 6.0"),
         (replace(ADAPTER, targets=["query"]), "adapter.targets = "),
+        (replace(ADAPTER, dora=True), "adapter.dora = true: the checkpoint .* has false"),
     ],
 )
 def test_another_adapter_is_refused(

@@ -19,7 +19,7 @@ from megalite.checkpoint.store.disk import DamagedError
 from megalite.checkpoint.store.index import Index
 from megalite.checkpoint.store.manifest import INDEX
 from megalite.checkpoint.weights import convert as engine
-from megalite.checkpoint.weights import read
+from megalite.checkpoint.weights import reader as file_reader
 from megalite.checkpoint.weights.convert import convert
 from megalite.checkpoint.weights.formats import dcp, huggingface
 from megalite.checkpoint.weights.formats.opened import Weights
@@ -328,13 +328,13 @@ def test_no_byte_of_a_stack_is_read_twice(tmp_path: Path, monkeypatch: pytest.Mo
     found = open_weights(str(tmp_path / "hf"))
     convert(found, dcp.plan(found, tmp_path / "ours", None, 1), tmp_path / "ours", {})
     counted: list[int] = []
-    work = read.read_at
+    work = file_reader.read_at
 
     def counting(path: Path, name: str, descriptor: int, target: memoryview, position: int) -> None:
         counted.append(len(target))
         work(path, name, descriptor, target, position)
 
-    monkeypatch.setattr(read, "read_at", counting)
+    monkeypatch.setattr(file_reader, "read_at", counting)
     monkeypatch.setattr(engine, "BLOCK", 4000)
     for folder in ("hf", "ours"):
         reader = reader_of(open_weights(str(tmp_path / folder)))

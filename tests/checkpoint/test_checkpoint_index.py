@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from megalite.checkpoint.store.disk import DamagedError, File, measure
 from megalite.checkpoint.store.index import MAX_HEADER_BYTES, Chunk, Index, Stored, merged
 from megalite.checkpoint.store.manifest import INDEX, Manifest
-from megalite.checkpoint.weights.read import Reader
+from megalite.checkpoint.weights.reader import Reader
 
 WHOLE = torch.arange(24.0).reshape(4, 6)
 SIZES = {"a.distcp": 64, "b.distcp": 72}

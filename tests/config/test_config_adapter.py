@@ -50,6 +50,14 @@ def adapted(**keys: object) -> Config:
             replace(adapted(targets=["head"]), model=replace(MODEL, tie_embeddings=True)),
             "cannot have head with model.tie_embeddings",
         ),
+        (
+            adapted(targets=["query", "head"], dora=True),
+            "adapter.dora = true: cannot be used with factors of embedding",
+        ),
+        (
+            replace(adapted(dora=True), model=replace(MODEL, experts=Experts(4, 2))),
+            "use false, or adapter.targets without these",
+        ),
         (adapted(targets=["head"], dropout=0.1), "cannot be used with factors of the head"),
         (
             replace(NF4, parallel=Parallel(dp_shard=1, tp=2)),

@@ -20,6 +20,7 @@ ADAPTER = {"adapter.rank": 8, "adapter.alpha": 16}
 SOME = {"adapter.targets": "[query,value]"}
 ROWS = {"adapter.targets": "[attention_output,down]"}
 NF4 = {"adapter.base": "nf4"}
+DORA = {"adapter.dora": True}
 DROPPING = {"adapter.dropout": 0.1}
 ENDS = {"adapter.targets": "[embedding,head]", "adapter.rank": 128}
 OF_EXPERTS = {"adapter.targets": "[experts]"}
@@ -67,6 +68,19 @@ CASES: dict[str, tuple[dict[str, Any], int]] = {
     "nf4, zb_h1": ({**LAYERS, **NF4, **FEW_TOKENS, **pipeline("zb_h1"), **data("zero1", dp_shard=2)}, 0),
     "nf4, latent": ({**LAYERS, **NF4, **memory_cases.LATENT}, 0),
     "nf4, shared experts": ({**memory_cases.APART, **memory_cases.SHARED, **NF4, **FEW_TOKENS, **FULL}, 0),
+    "dora": ({**LAYERS, **DORA}, 0),
+    "dora, tp, zero3": ({**LAYERS, **DORA, **TP, **data("zero3", dp_shard=2)}, 0),
+    "dora, rows, tp": ({**LAYERS, **DORA, **ROWS, **TP}, 0),
+    "dora, tp, full": ({**LAYERS, **DORA, **TP, **FULL}, 0),
+    "dora, some, selective": ({**LAYERS, **DORA, **SOME, **SELECTIVE, **data("zero2", dp_shard=2)}, 0),
+    "dora, zb_h1, muon": ({**LAYERS, **DORA, **TP, **MUON, **pipeline("zb_h1"), **data("zero1", dp_shard=2)}, 0),
+    "dora, latent, dropout": ({**LAYERS, **DORA, **DROPPING, **memory_cases.LATENT, **TP}, 0),
+    "dora, norms after, full": ({**LAYERS, **DORA, **POST, **FULL, **data("zero3", dp_shard=2)}, 0),
+    "dora, nf4, few tokens": ({**LAYERS, **DORA, **NF4, **FEW_TOKENS, **TP}, 0),
+    "dora, shared experts, full": (
+        {**memory_cases.APART, **memory_cases.SHARED, **DORA, "adapter.targets": "[query,gate,down]", **FULL},
+        0,
+    ),
     "frozen experts": ({**memory_cases.APART, **memory_cases.SHARED, **SOME}, 0),
 }
 

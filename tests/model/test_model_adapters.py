@@ -1,6 +1,6 @@
 """A model with adapters computes what the same model computes with W + scale · B A in place of each adapted W.
 
-Where the base is in four bits, W is what these are again.
+With dora, rows of that have their trained norms. Where the base is in four bits, W is what these are again.
 """
 
 from dataclasses import replace
@@ -18,7 +18,7 @@ from megalite.model.init import initialize
 from megalite.parallel.parameter import parameters
 from megalite.parallel.product import Plain
 from megalite.parallel.tensor import use_product
-from megalite.plan.parts.adapted import factor_names
+from megalite.plan.parts.adapted import factor_names, magnitude_name
 from megalite_kernels.nf4 import dequantize_nf4, quantize_nf4
 
 TOKENS = torch.randint(32, (8, 2), generator=torch.Generator().manual_seed(1))
@@ -32,6 +32,11 @@ MODELS: dict[str, tuple[Model, Adapter]] = {
         Adapter(rank=4, alpha=6.0),
     ),
     "norms after": (replace(MODEL, norm="post", tie_embeddings=True), Adapter(rank=4, alpha=6.0)),
+    "dora, biases": (replace(MODEL, out_bias=True), Adapter(rank=4, alpha=6.0, dora=True)),
+    "dora, factors of branches": (
+        replace(MODEL, parametrization="completep", base=Base(width=8, layers=1, head_width=4)),
+        Adapter(rank=4, alpha=6.0, targets=["query", "attention_output", "down"], dora=True),
+    ),
     "experts": (
         replace(MODEL, experts=Experts(4, 2, width=8, shared_width=12, biases=True, gate="clamped")),
         Adapter(rank=3, alpha=9.0),
@@ -47,6 +52,14 @@ MODELS: dict[str, tuple[Model, Adapter]] = {
             attention=Attention(latent=Latent(query_rank=64, key_rank=128, value_width=16)),
         ),
         Adapter(rank=3, alpha=9.0, targets=["query", "latent", "down"], base="nf4"),
+    ),
+    "dora, four bits, latent": (
+        replace(
+            MODEL,
+            **{**LATENT, "width": 64, "head_width": 16, "ffn": 128},
+            attention=Attention(latent=Latent(query_rank=64, key_rank=128, value_width=16)),
+        ),
+        Adapter(rank=3, alpha=9.0, base="nf4", dora=True),
     ),
     "latent": (
         replace(MODEL, attention=Attention(latent=Latent(query_rank=10, key_rank=6, value_width=4)), **LATENT),
@@ -92,7 +105,11 @@ def test_it_computes_what_merged_weights_do(name: str) -> None:
         for key, param in plain.named_parameters():
             first, second = factor_names(key)
             if first in factors:
-                param.to_local().add_(scale * factors.pop(second) @ factors.pop(first))
+                weight = param.to_local()
+                norm = weight.norm(dim=-1)
+                weight.add_(scale * factors.pop(second) @ factors.pop(first))
+                if adapter.dora:
+                    weight.mul_(((norm + factors.pop(magnitude_name(key))) / weight.norm(dim=-1))[:, None])
         assert not factors
         after = plain(TOKENS)
         assert (after - before).abs().max() > 1e-3

@@ -17,6 +17,7 @@ ENDS = Adapter(rank=3, alpha=6.0, targets=["embedding", "head", "query", "down"]
 ENDS_ALONE = replace(ENDS, targets=["embedding", "head"])
 PADDED = replace(MODEL, vocab_size=30, kv_heads=4)
 DROPPING = Adapter(rank=4, alpha=8.0, dropout=0.4)
+DORA = Adapter(rank=4, alpha=8.0, dora=True)
 NF4 = Adapter(rank=4, alpha=8.0, base="nf4")
 BLOCKS = replace(MODEL, width=64, heads=4, kv_heads=4, head_width=32, ffn=128)  # rows that tp cuts into whole blocks
 EXPERTS = replace(MODEL, experts=Experts(8, 2, width=8, shared_width=12, biases=True, gate="clamped"))
@@ -80,6 +81,17 @@ LAYOUTS = {
     "nf4, experts": adapted(
         Layout(pp=2, tp=2, dp_shard=2, ep=2), NF4, replace(BLOCKS, experts=Experts(8, 2, width=64, shared_width=128))
     ),
+    "dora, tp, cp": adapted(Layout(tp=2, cp=2, dp_shard=2), DORA, replace(MODEL, out_bias=True), mode="zero1"),
+    "dora, zb_h1, muon, full": adapted(
+        Layout(pp=2, tp=2, dp_shard=2), DORA, schedule="zb_h1", mode="zero2", optimizer="muon", recompute="full"
+    ),
+    "dora, latent, zbv": adapted(
+        Layout(pp=2, tp=2, dp_shard=2), DORA, LATENT, schedule="zbv", mode="ddp", recompute="selective"
+    ),
+    "dora, dropout, shared expert": adapted(
+        Layout(tp=2, dp_shard=4, ep=4), replace(DORA, dropout=0.3, targets=["query", "down", "gate"]), EXPERTS
+    ),
+    "dora, nf4, zero3": adapted(Layout(tp=2, dp_shard=2, cp=2), replace(NF4, dora=True), BLOCKS),
     "experts alone": adapted(Layout(dp_shard=8, ep=8), Adapter(2, 4.0, targets=["experts"]), EXPERTS),
 }
 

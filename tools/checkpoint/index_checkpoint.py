@@ -26,7 +26,7 @@ from megalite.checkpoint.store.manifest import (
 )
 from megalite.checkpoint.weights.formats.dcp_index import dcp_index
 from megalite.checkpoint.weights.missing_tensors import differences_from
-from megalite.checkpoint.weights.read import Reader
+from megalite.checkpoint.weights.reader import Reader
 from megalite.config.convert import to_plain
 from megalite.config.load import load
 from megalite.config.schema import Config

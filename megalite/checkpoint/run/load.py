@@ -23,7 +23,8 @@ from megalite.checkpoint.store.state import FilledPart, State, empty_progress, p
 from megalite.checkpoint.weights.formats.opened import Weights
 from megalite.checkpoint.weights.merged import BASE
 from megalite.checkpoint.weights.missing_tensors import FLOATS, differences
-from megalite.checkpoint.weights.read import Reader, check_base, reader_of, refuse_other_base
+from megalite.checkpoint.weights.read import check_base, reader_of, refuse_other_base
+from megalite.checkpoint.weights.reader import Reader
 from megalite.checkpoint.weights.sources import newest, open_weights, resolved
 from megalite.config.schema import Config
 from megalite.model.fingerprint import MODULUS

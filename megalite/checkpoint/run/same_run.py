@@ -88,8 +88,9 @@ def refuse_other_factors(source: str, found: Weights, here: Config) -> None:
     scales = {adapter_of(each).scale for each in (there.adapter, wanted)}
     old, new = (held_weights(Config(model=here.model, adapter=each).model) for each in (there.adapter, wanted))
     if old != new or len(scales) > 1:
-        rule = f"has rank {there.adapter.rank}, alpha {there.adapter.alpha:g}, targets {there.adapter.targets}"
-        raise InputError([Problem("adapter.weights", rule, "use the same rank, alpha, rslora and targets", source)])
+        has = there.adapter
+        rule = f"has rank {has.rank}, alpha {has.alpha:g}, dora {str(has.dora).lower()}, targets {has.targets}"
+        raise InputError([Problem("adapter.weights", rule, "use the same rank, alpha, rslora, dora, targets", source)])
 
 
 def refuse_other_optimizer(path: Path, there: Config, here: Config) -> None:

@@ -11,7 +11,7 @@ from megalite.checkpoint.store.disk import check_hashes, damage_of
 from megalite.checkpoint.store.manifest import INDEX, check_sizes
 from megalite.checkpoint.store.progress import Progress
 from megalite.checkpoint.store.state import empty_progress
-from megalite.checkpoint.weights.read import Reader, allocated
+from megalite.checkpoint.weights.reader import Reader, allocated
 
 
 class Checkpoint:

@@ -33,7 +33,8 @@ from megalite.checkpoint.weights.formats.output import Output, OutputPlan, Strea
 from megalite.checkpoint.weights.maps.peft import Factor
 from megalite.checkpoint.weights.maps.strips import Strip, Theirs, boxes
 from megalite.checkpoint.weights.maps.woven import groups
-from megalite.checkpoint.weights.read import Reader, check_base, reader_of
+from megalite.checkpoint.weights.read import check_base, reader_of
+from megalite.checkpoint.weights.reader import Reader
 from megalite.checkpoint.weights.woven import in_turns
 from megalite.config.convert import to_plain
 from megalite.config.schema import Config

@@ -1,121 +1,29 @@
-"""Reading tensors: bytes from where the index says, into whatever part of a tensor is wanted."""
+"""Readers of weights of any kind: as they lie in files, upcycled, or with an adapter merged into them."""
 
-import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import lru_cache, partial
-from itertools import groupby
-from pathlib import Path
-from types import MappingProxyType
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import lru_cache
 
-import numpy as np
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from megalite.base.errors import InputError
-from megalite.checkpoint.store.disk import DamagedError, damage_of, opened, read_at, read_whole
-from megalite.checkpoint.store.index import ITEM_BYTES, MAX_INDEX_BYTES, Index, Stored
-from megalite.checkpoint.store.manifest import INDEX, Manifest
-from megalite.checkpoint.weights import peft_factors, woven
+from megalite.checkpoint.store.disk import DamagedError
 from megalite.checkpoint.weights.formats.opened import COPY, Merging, Weights
-from megalite.checkpoint.weights.maps.peft import Within
 from megalite.checkpoint.weights.maps.strips import PREFIX
 from megalite.checkpoint.weights.maps.upcycled import BEGUN, Upcycling, dense_name
-from megalite.checkpoint.weights.maps.woven import Woven
 from megalite.checkpoint.weights.merged import BASE
+from megalite.checkpoint.weights.reader import BLOCK, Reader, allocated
 from megalite.config.layers import adapter_of
 from megalite.config.schema import Config
 from megalite.model.fingerprint import MODULUS, fingerprint
 from megalite.model.init import fill_normal
-from megalite.parallel.parameter import box
 from megalite.plan.model.parametrization import standard_deviation
 from megalite.plan.model.weights import weights
-from megalite.plan.parts.adapted import factor_names
+from megalite.plan.parts.adapted import MAGNITUDE, factor_names, magnitude_name
 from megalite.plan.parts.roles import ROUTER
 from megalite_kernels.nf4 import BLOCK as BLOCK_VALUES
 from megalite_kernels.nf4 import dequantize_nf4, quantize_nf4
-
-NO_FACTORS: Mapping[str, float] = MappingProxyType({})
-NONE_WOVEN: Mapping[str, Woven | Within] = MappingProxyType({})
-NONE_SHARED: Mapping[str, str] = MappingProxyType({})
-BLOCK = 1 << 22  # bytes read at a time, unless a row of a chunk is larger
-
-
-class Reader:
-    """The tensors in the files of the folder `path`, which lie where `index` says.
-
-    sizes: of the files, in bytes. source: the file that the index is from. links: whether files may be links, as in the
-    cache of a hub. factors: what tensors are multiplied by when they are read, by name; others stay. woven: places of
-    tensors that have no chunks. shared: names of tensors that lie where others do, and those. Methods raise
-    DamagedError where files are not as the index says.
-    """
-
-    def __init__(
-        self,
-        path: Path,
-        index: Index,
-        sizes: Mapping[str, int],
-        source: str = INDEX,
-        links: bool = False,
-        factors: Mapping[str, float] = NO_FACTORS,
-        woven: Mapping[str, Woven | Within] = NONE_WOVEN,
-        shared: Mapping[str, str] = NONE_SHARED,
-    ) -> None:
-        self.path, self.index, self.sizes, self.source, self.links = path, index, sizes, source, links
-        self.factors, self.woven, self.shared = factors, woven, shared
-
-    @staticmethod
-    def of_checkpoint(path: Path, manifest: Manifest) -> "Reader":
-        """Open megalite's checkpoint `path`; only its index is compared with its hash. Raises DamagedError."""
-        with damage_of(path, INDEX):
-            index = Index.decode(read_whole(path, INDEX, MAX_INDEX_BYTES, manifest.files[INDEX]))
-        return Reader(path, index, {name: file.bytes for name, file in manifest.files.items()})
-
-    def check(self, names: Iterable[str]) -> None:
-        """Check that the positions of the tensors `names` are possible."""
-        with damage_of(self.path, self.source):
-            places = dict.fromkeys(self.shared.get(name, name) for name in names)
-            self.index.check(self.sizes, (name for name in places if name not in self.woven))
-            for where in self.woven.values():
-                where.index.check(self.sizes, where.names)
-
-    def fill(self, tensors: Mapping[str, Tensor]) -> None:
-        """Fill `tensors`, after a check of their positions and shapes; of a DTensor, this rank's part."""
-        self.check(tensors)
-        for name, tensor in tensors.items():
-            if (there := self.index.tensors[name].shape) != tuple(tensor.shape):
-                raise DamagedError(self.path, f"{self.source} has {name} {list(there)} instead of {list(tensor.shape)}")
-        self.fill_parts((name, *_part(tensor)) for name, tensor in tensors.items())
-
-    def fill_parts(self, parts: Iterable[tuple[str, Tensor, Sequence[int]]]) -> None:
-        """Fill parts of tensors that were checked, each given by name, target, and its first element's place."""
-        stored, pieces = self.index.tensors, list[WantedPart]()
-        for name, part, offset in parts:
-            if (where := self.woven.get(name)) is not None:
-                theirs = Reader(self.path, where.index, self.sizes, self.source, self.links)
-                read = partial(_fill_part, theirs)
-                if isinstance(where, Within):
-                    peft_factors.fill(read, where, part, offset)
-                else:
-                    woven.fill(read, where, part, offset)
-            else:
-                pieces += _pieces(stored[name], part, offset, self.factors.get(name, 1.0))
-        pieces.sort(key=lambda piece: (piece.file, piece.position))
-        if not pieces:
-            return
-        longest = max([min(BLOCK, sum(piece.bytes for piece in pieces)), *(piece.row_bytes for piece in pieces)])
-        scratch = allocated(self.path, (longest,), torch.uint8)
-        for number, group in groupby(pieces, key=lambda piece: piece.file):
-            name = self.index.files[number]
-            with opened(self.path, name, self.links) as descriptor:
-                read = partial(read_at, self.path, name, descriptor)
-                for piece in group:
-                    piece.read(scratch, read)
-
-
-def _fill_part(reader: Reader, name: str, part: Tensor, offset: Sequence[int]) -> None:
-    reader.fill_parts([(name, part, offset)])
 
 
 def reader_of(found: Weights) -> Reader:
@@ -127,6 +35,8 @@ def reader_of(found: Weights) -> Reader:
     reader = Reader(
         found.path, found.index, found.sizes, found.source, found.links, found.factors, found.woven, found.shared
     )
+    if found.norms is not None:
+        reader = NormedReader(reader, *found.norms)
     reader.check(found.index.tensors)
     return reader
 
@@ -204,7 +114,7 @@ class MergedReader(Reader):
             for name, weight in weights(Config(model=found.model, adapter=merging.adapter).model).items()
             if weight.four_bits
         }
-        self.product = lru_cache(maxsize=2)(self._product)
+        self.product, self.scales = lru_cache(maxsize=2)(self._product), lru_cache(maxsize=2)(self._scales)
 
     def check(self, names: Iterable[str]) -> None:
         """Check nothing: positions of the base and of the factors are checked."""
@@ -213,18 +123,24 @@ class MergedReader(Reader):
         """Fill parts of tensors, each given by name, target, and its first element's place."""
         for name, part, offset in parts:
             adapted, factor = factor_names(name)[0] in self.adapter.index.tensors, self.factors.get(name, 1.0)
-            if name in self.four_bits:
-                wide = self._from_four_bits(name, part.shape, offset)
-            elif not adapted and factor == 1:
+            if not adapted and factor == 1 and name not in self.four_bits:
                 self.base.fill_parts([(name, part, offset)])
                 continue
-            else:
-                wide = allocated(self.path, part.shape, self._wide(name))
-                self.base.fill_parts([(name, wide, offset)])
+            wide = self._of_base(name, part.shape, offset)
             if adapted:
                 box = tuple(slice(at, at + size) for at, size in zip(offset, part.shape, strict=True))
                 wide += self.product(name)[box]
+                if magnitude_name(name) in self.adapter.index.tensors:
+                    wide *= self.scales(name)[box[0], None]
             part.copy_(wide if factor == 1 else wide.double() * factor)
+
+    def _of_base(self, name: str, shape: Sequence[int], offset: Sequence[int]) -> Tensor:
+        """The part at `offset` of a weight of the base, as wide as it is merged."""
+        if name in self.four_bits:
+            return self._from_four_bits(name, shape, offset)
+        wide = allocated(self.path, shape, self._wide(name))
+        self.base.fill_parts([(name, wide, offset)])
+        return wide
 
     def _from_four_bits(self, name: str, shape: Sequence[int], offset: Sequence[int]) -> Tensor:
         """The part at `offset` of a weight as it is when it comes from four bits: read are the blocks that it is in."""
@@ -249,6 +165,44 @@ class MergedReader(Reader):
         self.adapter.fill(pair)
         first, second = pair.values()
         return (second @ first).mul_(self.scale)
+
+    def _scales(self, name: str) -> Tensor:
+        """The factors by which rows of W + scale · B A have the norms that the adapter has trained."""
+        shape = self.index.tensors[name].shape
+        base = self._of_base(name, shape, (0,) * len(shape))
+        added = allocated(self.path, shape[:1], base.dtype)
+        self.adapter.fill({magnitude_name(name): added})
+        norms = row_norms(base) + added
+        return norms.div_(row_norms(base.add_(self.product(name))).clamp_(min=torch.finfo(base.dtype).tiny))
+
+
+class NormedReader(Reader):
+    """Tensors of an adapter as `reader` has them, with norms of a base's rows added to magnitudes, so many `times`."""
+
+    def __init__(self, reader: Reader, times: int, base: Weights) -> None:
+        super().__init__(**vars(reader))
+        self.times, self.base = times, reader_of(base)
+
+    def fill_parts(self, parts: Iterable[tuple[str, Tensor, Sequence[int]]]) -> None:
+        """Fill parts of tensors, each given by name, target, and its first element's place."""
+        for name, part, offset in parts:
+            if not name.endswith(MAGNITUDE):
+                super().fill_parts([(name, part, offset)])
+                continue
+            wide = allocated(self.path, part.shape, torch.float64)
+            super().fill_parts([(name, wide, offset)])
+            weight = f"{name.removesuffix(MAGNITUDE)}.weight"
+            inputs = self.base.index.tensors[weight].shape[1]
+            for place, norms in enumerate(wide.split(step := max(1, BLOCK // inputs))):
+                rows = allocated(self.path, (len(norms), inputs), torch.float64)
+                self.base.fill_parts([(weight, rows, (offset[0] + place * step, 0))])
+                norms.add_(row_norms(rows), alpha=self.times)
+            part.copy_(wide)
+
+
+def row_norms(matrix: Tensor) -> Tensor:
+    """The norms of the rows of a matrix, `[out]`."""
+    return torch.linalg.vector_norm(matrix, dim=-1, dtype=torch.float64).to(matrix.dtype)
 
 
 def check_base(found: Weights) -> None:
@@ -281,10 +235,18 @@ def _same(copies: Reader, copy: str, base: Reader, name: str) -> bool:
 
 
 def factors_of(found: Weights) -> Weights:
-    """The factors of an adapter that `found` has merged. Raises InputError as `check_base` does."""
+    """Trained tensors of the adapter that `found` has merged, with norms of rows as PEFT's files have them.
+
+    Raises InputError as `check_base` does.
+    """
     assert found.merging is not None
+    assert found.dense is not None
     check_base(found)
-    return found.merging.factors
+    factors = found.merging.factors
+    if not found.merging.adapter.dora:
+        return factors
+    # PEFT's files have them already.
+    return replace(factors, norms=None if factors.norms else (1, found.dense))
 
 
 def _number(found: Weights) -> int:
@@ -306,83 +268,4 @@ def refuse_other_base(expected: int, found: int, adapter: str, base: str) -> Non
         raise InputError(
             f"{base}: is not the model beside which the adapter {adapter} was trained, though it may have its sizes; "
             "give that one"
-        )
-
-
-@dataclass(frozen=True)
-class WantedPart:
-    """The part of a chunk that is wanted."""
-
-    file: int
-    position: int  # byte of the file at which the chunk begins
-    dtype: torch.dtype
-    sizes: tuple[int, ...]  # sizes of the chunk
-    first: tuple[int, ...]  # element of the chunk that is wanted
-    target: Tensor
-    factor: float = 1.0
-
-    @property
-    def row_bytes(self) -> int:
-        """The bytes of all elements with the same position in the first dimension."""
-        return math.prod(self.sizes[1:]) * self.dtype.itemsize
-
-    @property
-    def bytes(self) -> int:
-        """The bytes that are read for `target`."""
-        return len(self.target) * self.row_bytes
-
-    @torch.no_grad()
-    def read(self, scratch: Tensor, read: Callable[[memoryview, int], None]) -> None:
-        """Fill `target`, one or more whole rows at a time."""
-        inner = tuple(
-            slice(first, first + size) for first, size in zip(self.first[1:], self.target.shape[1:], strict=True)
-        )
-        step = max(1, len(scratch) // self.row_bytes)
-        for start in range(0, len(self.target), step):
-            target = self.target[start : start + step]
-            block = scratch[: len(target) * self.row_bytes]
-            read(block.numpy().data, self.position + (self.first[0] + start) * self.row_bytes)
-            values = block.view(self.dtype).view(-1, *self.sizes[1:])[:, *inner]
-            # In float64, so that a product is rounded once, to the data type of the target.
-            target.copy_(values if self.factor == 1 else values.double() * self.factor)
-
-
-def allocated(path: Path, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """A tensor on the CPU, to read into from `path`. Raises InputError if there is no memory for it."""
-    try:
-        return torch.empty(shape, dtype=dtype)
-    except RuntimeError:
-        asked = math.prod(shape) * dtype.itemsize
-        raise InputError(f"{path}: takes {asked:,} bytes of memory at a time, more than there is") from None
-
-
-def _part(tensor: Tensor) -> tuple[Tensor, Sequence[int]]:
-    """Return this rank's part of a tensor, and the place of its first element."""
-    if not isinstance(tensor, DTensor):
-        return tensor, [0] * tensor.ndim
-    return tensor.to_local(), box(tensor)[1]
-
-
-def _pieces(stored: Stored, part: Tensor, offset: Sequence[int], factor: float) -> Iterator[WantedPart]:
-    """The pieces of the chunks of `stored` that make up `part`, whose first element is at `offset`."""
-    low = np.array(offset, np.int64)
-    first = np.maximum(stored.offsets, low)
-    last = np.minimum(stored.offsets + stored.sizes, low + np.array(part.shape, np.int64))
-    for row in np.flatnonzero((first < last).all(axis=1)):
-        target = part[tuple(slice(a, b) for a, b in zip(first[row] - low, last[row] - low, strict=True))]
-        sizes, start = stored.sizes[row].tolist(), (first[row] - stored.offsets[row]).tolist()
-        position = int(stored.rows[row, 1])
-        while target.ndim > 1 and len(target) == 1:  # rows are those inside, so that no more than these are read
-            number, *start = start
-            sizes = sizes[1:]
-            position += number * math.prod(sizes) * ITEM_BYTES[stored.dtype]
-            target = target[0]
-        yield WantedPart(
-            file=int(stored.rows[row, 0]),
-            position=position,
-            dtype=getattr(torch, stored.dtype),
-            sizes=tuple(sizes) or (1,),
-            first=tuple(start) or (0,),
-            target=target if target.ndim else target.reshape(1),
-            factor=factor,
         )

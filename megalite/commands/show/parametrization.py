@@ -53,7 +53,7 @@ def _roles(config: Config) -> RenderableType:
 def _initial(model: Model, role: Role) -> str:
     if role.kind is RoleKind.NORM:
         return "all 1"
-    return "all 0" if role.kind is RoleKind.BIAS else f"{standard_deviation(model, role):.4g}"
+    return "all 0" if role.kind in (RoleKind.BIAS, RoleKind.MAGNITUDE) else f"{standard_deviation(model, role):.4g}"
 
 
 def _kind(name: str, role: Role) -> str:

@@ -39,6 +39,9 @@ def adapter_rules(config: Config) -> Iterator[Problem]:
     if adapter.dropout and config.train.compile:
         rule = "cannot be used with train.compile, which cannot follow how tokens are known"
         yield Problem("adapter.dropout", rule, "use 0, or train.compile=false", adapter.dropout)
+    if adapter.dora and (ends or (config.model.experts and (adapter.targets == "all" or "experts" in adapter.targets))):
+        rule = "cannot be used with factors of embedding, head and experts, which have no norms that are trained"
+        yield Problem("adapter.dora", rule, "use false, or adapter.targets without these", adapter.dora)
     if config.model.four_bits:
         yield from _four_bit_rules(config)
     if config.train.precision == "fp8":

@@ -6,6 +6,9 @@ residual stream is copied, as is B of one that returns it.
 
 Kept are the input of W, for A's gradient, and for B's the few features between the factors. Backward makes the gradient
 of W's input by two ways, and adds them.
+
+DoRA scales every output by (‖W‖ + m) / ‖W + s B A‖, norms of its row, where m is trained. A rank has whole rows, or
+adds up with others what their parts have. Kept is the output as it was before, for m's gradient.
 """
 
 from collections import Counter
@@ -26,6 +29,7 @@ from megalite.plan.parts.sizes import Sizes
 from megalite.plan.parts.swiglu import SwiGLUPart
 from megalite.plan.parts.transfers import Transfers, over
 
+MAGNITUDE = ".lora_m"  # ends the names of what is added to norms of rows
 HASH_BYTES = 3 * 8  # bytes of whole numbers while an element's hash is made
 BLOCK = 1 << 20  # elements whose hashes are made at a time
 
@@ -71,10 +75,17 @@ def factors(weight: Weight, rank: int) -> tuple[Weight, Weight]:
     )
 
 
+def magnitude_name(name: str) -> str:
+    """The name of what is added to the norms of a weight's rows."""
+    return name.removesuffix(".weight") + MAGNITUDE
+
+
 def beside(name: str, weight: Weight, adapter: Adapter | None) -> Iterator[tuple[str, Weight]]:
-    """Yield the factors that an adapter has beside a weight, each with its name."""
+    """Yield what an adapter trains beside a weight, each with its name."""
     if adapter is not None and target(name, weight) in adapter.targets:
         yield from zip(factor_names(name), factors(weight, adapter.rank), strict=True)
+        if adapter.dora:
+            yield magnitude_name(name), Weight(weight.shape[:-1], weight.role.magnitude)
 
 
 class Pair(NamedTuple):
@@ -136,22 +147,31 @@ class Adapted:
         for pair in self.pairs:
             *stack, outputs, inputs = pair.weight.shape
             r, rows, groups = self.adapter.rank, tokens / tp, stack[0] if stack else 1
+            scaled = self.adapter.dora * inputs
             if pair.weight.role.of_expert:
                 found += [Product(rows * (pair.weight.used or 1), r, inputs, groups)]
                 found += [Product(rows * (pair.weight.used or 1), outputs, r, groups)]
             elif pair.gathers:
-                found += [Product(rows, r, inputs), Product(tokens, outputs / tp, r, gathered=r)]
+                found += [Product(rows, r, inputs), Product(tokens, outputs / tp, r, gathered=r, scaled=scaled)]
             elif pair.scatters:
-                found += [Product(tokens, r, inputs / tp, scattered=True), Product(rows, outputs, r)]
+                found += [
+                    Product(tokens, r, inputs / tp, scattered=True),
+                    Product(rows, outputs, r, scaled=scaled / tp),
+                ]
             else:
-                found += [Product(rows, r, inputs), Product(rows, outputs, r)]
+                found += [Product(rows, r, inputs), Product(rows, outputs, r, scaled=scaled)]
         return found
 
     def passed(self, tp: int) -> Passed:
         return self.part.passed(tp)
 
     def kept(self, sizes: Sizes) -> tuple[Kept, ...]:
-        between = (Kept("adapters", self._between(sizes, pair), pair.moment, pair.moment) for pair in self.pairs)
+        between = [Kept("adapters", self._between(sizes, pair), pair.moment, pair.moment) for pair in self.pairs]
+        if self.adapter.dora:
+            for pair in self.pairs:  # with an output, factors of its features and the norms by which these are divided
+                features = pair.weight.shape[-2] // (sizes.t if pair.gathers else 1)
+                size = self._output(sizes, pair) + features * (sizes.w + sizes.z)
+                between.append(Kept("adapters", size, _scaling(pair.moment)))
         if not self.drops:
             return *self.part.kept(sizes), *between
         # Factors see inputs of their own, and the matrices' are not kept for gradients.
@@ -173,6 +193,10 @@ class Adapted:
     def _input(self, sizes: Sizes, pair: Pair) -> int:
         """Bytes of what a matrix takes on a rank."""
         return self._rows(sizes, pair) * sizes.w * pair.weight.shape[-1]
+
+    def _output(self, sizes: Sizes, pair: Pair) -> int:
+        """Bytes of what a matrix makes on a rank."""
+        return self._rows(sizes, pair) * sizes.w * pair.weight.shape[-2]
 
     def _between(self, sizes: Sizes, pair: Pair) -> int:
         """Bytes of the features between two factors, as the second one takes them."""
@@ -201,10 +225,17 @@ class Adapted:
         found = (prod(each.part(sizes.t, ep)) for name, each in weights if self.part.moment_of(name) == moment)
         return sizes.w * max(found, default=0)
 
+    @property
+    def scales_output(self) -> bool:
+        """Flag: backward needs what the last matrix makes, whose rows are scaled."""
+        return self.adapter.dora and any(pair.weight.role.into_stream for pair in self.pairs)
+
     def pauses(self, sizes: Sizes) -> tuple[Pause, ...]:
         return self.part.pauses(sizes)
 
     def backward(self, sizes: Sizes, own: int) -> tuple[Moment, ...]:
+        if self.scales_output:  # the gradient of what is scaled is not the residual stream's
+            own = sizes.stream
         return tuple(
             each for moment in self.part.backward(sizes, own) for each in self._with_factors(sizes, moment, own)
         )
@@ -216,6 +247,10 @@ class Adapted:
         Layers that return a part of the sequence have used their factors first, so these come last.
         """
         here = [pair for pair in self.pairs if pair.moment == moment.name]
+        if here and self.adapter.dora:
+            of_outputs = [self._output(sizes, pair) for pair in here]
+            given = 0 if here[0].scatters else sum(of_outputs)
+            yield Moment(_scaling(moment.name), given + 2 * max(of_outputs), where=moment.where)
         ep, made, between, put_off, outputs = sizes.config.parallel.ep, 0, 0, 0, 0
         for pair in here:
             made += sum(sizes.w * factor.gradient(sizes.t, ep) for factor in (pair.first, pair.second))
@@ -231,15 +266,16 @@ class Adapted:
         else:
             taken = widened
         last = bool(here) and here[0].scatters
-        if last:  # the gathered gradient of the output is gone
-            taken -= max(own, sizes.gathered) - own
+        if last:  # the gathered gradient of the output is gone, and its own once the second factor has used it
+            taken += max(own, twice) - max(own, sizes.gathered)
         held = 0 if last else outputs
-        alone = Moment(f"{moment.name} without factors", widened + twice * (not last), held=held, where=moment.where)
+        widened += own if last else twice  # the second factor will need the gradient of the output, too
+        alone = Moment(f"{moment.name} without factors", widened, held=held, where=moment.where)
         if last:
             yield alone
         yield replace(
             moment,
-            temporaries=taken + twice * last,
+            temporaries=taken,
             weights=made,
             put_off=put_off + outputs,
             of_stream=moment.of_stream or (last and not own),  # as a rank's part of the sequence
@@ -249,7 +285,14 @@ class Adapted:
             yield alone
 
     def forward_transfers(self, sizes: Sizes, cp: int, phase: str) -> Transfers:
-        return self.part.forward_transfers(sizes, cp, phase) + self._sent(sizes, phase, "all_gather", "reduce_scatter")
+        found = self.part.forward_transfers(sizes, cp, phase) + self._sent(sizes, phase, "all_gather", "reduce_scatter")
+        if sizes.t == 1 or not self.adapter.dora:
+            return found
+        purpose = f"{phase}: norms of rows with adapters"
+        for pair in self.pairs:
+            if pair.scatters:
+                found += over("tp", "all_reduce", 2 * pair.weight.shape[-2] * sizes.z, sizes.z, purpose)
+        return found
 
     def output_transfers(self, sizes: Sizes, phase: str) -> Transfers:
         return self.part.output_transfers(sizes, phase)
@@ -271,6 +314,11 @@ class Adapted:
 
     def weight_transfers(self, sizes: Sizes) -> Transfers:
         return self.part.weight_transfers(sizes)
+
+
+def _scaling(moment: str) -> str:
+    """The moment of backward before another, in which what that one's matrices have made was scaled."""
+    return f"{moment} scaled"
 
 
 def bare(part: object) -> object:

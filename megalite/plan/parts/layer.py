@@ -166,8 +166,10 @@ class Layer:
         found: Transfers = Counter()
         if again:
             found += self.forward_transfers(sizes, cp, "recompute")
-            if "after" not in self.kind.norms:  # nothing that backward needs is made of the last output
-                found -= self.parts[-1].output_transfers(sizes, "recompute")
+            last = self.parts[-1]
+            needed = isinstance(last, Adapted) and last.scales_output and self.kind.mixture is None
+            if "after" not in self.kind.norms and not needed:  # nothing that backward needs is made of the last output
+                found -= last.output_transfers(sizes, "recompute")
         for part in self.parts:
             found += part.backward_transfers(sizes, cp)
         return found if split else found + self.weight_transfers(sizes)

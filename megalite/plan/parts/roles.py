@@ -12,6 +12,7 @@ class RoleKind(Enum):
     MATRIX = "matrix"  # inside of a layer
     NORM = "norm"  # the factors of a norm
     BIAS = "bias"  # begins as 0; sinks are among them
+    MAGNITUDE = "magnitude"  # an adapter's term of the norms of a matrix's rows; begins as 0
     STATE = "state"  # no parameter: something that a layer remembers from step to step; begins as 0
 
 
@@ -70,13 +71,18 @@ class Role:
 
     @property
     def adapts(self) -> bool:
-        """Flag: the parameter is a factor of an adapter."""
-        return Side.ADAPTER in (self.outputs, self.inputs)
+        """Flag: the parameter is an adapter's."""
+        return Side.ADAPTER in (self.outputs, self.inputs) or self.kind is RoleKind.MAGNITUDE
 
     @property
     def bias(self) -> "Role":
         """The role of the bias that is added to the outputs of this matrix."""
         return Role(RoleKind.BIAS, self.outputs, of_expert=self.of_expert)
+
+    @property
+    def magnitude(self) -> "Role":
+        """The role of what an adapter adds to the norms of this matrix's rows."""
+        return replace(self.bias, kind=RoleKind.MAGNITUDE)
 
     @property
     def component(self) -> str:

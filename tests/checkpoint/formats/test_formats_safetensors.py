@@ -13,7 +13,7 @@ from hypothesis import strategies as some
 
 from megalite.base.errors import InputError
 from megalite.checkpoint.weights.formats.safetensors import DTYPES, INDEX, METADATA, ONE_FILE, find, header
-from megalite.checkpoint.weights.read import Reader
+from megalite.checkpoint.weights.reader import Reader
 
 library = pytest.importorskip("safetensors.torch")
 

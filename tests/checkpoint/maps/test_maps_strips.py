@@ -11,7 +11,7 @@ from torch import Tensor
 from megalite.checkpoint.store.index import Chunk, Index
 from megalite.checkpoint.weights.convert import blocks
 from megalite.checkpoint.weights.maps.strips import PREFIX, Strip, Theirs, part, under_our_names
-from megalite.checkpoint.weights.read import Reader
+from megalite.checkpoint.weights.reader import Reader
 from megalite.plan.parts import roles
 from megalite.plan.parts.part import Weight
 

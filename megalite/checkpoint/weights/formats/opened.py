@@ -41,6 +41,7 @@ class Weights:
     upcycling or merging, dense: how experts are made, or which adapter is added, and the weights that they are made of
     or that it is added to; the index then has no places of its own.
     woven: places of tensors that have no chunks in the index. shared: tensors that lie where others do, and those.
+    norms: how often norms of rows are added to what adapters train beside these, and the weights that have the rows.
     """
 
     kind: str
@@ -65,6 +66,7 @@ class Weights:
     dense: "Weights | None" = None
     woven: Mapping[str, Woven | Within] = field(default_factory=dict)
     shared: Mapping[str, str] = field(default_factory=dict)
+    norms: "tuple[int, Weights] | None" = None
 
     @property
     def bytes(self) -> int:

@@ -3,6 +3,7 @@
 import math
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -27,13 +28,15 @@ from megalite.plan.parts.adapted import factor_names, target
 CONFIG, FILE = "adapter_config.json", "adapter_model.safetensors"
 ANY, PATH = r".*\.", re.compile(r"\w+(\.\w+)*")  # a beginning of PEFT's own patterns; a name of modules
 NAME = re.compile(
-    re.escape(BEGIN) + r"(.+\.)(?:(lora_[AB])(?:\.default)?(\.weight)|(lora_embedding_[AB])(?:\.default)?)"
+    re.escape(BEGIN) + r"(.+\.)"
+    r"(?:(lora_[AB])(?:\.default)?(\.weight)|(lora_embedding_[AB])(?:\.default)?|(lora_magnitude_vector)(?:\.default)?)"
 )
 COPIED = ".base_layer.weight"  # ends the names of copies of the base that PEFT saves beside factors of its two ends
 # Keys of a configuration that are read, or without effect on what a trained adapter computes. Others must be unset.
 KNOWN_KEYS = frozenset(
     (
-        *("r", "lora_alpha", "use_rslora", "base_model_name_or_path", "peft_type", "bias", "init_lora_weights"),
+        *("r", "lora_alpha", "use_rslora", "use_dora", "peft_type", "bias"),
+        *("base_model_name_or_path", "init_lora_weights"),
         *(
             "target_modules",
             "target_parameters",
@@ -87,19 +90,25 @@ def open_folder(path: Path, base: Weights) -> tuple[Weights, Adapter]:
     copied = {f"{BEGIN}{module.name}{COPIED}": COPY + module.ours[0] for module in known}
     there = {copied.get(name) or _plain(path, name): stored for name, stored in files.index.tensors.items()}
     wanted = [module for module in known if module.factors[0] in there]
-    pairs = {name for module in wanted for name in module.factors}
+    dora = fields.flag("use_dora")
+    pairs = {name for module in wanted for name in (*module.factors, *[module.magnitude] * dora)}
     if odd := sorted(pairs ^ {name for name in there if not name.startswith(COPY)}):
-        rule = "is there without the other factor" if odd[0] in pairs else "belongs to no matrix that may have factors"
+        rule = (
+            "is there without the others of its module" if odd[0] in pairs else "belongs to no matrix that may have any"
+        )
         raise DamagedError(path, f"{FILE}: {odd[0]} {rule if odd[0] in there else 'is missing'}")
     ours = weights(base.model)
     targets = {found for module in wanted for each in module.ours if (found := target(each, ours[each]))}
-    adapter = Adapter(rank, alpha, rslora, sorted(targets))
+    if dora and targets & {"embedding", "head", "experts"}:
+        raise fields.wrong("use_dora", "means norms of the embedding's, the head's or experts' rows; megalite has none")
+    adapter = Adapter(rank, alpha, rslora, dora, sorted(targets))
     for module in known:
         if module not in wanted and any(target(each, ours[each]) in targets for each in module.ours):
             rule = f"has factors for {listing(sorted(targets), 'and')}, but none for {module.name}"
             raise InputError(f"{path / FILE}: {rule}; megalite has them in all layers, or in none")
     shares = {module: _shares(fields, module, adapter) for module in wanted}
-    return _opened(path, base.model, adapter, shares, Index(files.index.files, there), files.sizes), adapter
+    opened = _opened(path, base.model, adapter, shares, Index(files.index.files, there), files.sizes)
+    return replace(opened, norms=(-1, base) if dora else None), adapter
 
 
 def plan(found: Weights, dtype: str | None) -> OutputPlan:
@@ -116,7 +125,7 @@ def plan(found: Weights, dtype: str | None) -> OutputPlan:
     for module in chosen:
         first, *others = (PREFIX + factor_names(each)[0] for each in module.ours)
         shares = all(factors.shared.get(name) == first for name in others)
-        tensors |= module.table(adapter.rank, held, shares)
+        tensors |= module.table(adapter, held, shares)
         if not shares:
             ranks[module.short] = adapter.rank * len(module.ours)
             alphas[module.short] = _alpha(adapter, ranks[module.short])
@@ -132,7 +141,7 @@ def plan(found: Weights, dtype: str | None) -> OutputPlan:
         "rank_pattern": ranks,
         "alpha_pattern": alphas,
         "use_rslora": adapter.rslora,
-        "use_dora": False,
+        "use_dora": adapter.dora,
         "lora_dropout": 0.0,
         "bias": "none",
         "fan_in_fan_out": False,
@@ -197,7 +206,7 @@ def _opened(
     first, shared, within = dict[str, Theirs](), dict[str, str](), dict[str, Within]()
     with damage_of(path, FILE):
         for module, one_first in shares.items():
-            for name, theirs in module.table(adapter.rank, held, one_first).items():
+            for name, theirs in module.table(adapter, held, one_first).items():
                 if there.tensors[name].shape != theirs.shape:
                     raise ValueError(f"has {name} {list(there.tensors[name].shape)} instead of {list(theirs.shape)}")
                 if not isinstance(theirs, Factor):

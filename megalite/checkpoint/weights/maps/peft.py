@@ -4,7 +4,8 @@ PEFT has a pair of factors for a module of transformers, and for a parameter wit
 several of our matrices in one, such as Phi-3's `qkv_proj`, they share its first factor, and each has its rows of the
 second; or each has its own of the rank, and the second factor is block-diagonal. With E experts, the first factor is
 `[E · rank, in]`, one expert after another, and the second `[out, rank · E]`, whose columns are of experts in turns.
-PEFT's first factor of the embedding is our second one transposed, and the other way round.
+PEFT's first factor of the embedding is our second one transposed, and the other way round. With DoRA, PEFT has the norm
+of every row, and we what is added to that of the base's row.
 """
 
 from collections.abc import Iterator, Mapping
@@ -17,7 +18,7 @@ from megalite.checkpoint.weights.maps.family import Family
 from megalite.checkpoint.weights.maps.strips import Strip, Theirs, part
 from megalite.config.schema import Adapter, Config, Model
 from megalite.plan.model.weights import held_weights, weights
-from megalite.plan.parts.adapted import factor_names, target
+from megalite.plan.parts.adapted import factor_names, magnitude_name, target
 from megalite.plan.parts.part import Weight
 from megalite.plan.parts.roles import RoleKind
 
@@ -90,8 +91,20 @@ class Module:
             wrapper = wrapper.removesuffix(f".{self.short}") + INNER * (self.short != OUTER)
         return f"{BEGIN}{wrapper}.lora_A.weight", f"{BEGIN}{wrapper}.lora_B.weight"
 
-    def table(self, rank: int, held: Mapping[str, Weight], shares: bool) -> dict[str, Theirs]:
-        """Return the factors, as made of ours. held: our factors. shares: our matrices have one first factor."""
+    @property
+    def magnitude(self) -> str:
+        """The name of the norms of rows in PEFT's file."""
+        return f"{BEGIN}{self.name}.lora_magnitude_vector"
+
+    def table(self, adapter: Adapter, held: Mapping[str, Weight], shares: bool) -> dict[str, Theirs]:
+        """Return PEFT's tensors, as made of ours. held: our factors. shares: our matrices have one first factor."""
+        found = self._factors(adapter.rank, held, shares)
+        if adapter.dora:
+            strips = tuple(Strip(magnitude_name(name), rows, (0, 1)) for name, rows, _ in self.strips)
+            found[self.magnitude] = Theirs((sum(strip.height for strip in strips),), strips)
+        return found
+
+    def _factors(self, rank: int, held: Mapping[str, Weight], shares: bool) -> dict[str, Theirs]:
         pairs = [factor_names(each) for each in self.ours]
         if self.embedding:
             return {

@@ -278,17 +278,30 @@ def test_more_than_the_peak_is_an_error_that_names_the_figures() -> None:
     assert predict(config, H100).mfu < 1
 
 
-def test_weights_in_four_bits_take_a_pass_more_in_forward_and_in_backward() -> None:
+def added_by(key: str) -> tuple[float, float]:
+    """Seconds by which forward and backward of a layer of Llama 3 8B with adapters are longer with another key."""
     keys = ["run.device=cuda", "parallel.dp_shard=1", "batch.global=2", "batch.micro=1", "adapter.rank=16"]
-    found = {}
-    for base in ("compute", "nf4"):
-        config = load(["configs/model/llama3_8b.yaml"], [*keys, f"adapter.base={base}"])
-        found[base] = Timer(H100).layer(share_of(config, layer_kinds(config.model)[0]))
-    elements = 2 * 4096**2 + 2 * 1024 * 4096 + 3 * 14336 * 4096
-    expected = Timer(H100).kernels.passes(nf4_bytes(elements, torch.bfloat16))
-    plain, four_bits = found["compute"], found["nf4"]
-    assert four_bits.forward.total - plain.forward.total == pytest.approx(expected, rel=0.01)
-    assert four_bits.backward.total - plain.backward.total == pytest.approx(expected, rel=0.01)
+    times = []
+    for more in ([], [key]):
+        config = load(["configs/model/llama3_8b.yaml"], [*keys, *more])
+        times.append(Timer(H100).layer(share_of(config, layer_kinds(config.model)[0])))
+    plain, other = times
+    return other.forward.total - plain.forward.total, other.backward.total - plain.backward.total
+
+
+ELEMENTS = 2 * 4096**2 + 2 * 1024 * 4096 + 3 * 14336 * 4096  # of its matrices
+
+
+def test_weights_in_four_bits_take_a_pass_more_in_forward_and_in_backward() -> None:
+    expected = Timer(H100).kernels.passes(nf4_bytes(ELEMENTS, torch.bfloat16))
+    assert added_by("adapter.base=nf4") == pytest.approx((expected, expected), rel=0.01)
+
+
+def test_norms_of_rows_take_passes_over_outputs_and_one_over_weights() -> None:
+    """Outputs are read and written; backward reads them and two gradients, and writes a gradient and a product."""
+    outputs, passes = 8192 * (3 * 4096 + 2 * 1024 + 2 * 14336), Timer(H100).kernels.passes
+    expected = passes(2 * (ELEMENTS + 2 * outputs)), passes(2 * 6 * outputs)
+    assert added_by("adapter.dora=true") == pytest.approx(expected, rel=0.01)
 
 
 def test_bytes_of_passes_are_those_that_kernels_declare() -> None:

@@ -36,6 +36,7 @@ CASES: dict[str, tuple[dict[str, Any], int]] = {
     "full, tp": ({**LAYERS, **FULL, **TP}, 0),
     "zero2, selective, tp, muon": ({**LAYERS, **TP, **SELECTIVE, **MUON, **data("zero2", dp_shard=2)}, 0),
     "norms after, tied": ({**LAYERS, **POST, **TIED, **data("zero3", dp_shard=2)}, 0),
+    "rows, tp, full": ({**LAYERS, **TP, **ROWS, **FULL}, 0),
     "1f1b": ({**LAYERS, **pipeline("1f1b"), **data("zero3", dp_shard=2)}, 0),
     "last stage, tp": ({**LAYERS, **TP, **pipeline("1f1b"), **data("zero2", dp_shard=2)}, 1),
     "last stage has no layer": ({**pipeline("1f1b"), "model.layers": 2, **data("zero3", dp_shard=2)}, 1),

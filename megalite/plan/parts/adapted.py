@@ -272,6 +272,7 @@ class Adapted:
         widened += own if last else twice  # the second factor will need the gradient of the output, too
         alone = Moment(f"{moment.name} without factors", widened, held=held, where=moment.where)
         if last:
+            yield from self._made_again(sizes, moment, own)
             yield alone
         yield replace(
             moment,
@@ -283,6 +284,16 @@ class Adapted:
         )
         if here and not last:
             yield alone
+
+    def _made_again(self, sizes: Sizes, moment: Moment, own: int) -> Iterator[Moment]:
+        """The end of full recompute, which the last matrix begins when it has gathered its output's gradient.
+
+        Its own output and its adapter's are made once more, and its part's input is there whether it is kept or not.
+        """
+        if isinstance(self.part, SwiGLUPart) and not self.adapter.dora and sizes.t > 1:
+            given = 0 if any(pair.gathers for pair in self.pairs) else sizes.stream
+            again = max(own, sizes.gathered) + sizes.gathered + sizes.stream + given
+            yield Moment(f"{moment.name} made again", again, where="remade")
 
     def forward_transfers(self, sizes: Sizes, cp: int, phase: str) -> Transfers:
         found = self.part.forward_transfers(sizes, cp, phase) + self._sent(sizes, phase, "all_gather", "reduce_scatter")

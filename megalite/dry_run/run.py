@@ -45,6 +45,7 @@ from megalite.plan.memory.held import FILES, HOST_MEMORY, OUTSIDE_KINDS, STATES_
 from megalite.plan.memory.peak import enough_micro_batches, rank_memory
 from megalite.plan.parts.transfers import Transfer
 from megalite.plan.resolved import Plan, resolve
+from megalite.plan.state_streams import BUCKET_BYTES
 from megalite.train.build import Job, build, build_mesh
 from megalite.train.step import train_step
 
@@ -138,6 +139,8 @@ def count_step(job: Job, batch: Micros, fake: FakeTensorMode | None = None) -> t
     for hook in hooks:
         hook.remove()
     found = live.peak(apart=OUTSIDE_KINDS)
+    if kept_in == FILES and states:
+        found[HOST_MEMORY] += BUCKET_BYTES  # through which a save reads states
     if job.config.checkpoint.async_:
         copied = local_parts(State(job.stages, job.optimizer, job.config.adapter is not None).tensors())
         for name, part in copied.items():

@@ -1,8 +1,9 @@
 """A file without a name on a drive of this node, which holds what need not outlive the process.
 
-The file is gone when the process ends, however it ends, and no other process can open it. Its content is a tensor, by
-mapped memory: for reading and writing that need not be quick, as checkpoints do. `read` and `write` go past the page
-cache (O_DIRECT), where the file system can, so that they take the drive's rate and no memory.
+The file is gone when the process ends, however it ends, and no other process can open it. `read` and `write` go past
+the page cache (O_DIRECT), where the file system can, so that they take the drive's rate and no memory. A tensor tells
+which bytes of the file are meant. Its memory is the file's, mapped; but Linux ends a process that touches mapped memory
+when the drive fails (SIGBUS), so a run never does.
 """
 
 import logging
@@ -13,8 +14,9 @@ from contextlib import suppress
 from fcntl import F_GETFL, F_SETFL, fcntl
 from mmap import mmap
 from secrets import token_hex
+from threading import Lock
 from typing import Protocol
-from weakref import finalize
+from weakref import WeakSet, finalize
 
 import torch
 from torch import Tensor
@@ -23,6 +25,9 @@ from megalite.base.errors import InputError, Problem, Unhealthy
 from megalite.plan.state_streams import BLOCK, padded
 
 log = logging.getLogger("megalite")
+THREADS = 8  # threads of each rank that read and write files
+REQUEST_BYTES = 2 << 20  # bytes that a thread moves at a time
+_open = WeakSet["ScratchFile"]()
 
 
 class StateFile(Protocol):
@@ -35,10 +40,13 @@ class StateFile(Protocol):
         """`buffer`, of bytes, without up to a block at its ends: from an address on that `read` and `write` can use."""
 
     def read(self, source: Tensor, buffer: Tensor) -> None:
-        """Read a part of the file into `buffer`, bytes at an aligned address that are as many, in whole blocks."""
+        """Read a part of the file into `buffer`, bytes at an aligned address that are as many, in whole blocks.
+
+        The rest of the last block may have any content then.
+        """
 
     def write(self, buffer: Tensor, target: Tensor) -> None:
-        """Write `buffer`, as `read` has filled it, to a part of the file."""
+        """Write the first bytes of `buffer`, which is as for `read`, to a part of the file."""
 
 
 class ScratchFile:
@@ -56,6 +64,8 @@ class ScratchFile:
         self._bytes = torch.frombuffer(mmap(self._descriptor, max(size, BLOCK)), dtype=torch.uint8)
         self._start = self._bytes.data_ptr()
         self._ends: set[int] = set()  # where taken bytes end, behind which a block's rest is nobody's
+        self._sharing = Lock()  # held while a block is changed that parts share
+        _open.add(self)
         self.direct = _set_direct(self._descriptor)
         if not self.direct:
             log.warning("%s = %s: its file system has no O_DIRECT, so the page cache takes memory", key, folder)
@@ -70,23 +80,34 @@ class ScratchFile:
         first = -buffer.data_ptr() % BLOCK
         return buffer[first : first + len(buffer) - BLOCK]
 
+    def holds(self, tensor: Tensor) -> bool:
+        """Return whether the bytes of a tensor on the CPU are in this file."""
+        return 0 <= tensor.data_ptr() - self._start < len(self._bytes)
+
     def read(self, source: Tensor, buffer: Tensor) -> None:
         first = source.data_ptr() - self._start
-        if self._in_blocks(first, source.nbytes):
+        if first % BLOCK == 0:
             self._move(os.preadv, "read", buffer[: padded(source.nbytes)], first)
         else:
-            buffer[: source.nbytes].copy_(source.view(-1).view(torch.uint8))
+            _, there = self._blocks_around(first, source.nbytes)
+            buffer[: source.nbytes].copy_(there)
 
     def write(self, buffer: Tensor, target: Tensor) -> None:
         first = target.data_ptr() - self._start
-        if self._in_blocks(first, target.nbytes):
+        if first % BLOCK == 0 and (target.nbytes % BLOCK == 0 or first + target.nbytes in self._ends):
             self._move(os.pwritev, "written", buffer[: padded(target.nbytes)], first)
-        else:
-            target.view(-1).view(torch.uint8).copy_(buffer[: target.nbytes])
+            return
+        with self._sharing:
+            blocks, there = self._blocks_around(first, target.nbytes)
+            there.copy_(buffer[: target.nbytes])
+            self._move(os.pwritev, "written", blocks, first - first % BLOCK)
 
-    def _in_blocks(self, first: int, size: int) -> bool:
-        """Return whether a part of the file shares no block with another. Parts that do go through mapped memory."""
-        return first % BLOCK == 0 and (size % BLOCK == 0 or first + size in self._ends)
+    def _blocks_around(self, first: int, size: int) -> tuple[Tensor, Tensor]:
+        """Read the blocks that hold some bytes of the file; return them, and the bytes in them."""
+        before = first % BLOCK
+        blocks = pages(padded(before + size))
+        self._move(os.preadv, "read", blocks, first - before)
+        return blocks, blocks[before : before + size]
 
     def _move(self, move: Callable[[int, Sequence[memoryview], int], int], done: str, buffer: Tensor, at: int) -> None:
         """Read or write `buffer` at a byte of the file. The system may move fewer bytes at a time."""
@@ -105,6 +126,16 @@ class ScratchFile:
             f"{self.key} = {self.folder}: states at byte {at:,} cannot be {done}: {reason}; checkpoints are not "
             "touched: see to the drive or name another folder, and the same command goes on from the newest"
         )
+
+
+def file_of(tensor: Tensor) -> ScratchFile | None:
+    """The file of this process that has the bytes of a tensor; None: they are in memory."""
+    return next((file for file in _open if tensor.is_cpu and file.holds(tensor)), None)
+
+
+def pages(size: int) -> Tensor:
+    """`size` bytes of memory at an aligned address, which go back to the system with the tensor."""
+    return torch.frombuffer(mmap(-1, size), dtype=torch.uint8)
 
 
 class NoFile:

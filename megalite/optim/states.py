@@ -12,14 +12,11 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from megalite.optim.scratch_file import StateFile
+from megalite.optim.scratch_file import REQUEST_BYTES, THREADS, StateFile
 from megalite.optim.streams import Bucket, Resident, Source, Streams, as_bytes, split
 from megalite.parallel.host_memory import HostMemory
 from megalite.parallel.parameter import dtensor
 from megalite.plan.state_streams import BLOCK, BUCKET_BYTES, FILE_SLOTS, padded
-
-THREADS = 8  # threads of each rank that read and write files
-REQUEST_BYTES = 2 << 20  # bytes that a thread moves at a time
 
 
 class States(Protocol):
@@ -89,7 +86,8 @@ class HostStates:
 class FileStates:
     """Keeps states in `file`, through page-locked buffers of host memory on CUDA.
 
-    States are tensors in mapped memory, which checkpoints read and write as any other. Updates read and write past it.
+    States are tensors that tell which bytes of the file are theirs: updates stream them, and checkpoints use
+    `file_pieces`.
     """
 
     on_device = False

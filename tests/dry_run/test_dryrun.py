@@ -85,7 +85,7 @@ def test_states_in_files_take_no_memory_but_their_slots() -> None:
     assert there[FILES] == pytest.approx(2 * states, rel=1e-3), "and the copy of checkpoint.async"
     assert "optimizer states" not in there
     slots = there[HOST_MEMORY] - (here[HOST_MEMORY] - states)
-    assert slots == pytest.approx(FILE_SLOTS * BUCKET_BYTES, rel=1e-3)
+    assert slots == pytest.approx((FILE_SLOTS + 1) * BUCKET_BYTES, rel=1e-3), "one more is read by a save"
 
 
 def test_a_few_micro_batches_stand_for_many() -> None:

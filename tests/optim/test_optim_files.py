@@ -9,19 +9,20 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
-from file_cases import CASES, STEPS, case, differences, in_files, placed, small_slots
+from file_cases import CASES, SPARSE, STEPS, case, differences, in_files, placed, small_slots
 from ranks import Ranks
-from toy_jobs import advance, load_and_train, make, one_rank, parts, progress_at, saver
+from toy_jobs import advance, load_and_train, make, one_rank, parts, progress_at, restorer, save, saver
 
 from megalite.base.errors import InputError, Unhealthy
 from megalite.config.layout import Layout
-from megalite.optim import scratch_file
+from megalite.optim import file_pieces, scratch_file
 from megalite.optim.scratch_file import ScratchFile
 from megalite.plan.state_streams import BLOCK
 
@@ -105,6 +106,56 @@ def test_a_drive_that_fails_ends_training_with_one_message_and_the_checkpoint_go
         with small_slots():
             *_, again, _ = load_and_train(placed(config, str(scratch)), tmp_path / "step-00000002", STEPS)
         assert again == losses[2:]
+
+
+@pytest.mark.parametrize("copied", [True, False], ids=["async", "at once"])
+@pytest.mark.parametrize(("which", "done"), [("preadv", "read"), ("pwritev", "written")])
+def test_a_drive_that_fails_while_a_checkpoint_uses_it_ends_with_the_same_message(
+    which: str, done: str, copied: bool, tmp_path: Path
+) -> None:
+    config = replace(HERE["adamw"], checkpoint=replace(HERE["adamw"].checkpoint, async_=copied))
+    (scratch := tmp_path / "scratch").mkdir()
+    rule = rf"optim\.placement = {scratch}: states at byte [0-9,]+ cannot be {done}: Input/output error"
+    with one_rank():
+        losses = advance(make(config), 0, STEPS)
+        job = in_files(config, scratch)
+        advance(job, 0, 2)
+        whole = save(job, tmp_path, 2)
+        if which == "preadv" or copied:  # a save at once only reads
+            with pytest.raises(Unhealthy, match=rule), moves(which, failing(errno.EIO)):
+                save(job, tmp_path, 3)
+        assert [*tmp_path.glob("step-*")] == [whole]
+        if which == "pwritev":
+            job = in_files(config, scratch)
+            with moves(which, failing(errno.EIO)), pytest.raises(Unhealthy, match=rule):
+                restorer(job).all(whole)
+        *_, again, _ = load_and_train(config, whole, STEPS)
+    assert again == losses[2:]
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon", "experts"])
+def test_a_run_touches_no_mapped_memory_of_a_file(name: str, tmp_path: Path) -> None:
+    """Were the drive to fail there, Linux would end the process."""
+    config = (HERE | {"experts": case(Layout(), optimizer="muon", model=SPARSE)})[name]
+    mapped = scratch_file.mmap
+
+    def elsewhere(descriptor: int, size: int) -> Any:
+        return mapped(-1, size)
+
+    with one_rank(), small_slots(), patch.object(file_pieces, "BUCKET_BYTES", 5000):
+        here = make(config)
+        losses = advance(here, 0, STEPS)
+        with patch.object(scratch_file, "mmap", elsewhere):
+            job = make(placed(config, str(tmp_path)))
+            assert advance(job, 0, 2) == losses[:2]
+            with saver(job, tmp_path) as writer:
+                writer.save(progress_at(job, 2))
+                assert advance(job, 2, STEPS) == losses[2:]
+                writer.finish()
+            again = make(placed(replace(config, run=replace(config.run, seed=99)), str(tmp_path)))
+            restorer(again, job.config).all(tmp_path / "step-00000002")
+            assert advance(again, 2, STEPS) == losses[2:]
+        assert same(load_and_train(config, tmp_path / "step-00000002", STEPS)[-1], parts(here))
 
 
 def test_a_folder_that_vanishes_costs_nothing(tmp_path: Path) -> None:

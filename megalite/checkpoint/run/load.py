@@ -24,10 +24,13 @@ from megalite.checkpoint.weights.formats.opened import Weights
 from megalite.checkpoint.weights.merged import BASE
 from megalite.checkpoint.weights.missing_tensors import FLOATS, differences
 from megalite.checkpoint.weights.read import check_base, reader_of, refuse_other_base
-from megalite.checkpoint.weights.reader import Reader
+from megalite.checkpoint.weights.reader import Reader, part_of
 from megalite.checkpoint.weights.sources import newest, open_weights, resolved
 from megalite.config.schema import Config
 from megalite.model.fingerprint import MODULUS
+from megalite.optim.file_pieces import buckets, filled
+from megalite.optim.scratch_file import file_of
+from megalite.optim.states import local
 from megalite.parallel.fsdp import parameter_dtype
 from megalite.parallel.hashes import signed
 
@@ -167,12 +170,13 @@ class Restorer:
             raise DamagedError(path, f"{INDEX} does not have the tensors of its model: {differ}")
         with damage_of(path, INDEX):
             tensors |= empty_progress(reader.index, more=(BASE,) if self.state.adapted else ())
-        reader.fill(tensors)
-        try:
-            refuse_poisoned(tensors)
-            refuse_negative_squares(tensors)
-        except ValueError as error:
-            raise DamagedError(path, str(error)) from None
+        in_files = {name for name, tensor in tensors.items() if file_of(local(tensor)) is not None}
+        in_memory = {name: tensor for name, tensor in tensors.items() if name not in in_files}
+        reader.fill(in_memory)
+        _refuse_impossible(path, in_memory)
+        reader.check(in_files)
+        for name in sorted(in_files):
+            _fill_in_file(reader, name, tensors[name])
 
     def _fill_base(self, reader: Reader) -> dict[str, int]:
         """Fill this rank's part of the base, and return its numbers. Raises DamagedError."""
@@ -198,6 +202,24 @@ def opened(source: str, base: str | None) -> Weights:
     found = open_weights(source, base=base)
     check_base(found)
     return found
+
+
+def _fill_in_file(reader: Reader, name: str, tensor: Tensor) -> None:
+    """Fill this rank's part of a state that is in a file. Raises DamagedError, and Unhealthy when its drive fails."""
+    part, (first, *others) = part_of(tensor)
+    for rows in buckets(part):
+        with filled(part[rows]) as values:
+            reader.fill_parts([(name, values, (first + rows.start, *others))])
+            _refuse_impossible(reader.path, {name: values})
+
+
+def _refuse_impossible(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Raises DamagedError for values that no run can have come to."""
+    try:
+        refuse_poisoned(tensors)
+        refuse_negative_squares(tensors)
+    except ValueError as error:
+        raise DamagedError(path, str(error)) from None
 
 
 def _fill_factors(found: Weights, tensors: dict[str, Tensor]) -> None:

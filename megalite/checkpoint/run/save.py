@@ -1,6 +1,6 @@
 """Saving: the state is staged to the host, written in the background, and published by one rename when on the disk."""
 
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
@@ -40,6 +40,7 @@ from megalite.checkpoint.weights.merged import BASE
 from megalite.config.convert import to_plain
 from megalite.config.layout import AXES
 from megalite.config.schema import Config
+from megalite.optim.file_pieces import buckets, in_memory
 from megalite.optim.interface import rate_of
 from megalite.optim.scratch_file import ScratchFile
 from megalite.parallel.parameter import box
@@ -70,26 +71,34 @@ Part = tuple[list[WriteResult], Index, dict[str, File]]  # results, index and fi
 
 
 class Planner(DefaultSavePlanner):
-    """Plans with DTensors, and writes the tensors that are staged for them."""
+    """Plans with DTensors, those in files cut into buckets, and writes the tensors that are staged for them."""
 
     staged: Mapping[str, Tensor]
+    rows: dict[MetadataIndex, slice]  # of a staged tensor, which an item holds
 
     def create_local_plan(self) -> SavePlan:
-        plan = super().create_local_plan()
-        return replace(plan, items=[_placed(item, self.state_dict[item.index.fqn]) for item in plan.items])
+        plan, self.rows = super().create_local_plan(), {}
+        return replace(plan, items=[each for item in plan.items for each in self._placed(item)])
 
     def lookup_object(self, index: MetadataIndex) -> Any:
-        return self.staged[index.fqn].contiguous()  # the index tells of whole rows
+        part = self.staged[index.fqn]
+        rows = self.rows.get(index)
+        return in_memory(part if rows is None else part[rows]).contiguous()  # the index tells of whole rows
 
-
-def _placed(item: WriteItem, tensor: Any) -> WriteItem:
-    """Give `item` the place of this rank's part of a DTensor, which DCP does not know if the DTensor is `cut`."""
-    if not isinstance(tensor, DTensor):
-        return item
-    assert item.tensor_data is not None
-    sizes, offsets = map(torch.Size, box(tensor))
-    data = replace(item.tensor_data, chunk=ChunkStorageMetadata(offsets, sizes))
-    return replace(item, index=MetadataIndex(item.index.fqn, offsets), tensor_data=data)
+    def _placed(self, item: WriteItem) -> Iterator[WriteItem]:
+        """Give `item` the place of this rank's part of a DTensor, which DCP does not know if the DTensor is `cut`."""
+        tensor = self.state_dict[item.index.fqn]
+        if not isinstance(tensor, DTensor):
+            yield item
+            return
+        assert item.tensor_data is not None
+        sizes, offsets = box(tensor)
+        for rows in buckets(tensor.to_local()):
+            first = torch.Size([offsets[0] + rows.start, *offsets[1:]])
+            chunk = ChunkStorageMetadata(first, torch.Size([rows.stop - rows.start, *sizes[1:]]))
+            index = MetadataIndex(item.index.fqn, first)
+            self.rows[index] = rows
+            yield replace(item, index=index, tensor_data=replace(item.tensor_data, chunk=chunk))
 
 
 def _bytes_of(plan: SavePlan) -> int:
@@ -359,9 +368,11 @@ class Saver:
                 return publisher.publish(Path(writer.path), final, self._finish(writer, plan, progress, written))
 
             size, problems = self._group.once(publish)
-        except (ValueError, ElsewhereError) as error:  # on all ranks; a lost peer is something else
+        except (ValueError, ElsewhereError, Unhealthy) as error:  # on all ranks; a lost peer is something else
             if self._group.leads and partial is not None:
                 publisher.discard(partial)
+            if isinstance(error, Unhealthy):  # states are lost, so a later save would fail as well
+                raise
             poisoned = isinstance(error, PoisonedError)
             return Failed(progress.step, str(error) if poisoned else f"{final}: {error}", poisoned)
         return Saved(progress.step, final, size, monotonic() - began, problems)

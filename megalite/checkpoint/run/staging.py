@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from megalite.checkpoint.store.state import is_state
+from megalite.optim.file_pieces import copy
 from megalite.optim.interface import Optimizer
 from megalite.optim.scratch_file import ScratchFile
 from megalite.parallel.host_memory import HostMemory
@@ -45,7 +46,7 @@ class Staging:
             beside = torch.cuda.stream(stream)
         with beside:
             for name, tensor in tensors.items():
-                self._copies[name].copy_(tensor, non_blocking=True)
+                copy(tensor, self._copies[name])
         self._ready = stream.record_event() if stream is not None else None
         return self._copies
 

@@ -6,6 +6,9 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from megalite.optim.file_pieces import buckets, in_memory
+from megalite.optim.scratch_file import file_of
+
 LISTED_NAMES = 3  # names in a message
 SQUARES_PREFIX = "optimizer.exp_avg_sq."  # begins the name of what AdamW takes the root of
 
@@ -23,15 +26,22 @@ def not_finite(tensors: Mapping[str, Tensor]) -> list[str]:
     """
     parts = {name: _part(tensor) for name, tensor in tensors.items()}
     alike: dict[tuple[torch.device, torch.dtype], list[str]] = {}
+    in_files: list[str] = []
     for name, part in parts.items():
-        if part.numel() and part.is_floating_point():
+        if file_of(part) is not None:
+            in_files.append(name)
+        elif part.numel() and part.is_floating_point():
             alike.setdefault((part.device, part.dtype), []).append(name)
-    found: set[str] = set()
+    found = {name for name in in_files if not _finite_in_file(parts[name])}
     for names in alike.values():
         finite = torch.stack(torch._foreach_norm([parts[name] for name in names])).isfinite().tolist()
         suspects = (name for name, fine in zip(names, finite, strict=True) if not fine)
         found.update(name for name in suspects if not parts[name].isfinite().all())
     return [name for name in tensors if name in found]
+
+
+def _finite_in_file(part: Tensor) -> bool:
+    return all(bool(in_memory(part[rows]).isfinite().all()) for rows in buckets(part))
 
 
 def refuse_poisoned(tensors: Mapping[str, Tensor]) -> None:

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from megalite.base.errors import InputError
+from megalite.base.errors import InputError, Unhealthy
 
 T = TypeVar("T")
 WRITE_TIMEOUT = timedelta(
@@ -74,7 +74,7 @@ class HostGroup:
 def _attempt(call: Callable[[], T], rank: int) -> tuple[T | None, Exception | None]:
     try:
         return call(), None
-    except ValueError as error:  # bad input and damage
+    except (ValueError, Unhealthy) as error:  # bad input and damage; a drive that has lost states
         return None, error
     except OSError as error:  # refusals of the file system
         return None, InputError(str(error))

@@ -10,7 +10,9 @@ from torch.distributed.tensor import DTensor
 from megalite.checkpoint.store.index import Index
 from megalite.checkpoint.store.progress import Progress, impossible
 from megalite.model.fingerprint import fingerprint
+from megalite.optim.file_pieces import copy
 from megalite.optim.interface import Optimizer
+from megalite.optim.states import local
 from megalite.parallel.gradients import counts
 from megalite.parallel.parameter import Parameter, box, cut, extra_state, parameters
 from megalite.plan.parts.roles import EMBEDDING
@@ -68,9 +70,9 @@ class State:
             whole, sizes, first = each.values()
             values = torch.empty(sizes)
             fill([(f"model.{each.name}", values, first)])
-            local = each.value.to_local()
-            values = values.to(local.device)
-            local.copy_(quantize_nf4(values))
+            packed = each.value.to_local()
+            values = values.to(packed.device)
+            packed.copy_(quantize_nf4(values))
             found[""] += counts(each.value) and fingerprint(each.name, values, whole, first)
         return found
 
@@ -117,8 +119,8 @@ class State:
     def loaded_weights(self) -> None:
         """Copy the weights, once they are filled, to copies that `weights()` does not list."""
         for first, *copies in self._named().values():
-            for copy in copies:
-                copy.value.copy_(first.value)
+            for each in copies:
+                each.value.copy_(first.value)
 
     def loaded(self, updates: int) -> None:
         """Fill what `tensors()` does not list, once what it lists is filled; `updates` were taken before."""
@@ -130,10 +132,10 @@ class State:
             states = self.optimizer.states_of(first.value)
             if STEP_COUNT in states:
                 states[STEP_COUNT].fill_(updates)
-            for copy in copies:
-                others = self.optimizer.states_of(copy.value)
+            for each in copies:
+                others = self.optimizer.states_of(each.value)
                 for name, tensor in states.items():
-                    others[name].copy_(tensor)
+                    copy(local(tensor), local(others[name]))
 
     def _factors(self) -> set[str]:
         return {f"model.{name}" for name, (first, *_) in self._named().items() if first.role.adapts}

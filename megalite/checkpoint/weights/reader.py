@@ -72,7 +72,7 @@ class Reader:
         for name, tensor in tensors.items():
             if (there := self.index.tensors[name].shape) != tuple(tensor.shape):
                 raise DamagedError(self.path, f"{self.source} has {name} {list(there)} instead of {list(tensor.shape)}")
-        self.fill_parts((name, *_part(tensor)) for name, tensor in tensors.items())
+        self.fill_parts((name, *part_of(tensor)) for name, tensor in tensors.items())
 
     def fill_parts(self, parts: Iterable[tuple[str, Tensor, Sequence[int]]]) -> None:
         """Fill parts of tensors that were checked, each given by name, target, and its first element's place."""
@@ -151,7 +151,7 @@ def allocated(path: Path, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         raise InputError(f"{path}: takes {asked:,} bytes of memory at a time, more than there is") from None
 
 
-def _part(tensor: Tensor) -> tuple[Tensor, Sequence[int]]:
+def part_of(tensor: Tensor) -> tuple[Tensor, Sequence[int]]:
     """Return this rank's part of a tensor, and the place of its first element."""
     if not isinstance(tensor, DTensor):
         return tensor, [0] * tensor.ndim

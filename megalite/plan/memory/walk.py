@@ -8,7 +8,7 @@ from megalite.plan.memory.held import HOST_MEMORY, Group, Held, PartKey
 from megalite.plan.muon import step_temporaries
 from megalite.plan.parts.part import Moment
 from megalite.plan.resolved import Plan
-from megalite.plan.state_streams import BLOCK, FILE_SLOTS
+from megalite.plan.state_streams import BLOCK, BUCKET_BYTES, FILE_SLOTS
 from megalite.plan.units import Item, Unit
 from megalite.schedule.actions import SEND_KINDS, Action, Exchange, Kind
 from megalite.schedule.reductions import reductions
@@ -52,8 +52,9 @@ class Walk(Held):
                 self._hold_states(stage, index)
                 if self.config.checkpoint.async_ and not self._is_second_copy(stage, part):
                     self._hold_saved(stage, index)
-        if self.config.optim.place == "files":
-            self._hold(HOST_MEMORY, "buffers", FILE_SLOTS * (self._slot_bytes + BLOCK) if self._slot_bytes else 0)
+        if self.config.optim.place == "files" and self._slot_bytes:
+            self._hold(HOST_MEMORY, "buffers", FILE_SLOTS * (self._slot_bytes + BLOCK))
+            self._hold(HOST_MEMORY, "checkpoint", BUCKET_BYTES)  # through which a save reads states
         self._hold("activations", "attention", self.sizes.angles)
         casts = sum(part.times * part.casts for parts in self.parts.values() for part in parts)
         casts = 0 if self.states.mode == "zero3" else casts  # weights are cast once a step, and freed before the update

@@ -26,6 +26,7 @@ from megalite.model.router import Router
 from megalite.optim import muon
 from megalite.optim.muon import Muon
 from megalite.optim.newton_schulz import scale
+from megalite.optim.scratch_file import ScratchFile
 from megalite.parallel import gradients, linear, recompute
 from megalite.parallel.gradients import Gradients
 from megalite.parallel.pipeline import Pipeline
@@ -279,3 +280,7 @@ def norm_kernel_that_forgets_epsilon() -> AbstractContextManager[Any]:
     module = importlib.import_module("megalite_kernels.rms_norm")  # the package has the function by this name
     correct = module.launch_forward
     return patch.object(module, "launch_forward", lambda x, add, weight, eps: correct(x, add, weight, 0.0))
+
+
+def states_that_are_not_written() -> AbstractContextManager[Any]:
+    return patch.object(ScratchFile, "write", lambda file, buffer, target: None)

@@ -129,6 +129,14 @@ def test_without_a_fault_the_same_configurations_pass(ranks: Ranks) -> None:
         assert all(difference.passed for difference in ranks.run(compare, config, 3, 1e-10)[0])
 
 
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_states_in_files_are_compared_with_states_on_the_device(name: str, ranks: Ranks, tmp_path: Path) -> None:
+    config = replace(configuration(dp_shard=2, tp=2), optim=Optim(name, placement=str(tmp_path)))
+    assert all(difference.passed for difference in ranks.run(compare, config, 3, 1e-10)[0])
+    lost = ranks.run(faults.compare_with, faults.states_that_are_not_written, config)[0]
+    assert {found.quantity for found in lost if not found.passed} >= {"loss", "weights after 3 steps"}
+
+
 def test_orders_that_were_searched_pass(ranks: Ranks) -> None:
     assert any(table_of(config).splits_backward for config in ORDERED)
     for config in ORDERED:

@@ -75,6 +75,19 @@ def test_a_rollback_that_fails_again_goes_one_checkpoint_further_back(tmp_path: 
     assert any(told in line for line in notes.said)
 
 
+def test_a_rollback_reads_states_into_files_again(tmp_path: Path) -> None:
+    here = config("rollback")
+    (scratch := tmp_path / "scratch").mkdir()
+    there = replace(here, optim=replace(here.optim, placement=str(scratch)))
+    curves = []
+    for settings in (here, there):
+        (folder := tmp_path / settings.optim.place).mkdir()
+        notes, error = trained(settings, folder, lambda step, bad: step == 5 and bad == 0)
+        assert (error, rollbacks(notes)) == ("", [(5, 4)])
+        curves.append((notes.curve("loss"), notes.curve("parameter_norm")))
+    assert curves[0] == curves[1]
+
+
 def test_a_rollback_that_got_further_than_the_last_goes_to_the_newest(tmp_path: Path) -> None:
     notes, error = trained(config("rollback"), tmp_path, lambda step, bad: step == 5 + bad and bad < 3)
     assert error == ""

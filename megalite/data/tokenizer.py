@@ -32,6 +32,7 @@ EOD_NAMES = (
     "<|im_end|>",
 )
 COMPANION_FILES = ("tokenizer_config.json", "special_tokens_map.json")  # files of transformers that may name that token
+TEMPLATE_FILE = "chat_template.jinja"  # file beside a tokenizer that may have its chat template
 MAX_COMPANION_BYTES = 16 << 20  # bytes of such a file
 BLANK = "\u2581"  # stands for a blank in the pieces of SentencePiece
 MAX_BYTES = 1 << 30  # bytes of a tokenizer's file

@@ -24,7 +24,7 @@ class Prompt:
 
     where: str  # in messages
     text: str | None
-    tokens: tuple[int, ...] = ()  # instead of a text
+    tokens: tuple[int, ...] = ()  # to be taken instead of the text's
 
 
 def prompt_of(text: str) -> Prompt:
@@ -44,13 +44,18 @@ def read_prompt(file: str) -> Prompt:
 
 def read_prompts(file: str) -> list[Prompt]:
     """The prompts of JSON Lines, or of a `.txt` the lines. Blank lines count for nothing. Raises InputError."""
+    read = _plain if file.endswith(".txt") else _parsed
+    return [read(line, place) for place, line in read_lines(file)]
+
+
+def read_lines(file: str) -> list[tuple[str, bytes]]:
+    """The lines of a file of prompts that are not blank, at least one, each with its place. Raises InputError."""
     where = STDIN if file == "-" else f"--prompts {file}"
     with _opened(file, where, "--prompts") as stream:
         lines = list(_lines(stream, where))
     if not lines:
         raise InputError(f"{where}: has no prompt")
-    read = _plain if file.endswith(".txt") else _parsed
-    return [read(line, place) for place, line in lines]
+    return lines
 
 
 def requests(
@@ -89,7 +94,7 @@ def requests(
 
 
 def _tokens(prompt: Prompt, tokenizer: Tokenizer, end: int | None, length: int, begin: Sequence[int]) -> list[int]:
-    if prompt.text is None:
+    if prompt.tokens or prompt.text is None:
         if (largest := max(prompt.tokens)) >= tokenizer.vocab_size:
             raise InputError(f"{prompt.where}: token {largest} is outside the tokenizer's {tokenizer.vocab_size:,}")
         return list(prompt.tokens)

@@ -22,6 +22,8 @@ from megalite.inference.prompts import Prompt, prompt_of, read_prompt, read_prom
 from megalite.inference.ranks import ComputeSetup, add_options, alone, run
 from megalite.inference.source import Opened, open_newest, open_tokenizer, to_open
 from megalite.inference.write import show, stream, write_lines
+from megalite_tools.checkpoint.chat_prompts import read_conversations, rendered, user_turn
+from megalite_tools.data.conversations import Conversation
 
 COMMAND, MODULE = "megalite-generate", "megalite_tools.checkpoint.generate"
 
@@ -44,6 +46,14 @@ def _parser() -> argparse.ArgumentParser:
         help='many of them: JSON Lines of {"prompt": TEXT} or {"tokens": [IDS]}, or the lines of a .txt; -: standard '
         "input. Answered in JSON Lines",
     )
+    parser.add_argument(
+        "--chat",
+        action="store_true",
+        help="answer conversations by the tokenizer's chat template: the prompt is the user's message, and lines of "
+        "--prompts have messages, as megalite-prepare-data --chat reads them",
+    )
+    parser.add_argument("--system", metavar="TEXT", help="with --chat: system message of conversations that have none")
+    parser.add_argument("--template", metavar="FILE", help="with --chat: use this chat template, in Jinja")
     parser.add_argument("--samples", type=int, default=1, metavar="N", help="texts for every prompt (default: 1)")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write JSON Lines to this file, whole or not at all")
     parser.add_argument("--tokens", type=int, default=100, metavar="N", help="tokens to write (default: 100)")
@@ -80,6 +90,9 @@ def _parser() -> argparse.ArgumentParser:
 
 def _main(arguments: list[str], options: argparse.Namespace) -> int:
     draw = _draw(options)
+    for name in ("system", "template"):
+        if getattr(options, name) is not None and not options.chat:
+            raise InputError(f"--{name}: is for --chat; add it, or leave this out")
     if "-" in (options.prompts, options.prompt_file) and not alone(options):
         raise InputError("standard input is for a single rank; give the prompts in a file")
     if options.out is not None:
@@ -106,10 +119,11 @@ def _draw(options: argparse.Namespace) -> Draw:
     return Draw(options.temperature, options.top_k, options.top_p, options.seed)
 
 
-def _prompts(options: argparse.Namespace) -> list[Prompt]:
+def _prompts(options: argparse.Namespace) -> list[Prompt] | list[Conversation]:
     if options.prompts is not None:
-        return read_prompts(options.prompts)
-    return [prompt_of(options.prompt) if options.prompt_file is None else read_prompt(options.prompt_file)]
+        return read_conversations(options.prompts) if options.chat else read_prompts(options.prompts)
+    prompt = prompt_of(options.prompt) if options.prompt_file is None else read_prompt(options.prompt_file)
+    return [user_turn(prompt)] if options.chat else [prompt]
 
 
 def _work(options: argparse.Namespace, draw: Draw, place: ComputeSetup) -> int:
@@ -127,7 +141,7 @@ def _work(options: argparse.Namespace, draw: Draw, place: ComputeSetup) -> int:
 def _write(
     options: argparse.Namespace,
     draw: Draw,
-    prompts: list[Prompt],
+    asked: list[Prompt] | list[Conversation],
     place: ComputeSetup,
     adapter: str | None,
     lines: list[str],
@@ -137,30 +151,35 @@ def _write(
 
     adapter: what is told beside the texts, where there is one.
     """
-    tokenizers: list[Tokenizer] = []  # tokenizer of the rank that leads
+    leading: list[tuple[Tokenizer, list[Prompt]]] = []  # the tokenizer and prompts of the rank that leads
 
-    def ask() -> tuple[list[Request], list[str], int, int | None]:
+    def ask() -> tuple[list[Request], list[str], int, int | None, frozenset[int]]:
         tokenizer, end = open_tokenizer(opened, options.tokenizer)
-        tokenizers.append(tokenizer)
+        chats = [each for each in asked if isinstance(each, Conversation)]
+        prompts, turn = [each for each in asked if isinstance(each, Prompt)], None
+        if chats:
+            prompts, turn = rendered(chats, tokenizer, options.template, options.system)
+        leading.append((tokenizer, prompts))
         length = opened.model.sequence_length
         begin = tokenizer.begin if opened.begins else ()
-        asked, warnings = requests(prompts, tokenizer, end, length, options.tokens, options.samples, begin)
-        return asked, warnings, tokenizer.vocab_size, None if options.ignore_end else end
+        found, warnings = requests(prompts, tokenizer, end, length, options.tokens, options.samples, begin)
+        if options.ignore_end:
+            return found, warnings, tokenizer.vocab_size, None, frozenset()
+        return found, warnings, tokenizer.vocab_size, end, opened.ends | ({turn} if turn is not None else set())
 
     check_layout(opened.model, place.mesh.layout)
-    asked, warnings, vocabulary, end = place.group.once(ask)
+    texts, warnings, vocabulary, end, ends = place.group.once(ask)
     engine = Engine(opened.model, place.mesh, place.dtype)
     opened.fill(State({engine.stage: engine.decoder}), place.group)
     timings = [Timing()]
-    ends = frozenset() if options.ignore_end else opened.ends
-    mine = asked[place.mesh.dp_rank :: place.mesh.layout.dp]
+    mine = texts[place.mesh.dp_rank :: place.mesh.layout.dp]
     here = generate(engine, mine, draw, options.batch, vocabulary, end, timings[0], lambda new: new[-1] in ends)
     drawn = _of_all(here, place, timings)
     if not place.leads:
         for _ in drawn:
             pass
         return
-    (tokenizer,) = tokenizers
+    ((tokenizer, prompts),) = leading
     print(printable(f"tokenizer: {tokenizer.path}"), file=sys.stderr)
     for warning in warnings:
         _warn(warning)
@@ -168,7 +187,8 @@ def _write(
     if options.prompts is None and options.samples == 1 and options.out is None:
         if adapter is not None:
             print(printable(f"── {adapter}"), flush=True)
-        show(prompts[0].text or "")
+        if not options.chat:
+            show(prompts[0].text or "")
         stream(tokenizer, prompts[0], drawn)
     else:
         write_lines(prompts, options.samples, tokenizer, drawn, write, {} if adapter is None else {"adapter": adapter})

@@ -19,7 +19,7 @@ import numpy as np
 from megalite.base.errors import InputError
 from megalite.data.store import token_dtype
 from megalite.data.tokenizer import Tokenizer, load_tokenizer
-from megalite_tools.data.chat_template import NO_TEMPLATE, ChatTemplate, Source, TemplateError
+from megalite_tools.data.chat_template import NO_TEMPLATE, PROBE, ChatTemplate, Source, TemplateError
 from megalite_tools.data.conversations import Conversation, parts_text, read_chat
 from megalite_tools.data.documents import Reject
 from megalite_tools.data.encode import BATCH_CHARACTERS, BATCH_DOCUMENTS, Encoded, in_workers
@@ -109,6 +109,28 @@ def encode_chat(tokenizer: Tokenizer, template: ChatTemplate, chat: Conversation
     return ids, trained
 
 
+def encode_prompt(tokenizer: Tokenizer, template: ChatTemplate, chat: Conversation) -> tuple[str, list[int]]:
+    """Text and tokens of a conversation with the prompt for an answer. Raises as `encode_chat` does."""
+    _refuse_forged(_marks(tokenizer, template), chat)
+    template.check_tools(chat.messages, chat.tools)
+    with _limited():
+        text = template.text(chat.messages, chat.tools, chat.variables, ask=True)
+    return text, tokenizer.encode_marked(text)[0]
+
+
+def end_of_turn(tokenizer: Tokenizer, template: ChatTemplate) -> int | None:
+    """The token with which a template ends the assistant's turn; None: it ends with text, or the template fails."""
+    turns = [{"role": "user", "content": PROBE}, {"role": "assistant", "content": PROBE}]
+    try:
+        with _limited():
+            behind = template.text(turns).rpartition(PROBE)[2].lstrip()
+    except TemplateError:
+        return None
+    tokens, places = tokenizer.encode_marked(behind)
+    names = {*tokenizer.specials, *tokenizer.written}
+    return tokens[0] if tokens and behind[slice(*places[0])] in names else None
+
+
 def encode_texts(tokenizer: Tokenizer, prompt: str, completion: str) -> tuple[list[int], list[bool]]:
     """Tokens of two texts as one, and whether each is of the second. Special tokens stand for themselves in both."""
     begin = tokenizer.begin
@@ -181,13 +203,16 @@ def _opened(encoding: ChatEncoding) -> tuple[Tokenizer, ChatTemplate | None]:
     ):  # a lower limit is in force, or no Linux
         limit = int(file.read().split()[0]) * resource.getpagesize() + MEMORY
         resource.setrlimit(resource.RLIMIT_AS, (limit, resource.getrlimit(resource.RLIMIT_AS)[1]))
-    if encoding.template is None:
-        return tokenizer, None
+    return tokenizer, None if encoding.template is None else compiled(encoding.template)
+
+
+def compiled(source: Source) -> ChatTemplate:
+    """The template of a source. Raises InputError if it is none."""
     try:
         with _limited():
-            return tokenizer, ChatTemplate(encoding.template)
+            return ChatTemplate(source)
     except TemplateError as error:
-        raise InputError(f"{encoding.template.path}: not a chat template: {error}") from error
+        raise InputError(f"{source.path}: not a chat template: {error}") from error
 
 
 def _batches(chats: Iterable[str]) -> Iterator[list[str]]:

@@ -20,10 +20,9 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
 
 from megalite.base.errors import InputError
 from megalite.base.files import exists, is_file, read_object
-from megalite.data.tokenizer import COMPANION_FILES, MAX_COMPANION_BYTES
+from megalite.data.tokenizer import COMPANION_FILES, MAX_COMPANION_BYTES, TEMPLATE_FILE
 from megalite_tools.data.conversations import Message, parts_text
 
-TEMPLATE_FILE = "chat_template.jinja"
 NO_TEMPLATE = (
     f"no chat template: neither {TEMPLATE_FILE} nor `chat_template` in tokenizer_config.json is beside it; name a file "
     "with --template"

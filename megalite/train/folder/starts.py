@@ -26,7 +26,7 @@ from megalite.checkpoint.weights.formats.tokenizer import kept_tokenizer
 from megalite.config.identity import digest_of
 from megalite.config.load import dump
 from megalite.config.schema import Config
-from megalite.data.tokenizer import tokenizer_hash
+from megalite.data.tokenizer import COMPANION_FILES, TEMPLATE_FILE, tokenizer_hash
 from megalite.schedule.actions import Table
 from megalite.schedule.file import write
 from megalite.train.folder.secrets import command_without_secrets, relevant
@@ -84,15 +84,20 @@ def record_start(
 
 
 def keep_tokenizer(tokenizer: Path, run: Path, later: Path) -> None:
-    """Copy a tokenizer and its settings into the run folder `run`, or if that has another into the folder `later`."""
+    """Copy a tokenizer, its settings and its chat template into the run folder `run`.
+
+    later: the folder for it if the run folder has another one.
+    """
     if (kept := kept_tokenizer(run)) is not None and tokenizer_hash(kept) == tokenizer_hash(tokenizer):
         return
     folder = run / "tokenizer" if kept is None else later
     folder.mkdir(parents=True, exist_ok=True)
-    settings = tokenizer.with_name("tokenizer_config.json")
-    for source in (settings, tokenizer):  # the tokenizer last: where it is, its settings are
+    for source in (
+        *map(tokenizer.with_name, (*COMPANION_FILES, TEMPLATE_FILE)),
+        tokenizer,
+    ):  # the tokenizer last: where it is, its settings are
         if source.exists():
-            if source is settings:  # the user has named the other
+            if source is not tokenizer:  # which the user has named
                 check_copied(source)
             write_whole(folder / source.name, source.read_bytes())
 

@@ -15,7 +15,7 @@ from megalite.base.errors import InputError
 from megalite.data.store import TokenStore
 from megalite.data.tokenizer import load_tokenizer
 from megalite_tools.data import chat
-from megalite_tools.data.chat import encode_chat
+from megalite_tools.data.chat import encode_chat, encode_prompt, end_of_turn
 from megalite_tools.data.chat_template import ChatTemplate, Source, TemplateError, found_template
 from megalite_tools.data.conversations import Conversation
 from megalite_tools.data.prepare_data import main
@@ -106,6 +106,23 @@ def test_any_text_is_masked_alike(tmp_path: Path, turns: list[tuple[str, str]]) 
         tokenizer_file=str(path), chat_template=MARKED["zephyr"], bos_token="<s>", eos_token="</s>"
     )
     assert encoded(load_tokenizer(path, "</s>"), template, messages) == theirs_of(theirs, messages)
+
+
+@pytest.mark.parametrize("family", MARKED)
+def test_prompts_for_an_answer_are_those_of_transformers(family: str, tmp_path: Path) -> None:
+    ours, template, theirs = opened(tmp_path, MARKED[family])
+    asked = {name: messages for name, messages in CHATS.items() if messages[-1]["role"] == "user"}
+    asked |= {f"{name}, cut": messages[:-1] for name, messages in CHATS.items()}
+    for messages in asked.values():
+        expected = theirs.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
+        assert encode_prompt(ours, template, Conversation("f:1", messages))[1] == expected
+    ends = {"chatml": "<|im_end|>", "llama": "<|eot_id|>", "gemma": "<end_of_turn>"}
+    assert end_of_turn(ours, template) == theirs.convert_tokens_to_ids(ends.get(family, "</s>"))
+
+
+def test_a_turn_that_ends_with_text_has_no_end_token(tmp_path: Path) -> None:
+    ours, template, _ = opened(tmp_path, "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}")
+    assert end_of_turn(ours, template) is None
 
 
 def test_a_token_across_the_edge_is_trained(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from megalite.checkpoint.weights.formats.opened import Weights
 from megalite.checkpoint.weights.formats.sentence_piece import tokenizer_json
 from megalite.data.odd_texts import ODD_TEXTS
 from megalite.data.tokenizer import (
+    COMPANION_FILES,
     MAX_COMPANION_BYTES,
     HuggingFaceTokenizer,
     SentencePieceTokenizer,
@@ -43,7 +44,7 @@ def _tokenizer_in(folder: Path) -> Path | None:
     if not is_folder(folder, follow=False):
         return None
     found = [path for path in folder.glob("*") if path.suffix in (".model", ".json") and not path.is_symlink()]
-    return next((path for path in found if path.name != "tokenizer_config.json"), None)
+    return next((path for path in found if path.name not in COMPANION_FILES), None)
 
 
 def tokenizer_files(path: Path, end: int | None) -> tuple[dict[str, bytes], dict[str, Path]]:

@@ -7,10 +7,11 @@ from megalite.checkpoint.run.same_run import refuse_other_factors, refuse_other_
 from megalite.checkpoint.store.disk import DamagedError
 from megalite.checkpoint.store.manifest import Manifest, Source, check_sizes, complete, step_of
 from megalite.checkpoint.store.retain import check_own, refuse_only_damaged
+from megalite.checkpoint.weights.formats.peft import modules_with_factors
 from megalite.checkpoint.weights.maps.families import family_of
 from megalite.checkpoint.weights.maps.folded import folded
 from megalite.checkpoint.weights.sources import newest, open_weights, read_model, resolved
-from megalite.config.schema import Config
+from megalite.config.schema import Adapter, Config
 
 
 def check_start(config: Config, folder: Path) -> None:
@@ -38,6 +39,8 @@ def check_start(config: Config, folder: Path) -> None:
         _check_weights(weights, config)
         if config.adapter is not None and config.adapter.weights is not None and not found:
             _check_factors(config.adapter.weights, weights, config)
+    if config.checkpoint.export == "peft" and config.adapter is not None and weights is not None:
+        _check_peft(weights, config.adapter)
 
 
 def check_export(config: Config) -> None:
@@ -87,6 +90,14 @@ def _check_factors(source: str, base: str, config: Config) -> None:
     except InputError as error:
         raise InputError(f"adapter.weights: {error}") from None
     refuse_other_factors(source, found, config)
+
+
+def _check_peft(base: str, adapter: Adapter) -> None:
+    """Raises InputError if PEFT's files cannot hold an adapter beside the weights `base`."""
+    try:
+        modules_with_factors(open_weights(base).folded(), adapter)
+    except InputError as error:
+        raise InputError([Problem("checkpoint.export", str(error), "checkpoint.export=hf does so", "peft")]) from None
 
 
 def _check_weights(source: str, config: Config) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor
 from toy_jobs import config_of, one_rank, train_and_save
 
 from megalite.base.errors import InputError
+from megalite.checkpoint.run.resume import check_start
 from megalite.checkpoint.store.state import State
 from megalite.checkpoint.weights.formats.opened import Weights
 from megalite.checkpoint.weights.maps.families import FAMILIES
@@ -186,6 +187,9 @@ def test_multipliers_of_the_base_are_refused(tmp_path: Path, capsys: pytest.Capt
         train_and_save(replace(config, adapter=Adapter(2, 4.0), checkpoint=saving), tmp_path / "run", 1)
     with pytest.raises(InputError, match="the model has multipliers"):
         open_weights(f"peft:{tmp_path / 'adapter'}", base=f"megalite:{base}")
+    begun = replace(config, adapter=Adapter(2, 4.0), checkpoint=replace(saving, export="peft"))
+    with pytest.raises(InputError, match=r'checkpoint.export = "peft": .*the model has multipliers'):
+        check_start(begun, tmp_path / "other")
     (checkpoint,) = (tmp_path / "run").iterdir()
     assert main(["--from", f"megalite:{checkpoint}", "--to", f"peft:{tmp_path / 'written'}"]) == 2
     assert "the model has multipliers" in capsys.readouterr().err
@@ -216,9 +220,14 @@ def test_factors_of_a_tied_embedding_are_refused(tmp_path: Path) -> None:
 )
 def test_targets_that_peft_cannot_have_are_refused(case: str, targets: list[Target], told: str, tmp_path: Path) -> None:
     CASES[case].save(tmp_path, torch.float64)
-    model = read_model(f"hf:{tmp_path}")
+    model, adapter = read_model(f"hf:{tmp_path}"), Adapter(2, 4.0, targets=targets)
     with pytest.raises(InputError, match=told):
-        adapted(FAMILIES[case], model, Adapter(2, 4.0, targets=targets))
+        adapted(FAMILIES[case], model, adapter)
+    saving = Saving(weights=f"hf:{tmp_path}", export="peft")
+    before = replace(config_of(Layout(), model), adapter=adapter, checkpoint=saving)
+    with pytest.raises(InputError, match=rf'checkpoint.export = "peft": .*{told}.*; checkpoint.export=hf does so'):
+        check_start(before, tmp_path / "run")
+    check_start(replace(before, checkpoint=replace(saving, export="hf")), tmp_path / "run")
 
 
 def test_a_wide_pair_is_refused_unless_it_is_of_each_matrix(tmp_path: Path) -> None:

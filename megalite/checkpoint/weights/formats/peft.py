@@ -111,17 +111,22 @@ def open_folder(path: Path, base: Weights) -> tuple[Weights, Adapter]:
     return replace(opened, norms=(-1, base) if dora else None), adapter
 
 
+def modules_with_factors(base: Weights, adapter: Adapter) -> list[Module]:
+    """The modules in which PEFT has an adapter's factors. base: folded. Raises InputError for what it cannot have."""
+    _refuse_multipliers(base.path, base.factors)
+    return adapted(FAMILIES[model_type(base)], base.model, adapter)
+
+
 def plan(found: Weights, dtype: str | None) -> OutputPlan:
     """A folder as PEFT writes it, of the adapter that is merged into `found`; to be written from its factors.
 
     dtype: of all tensors; None: each keeps its own.
     """
     assert found.merging is not None
-    _refuse_multipliers(found.path, found.factors)
     adapter, factors = found.merging.adapter, found.merging.factors
     held = held_weights(Config(model=found.model, adapter=adapter).model)
     tensors, ranks, alphas = dict[str, Theirs](), dict[str, int](), dict[str, float]()
-    chosen = adapted(FAMILIES[model_type(found)], found.model, adapter)
+    chosen = modules_with_factors(found, adapter)
     for module in chosen:
         first, *others = (PREFIX + factor_names(each)[0] for each in module.ours)
         shares = all(factors.shared.get(name) == first for name in others)

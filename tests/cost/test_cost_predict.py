@@ -1,6 +1,7 @@
 """The predicted time of a step: its parts, its limits, and what makes it longer or shorter."""
 
 from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -12,12 +13,12 @@ from megalite.base.errors import InputError
 from megalite.config.layers import Mixture, layer_kinds
 from megalite.config.load import load
 from megalite.config.rules.validate import check
-from megalite.config.schema import Config
+from megalite.config.schema import Config, Optim
 from megalite.cost.cluster import Cluster, Drive, Link, load_cluster
 from megalite.cost.flows import flows
 from megalite.cost.layer import ROUTED_BYTES
 from megalite.cost.network import Group
-from megalite.cost.predict import HOST_BANDWIDTH, HOST_UPDATE_BYTES, Trial, predict, timeline
+from megalite.cost.predict import HOST_BANDWIDTH, HOST_UPDATE_BYTES, Trial, predict, state_seconds, timeline
 from megalite.cost.program import MEGALITE
 from megalite.cost.rank_seconds import seconds_of
 from megalite.cost.schedule_tables import Cost
@@ -137,6 +138,22 @@ def test_streamed_states_are_never_slower_than_an_update_on_the_host_and_files_w
     assert optimizer(replace(H100, drive=replace(drive, read=1e15, write=1e15)), files) >= optimizer(
         H100, "optim.placement=host"
     )
+
+
+@pytest.mark.parametrize("name", ["h100_sxm", "rtx4090", "gb200"])
+@pytest.mark.parametrize("link", [5e9, 64e9, 450e9])
+@pytest.mark.parametrize("memory", [5e9, 25e9, 500e9])
+def test_the_device_updates_at_least_as_fast_as_the_host_whatever_the_bandwidths(
+    name: str, link: float, memory: float
+) -> None:
+    """So `optim.update_on` has no value that chooses."""
+    cluster = load_cluster(name)
+    timer = Timer(replace(cluster, gpu=replace(cluster.gpu, host=link)))
+    with patch("megalite.cost.predict.HOST_BANDWIDTH", memory):
+        device, host = (
+            state_seconds(1e9, 0.0, Optim(placement="host", update_on=where), 8, timer) for where in ("device", "host")
+        )
+    assert device < host
 
 
 def test_utilization_follows_from_tokens_a_second() -> None:

@@ -1,4 +1,4 @@
-"""States in files as checkpoints use them: bucket by bucket, through memory of a bucket. Others are used as they are.
+"""States in files as checkpoints use them: bucket by bucket, of which two are in memory. Others are used as they are.
 
 All raise Unhealthy when the drive fails, as updates do.
 """
@@ -16,8 +16,11 @@ from megalite.plan.state_streams import BUCKET_BYTES, padded
 
 
 def buckets(part: Tensor) -> Iterator[slice]:
-    """Cut a tensor in a file into rows that make a bucket, one row at least. A tensor in memory is one bucket."""
-    rows = len(part) if file_of(part) is None else BUCKET_BYTES // part[0].nbytes
+    """Cut a tensor in a file into rows that make a bucket, one row at least. A tensor in memory is one bucket.
+
+    One is still in memory when its user asks for the next, so they are half as large as those of updates.
+    """
+    rows = len(part) if file_of(part) is None else BUCKET_BYTES // 2 // part[0].nbytes
     for first in range(0, max(len(part), 1), max(rows, 1)):
         yield slice(first, min(first + max(rows, 1), len(part)))
 

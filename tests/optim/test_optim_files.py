@@ -3,6 +3,7 @@
 import errno
 import fcntl
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
 from file_cases import CASES, SPARSE, STEPS, case, differences, in_files, placed, small_slots
@@ -21,7 +23,9 @@ from ranks import Ranks
 from toy_jobs import advance, load_and_train, make, one_rank, parts, progress_at, restorer, save, saver
 
 from megalite.base.errors import InputError, Unhealthy
+from megalite.base.exit_codes import ExitCode
 from megalite.config.layout import Layout
+from megalite.data.store_writer import StoreWriter
 from megalite.optim import file_pieces, scratch_file
 from megalite.optim.scratch_file import ScratchFile
 from megalite.plan.state_streams import BLOCK
@@ -273,6 +277,52 @@ def test_a_killed_process_leaves_nothing(tmp_path: Path) -> None:
         assert list(tmp_path.iterdir()) == [], "another run cannot take it for its own"
         child.send_signal(signal.SIGKILL)
     assert list(tmp_path.iterdir()) == []
+
+
+HANGING = """
+import os, sys, time
+from megalite.commands.main import main
+move, calls, most = os.pwritev, 0, int(sys.argv.pop(1))
+def hang(*given):
+    global calls
+    calls += 1
+    time.sleep(600 * (calls > most))
+    return move(*given)
+os.pwritev = hang
+sys.exit(main())
+"""
+CONFIG = """
+run: {dir: runs, name: hung, device: cpu}
+model: {layers: 1, width: 16, heads: 2, kv_heads: 2, ffn: 16, vocab_size: 64, sequence_length: 8}
+batch: {micro: 2, global: 2}
+train: {steps: 8, timeout: 4}
+checkpoint: {interval: 2}
+optim: {placement: ./scratch}
+log: {tensorboard: false}
+data: {train: [{path: tokens}]}
+"""
+
+
+@pytest.mark.timeout(300)
+def test_a_drive_that_hangs_ends_the_run_with_where_it_waits_and_the_run_goes_on(tmp_path: Path) -> None:
+    (tmp_path / "scratch").mkdir()
+    (tmp_path / "run.yaml").write_text(CONFIG)
+    with StoreWriter(tmp_path / "tokens", "<u2") as writer:
+        writer.add(np.arange(512) % 64)
+
+    def train(writes: int) -> tuple[int, str]:
+        command = [sys.executable, "-c", HANGING, str(writes), "train", "run.yaml"]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+        return done.returncode, done.stdout + done.stderr
+
+    code, told = train(160)  # some steps and a save have written less
+    assert code == ExitCode.LOST_CONTACT, told
+    assert "no progress for 4 s (train.timeout)" in told
+    assert re.search(r"rank 0 on .*: step \d, .* at megalite/optim/scratch_file.py:\d+ _move", told)
+    code, told = train(1 << 30)
+    assert code == 0, told
+    assert "resuming at step" in told
+    assert list((tmp_path / "scratch").iterdir()) == []
 
 
 def test_bytes_that_are_taken_share_no_block(tmp_path: Path) -> None:

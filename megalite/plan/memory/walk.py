@@ -54,7 +54,7 @@ class Walk(Held):
                     self._hold_saved(stage, index)
         if self.config.optim.place == "files" and self._slot_bytes:
             self._hold(HOST_MEMORY, "buffers", FILE_SLOTS * (self._slot_bytes + BLOCK))
-            self._hold(HOST_MEMORY, "checkpoint", BUCKET_BYTES)  # through which a save reads states
+            self._hold(HOST_MEMORY, "checkpoint", BUCKET_BYTES)  # two buckets through which a save reads states
         self._hold("activations", "attention", self.sizes.angles)
         casts = sum(part.times * part.casts for parts in self.parts.values() for part in parts)
         casts = 0 if self.states.mode == "zero3" else casts  # weights are cast once a step, and freed before the update

@@ -84,7 +84,7 @@ class KilledRun:
     """A run, and its twin that nobody kills, in the folder `work`.
 
     steps: of the whole run, which asks for half of them first. layouts: taken in turn, one by each start; the twin has
-    the first of them. locally: checkpoints go to the nodes first, of which some are lost.
+    the first of them. kind: of `soak.KINDS`.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class KilledRun:
         steps: int,
         sizes: Sequence[int],
         say: Say,
-        locally: bool = False,
+        kind: str,
     ) -> None:
         self.work, self.layouts, self.steps, self.sizes, self.say = work, layouts, steps, sizes, say
         self.rng = random.Random(seed)
@@ -104,10 +104,13 @@ class KilledRun:
         self.target = steps // 2
         self.attempts: list[Path] = []
         self.nodes = LocalNodes(work / "nodes", self.checkpoints)
-        self.local = ["checkpoint.local.interval=1"] if locally else []
-        interval = self.rng.choice((3, 5) if locally else (1, 2, 3))
+        self.scratch = work / "scratch"
+        self.scratch.mkdir(exist_ok=True)
+        self.own = {"local": ["checkpoint.local.interval=1"], "files": [f"optim.placement={self.scratch}"]}.get(
+            kind, []
+        )
+        interval = self.rng.choice((3, 5) if kind == "local" else (1, 2, 3))
         self.common = [f"run.seed={seed}", f"checkpoint.interval={interval}", f"checkpoint.keep={KEEP}"]
-        kind = "local" if locally else "same" if len(layouts) == 1 else "changing"
         self.tally = Tally(kind, interval, [" ".join(at) for at in layouts])
         self._moments: Iterator[str] = self._deal(WHEN)
         self._victims = self._deal(WHO)
@@ -149,7 +152,7 @@ class KilledRun:
         """Start the job once and, with a pace, kill it at a moment of the deck."""
         number = len(self.attempts)
         layout = self.layouts[number % len(self.layouts)]
-        arguments = [CONFIG_FILE, "run.name=killed", f"train.steps={self.target}", *self.common, *self.local, *layout]
+        arguments = [CONFIG_FILE, "run.name=killed", f"train.steps={self.target}", *self.common, *self.own, *layout]
         ranks, before = ranks_of(self.work, layout), checkpoints.complete(self.checkpoints)
         newest = max(self.nodes.whole(ranks), *before, 0)
         nuisance = next(self._nuisances) if pace else ""
@@ -172,13 +175,13 @@ class KilledRun:
                 self._check_unkilled(job, nuisance)
             self._check_resumed(job, newest, nuisance)
         self._check_kept(before)
-        if killed and self.local and self.rng.random() < LOST:
+        if killed and self.tally.kind == "local" and self.rng.random() < LOST:
             self.tally.lost += self.nodes.lose_one(ranks, self.rng)
 
     def _check_unkilled(self, job: Job, nuisance: str) -> None:
-        """The job has come to its end, unless its last checkpoint could not be written."""
+        """The job has come to its end, unless its last checkpoint could not be written, or its states."""
         if nuisance == "full" and job.process.returncode == 4:
-            _check_end(job, 4, "could not be written")
+            _check_end(job, 4, "cannot be written" if "cannot be written" in job.told else "could not be written")
             return
         _check_end(job, 0)
         if checkpoints.newest(self.checkpoints) != self.target:
@@ -222,7 +225,7 @@ class KilledRun:
 
     def _folders(self) -> list[Path]:
         """Where checkpoints are written, here and on the nodes."""
-        return [self.checkpoints, *(self.nodes.places() if self.local else [])]
+        return [self.checkpoints, *(self.nodes.places() if self.tally.kind == "local" else [])]
 
     def _moment(self, job: Job, when: str, nth: int) -> Callable[[], bool]:
         """Whether the moment has come: the `nth` of this attempt, where there are several."""
@@ -270,7 +273,7 @@ class KilledRun:
                 raise Violation(f"{job.notes}: does not say that it has resumed from step {newest}")
 
     def _check_kept(self, before: dict[int, Path]) -> None:
-        """Nothing is lost, nothing is half there, nothing was set aside."""
+        """Nothing is lost, nothing is half there, nothing was set aside, and no states are left in files."""
         after = checkpoints.complete(self.checkpoints)
         if max(after, default=0) < max(before, default=0) or len(after) < min(KEEP, len(before)):
             raise Violation(f"{self.checkpoints}: held steps {list(before)}, and now holds {list(after)}")
@@ -281,6 +284,8 @@ class KilledRun:
         self.tally.verified += len(after)
         if aside := [path.name for path in self.checkpoints.glob("*.damaged*")]:
             raise Violation(f"{self.checkpoints}: {aside} was set aside, but kills damage nothing")
+        if left := [path.name for path in self.scratch.iterdir()]:
+            raise Violation(f"{self.scratch}: holds {left}, but files of states have no name")
 
     def _compare(self) -> None:
         """The finished run beside its twin: what it reported, what it saved and what it read."""
@@ -294,7 +299,7 @@ class KilledRun:
         for name in COMPARED:
             pairs = ((value, expected[name][step]) for step, value in mine[name].items())
             difference = max(difference, *(abs(value - other) / abs(other) for value, other in pairs))
-        limit = 0.0 if self.tally.kind == "same" else TOLERANCE
+        limit = 0.0 if len(self.layouts) == 1 else TOLERANCE
         if not difference <= limit:
             raise Violation(f"{self.folder}: differs from its twin by {difference:.3g}, more than {limit}")
         self.tally.difference = difference

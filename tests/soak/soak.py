@@ -9,9 +9,10 @@ Beside the kills, at random: a second job is started in the folder, which must b
 for a while nothing can be written to any file, as if the disk were full (by a limit on the size of files, which needs
 no root); nobody reads the job's stdout any more. None of them may end training or lose anything but reports.
 
-A third of the runs keep their layout. Another third save on their nodes first, each rank on a node of its own; after
-half of their kills a node is lost, and the next start must go on from the newest step that is whole anywhere. A run
-asks for half of its steps first, and is extended when it has them.
+A quarter of the runs keep their layout. Another quarter save on their nodes first, each rank on a node of its own;
+after half of their kills a node is lost, and the next start must go on from the newest step that is whole anywhere. A
+third quarter keep their layout and have optimizer states in files of a folder, in which no kill may leave anything;
+their twins have theirs on the device. A run asks for half of its steps first, and is extended when it has them.
 """
 
 import argparse
@@ -45,7 +46,7 @@ from megalite.base.stop_signals import listen, stop
 from megalite_tools.report_file import cpu_name
 
 COMMAND = "soak"
-KINDS = ("same", "changing", "local")
+KINDS = ("same", "changing", "local", "files")
 KILLS_OF_A_RUN = 12
 STEPS_OF_A_KILL = 4  # that a run gains from one kill to the next, or a little less
 LEAST_STEPS = 20
@@ -142,8 +143,9 @@ def _make_run(folder: Path, args: argparse.Namespace, number: int, kind: str, ki
     fitting = [layout for layout in LAYOUTS if ranks_of(folder, layout) <= args.ranks]
     seed = args.seed + number
     random.Random(args.seed).shuffle(fitting)
-    layouts = [fitting[number % len(fitting)]] if kind == "same" else [*fitting[number:], *fitting[:number]]
-    return KilledRun(folder, seed, layouts, steps, sizes, say, kind == "local")
+    alone = [fitting[number % len(fitting)]]
+    layouts = alone if kind in ("same", "files") else [*fitting[number:], *fitting[:number]]
+    return KilledRun(folder, seed, layouts, steps, sizes, say, kind)
 
 
 def _result(tallies: Sequence[Tally], command: str, seconds: float) -> dict[str, Any]:
@@ -170,8 +172,10 @@ def _result(tallies: Sequence[Tally], command: str, seconds: float) -> dict[str,
 
 def _kind_of(run: dict[str, Any]) -> str:
     """The layouts of a run, and where it saves."""
-    if run["kind"] == "same":
-        return str(run["layouts"][0].replace("parallel.", ""))
+    if run["kind"] in ("same", "files"):
+        return (run["layouts"][0].replace("parallel.", "") or "one rank") + ", states in files" * (
+            run["kind"] == "files"
+        )
     return f"{len(run['layouts'])} in turn" + ", nodes first" * (run["kind"] == "local")
 
 

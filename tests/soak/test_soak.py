@@ -14,7 +14,7 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("kind", ["changing", "local"])
+@pytest.mark.parametrize("kind", ["changing", "local", "files"])
 def test_a_killed_run_ends_as_its_twin(kind: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Changing its layout; in the same one, tests/checkpoint and tests/train resume to the bit."""
     out = tmp_path / "soak.md"

@@ -92,10 +92,8 @@ def keep_tokenizer(tokenizer: Path, run: Path, later: Path) -> None:
         return
     folder = run / "tokenizer" if kept is None else later
     folder.mkdir(parents=True, exist_ok=True)
-    for source in (
-        *map(tokenizer.with_name, (*COMPANION_FILES, TEMPLATE_FILE)),
-        tokenizer,
-    ):  # the tokenizer last: where it is, its settings are
+    beside = map(tokenizer.with_name, (*COMPANION_FILES, TEMPLATE_FILE))
+    for source in (*beside, tokenizer):  # the tokenizer last: where it is, its settings are
         if source.exists():
             if source is not tokenizer:  # which the user has named
                 check_copied(source)

@@ -119,7 +119,7 @@ def test_a_drive_that_fails_while_a_checkpoint_uses_it_ends_with_the_same_messag
 ) -> None:
     config = replace(HERE["adamw"], checkpoint=replace(HERE["adamw"].checkpoint, async_=copied))
     (scratch := tmp_path / "scratch").mkdir()
-    rule = rf"optim\.placement = {scratch}: states at byte [0-9,]+ cannot be {done}: Input/output error"
+    rule = rf"^optim\.placement = {scratch}: states at byte [0-9,]+ cannot be {done}: Input/output error"
     with one_rank():
         losses = advance(make(config), 0, STEPS)
         job = in_files(config, scratch)

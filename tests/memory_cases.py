@@ -24,6 +24,8 @@ COMPLETEP: Overrides = {
     "model.base": "{width: 64, layers: 1, head_width: 8}",
     "model.embedding_multiplier": 3,
 }
+STREAMED: Overrides = {"parallel.parameters": "host", "optim.placement": "host"}
+ON_HOST: Overrides = {**STREAMED, "optim.update_on": "host"}
 TIED: Overrides = {"model.tie_embeddings": True}
 WIDE: Overrides = {**TIED, "model.width": 1024, "model.ffn": 512, "model.sequence_length": 256}
 ZERO2: Overrides = {"parallel.data.mode": "zero2"}
@@ -131,6 +133,22 @@ CASES: dict[str, tuple[Overrides, int]] = {  # name -> overrides and the pipelin
     "muon, optimizer offloaded, update most of all": (
         {"optim.name": "muon", "optim.placement": "host", "model.vocab_size": 64, "batch.global": 1},
         0,
+    ),
+    "parameters on the host, streamed": ({**STREAMED, **FEW_TOKENS}, 0),
+    "parameters on the host": ({**ON_HOST, **FEW_TOKENS, "model.layers": 4}, 0),
+    "parameters on the host, fp32": ({**ON_HOST, **FEW_TOKENS, "train.precision": "fp32"}, 0),
+    "parameters on the host, zero1": ({**ON_HOST, **SHARDED, **FEW_TOKENS, "parallel.data.mode": "zero1"}, 0),
+    "parameters on the host, zero2, last of 2 stages": ({**ON_HOST, **SHARDED, **ZERO2, **PIPELINE, **FEW_TOKENS}, 1),
+    "parameters on the host, zero3, tied": ({**ON_HOST, **SHARDED, **TIED, **FEW_TOKENS}, 0),
+    "parameters on the host, experts": ({**ON_HOST, **EXPERTS}, 0),
+    "parameters on the host, experts apart": ({**ON_HOST, **EXPERTS, **SHARDED, "parallel.ep": 2}, 0),
+    "parameters on the host, states in files": ({**STREAMED, "optim.placement": "./files", **SHARDED}, 0),
+    "parameters on the host, muon": ({**STREAMED, "optim.name": "muon", "parallel.tp": 2, **SHARDED}, 0),
+    "base on the host": ({"parallel.parameters": "host", "adapter.rank": 8, **FEW_TOKENS}, 0),
+    "base on the host, zero3": ({"parallel.parameters": "host", "adapter.rank": 8, **SHARDED, **FEW_TOKENS}, 0),
+    "base on the host, four bits, last of 2 stages": (
+        {"parallel.parameters": "host", "adapter.rank": 8, "adapter.base": "nf4", **FEW_TOKENS, **PIPELINE},
+        1,
     ),
     "attention most of all": (ATTENTION, 0),
     "attention most of all, documents": ({**ATTENTION, **DOCUMENTS}, 0),

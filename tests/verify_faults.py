@@ -59,7 +59,7 @@ def tied_gradients_not_summed() -> AbstractContextManager[Any]:
 
 
 def partial_gradients_taken_for_whole() -> AbstractContextManager[Any]:
-    return patch.object(gradients, "sum_together", lambda grads, group: None)
+    return patch.object(gradients, "sum_together", lambda *_: None)
 
 
 def gradients_averaged() -> AbstractContextManager[Any]:

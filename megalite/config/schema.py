@@ -255,6 +255,9 @@ class Parallel:
     context: Context = field(default_factory=Context)
     data: DataParallel = field(default_factory=DataParallel)
     experts: ExpertParallel = field(default_factory=ExpertParallel)
+    # Home of parameters: host: they are copied to the device ahead of use, and reduced gradients to the host; beside an
+    # adapter, only weights that are not trained.
+    parameters: Literal["device", "host"] = "device"
 
     @property
     def fixed_buffers(self) -> bool:
@@ -269,10 +272,17 @@ class Parallel:
 
     @property
     def data_mode(self) -> DataMode:
-        """The mode of data parallelism. Where no memory decides what `auto` is: zero1 on one rank, else zero3."""
+        """The mode of data parallelism. Where no memory decides what `auto` is: the first of `data_modes` on one rank,
+        else zero3."""
         if self.data.mode != "auto":
             return self.data.mode
-        return "zero1" if self.layout.dp * self.layout.cp == 1 else "zero3"
+        return self.data_modes[0] if self.layout.dp * self.layout.cp == 1 else "zero3"
+
+    @property
+    def data_modes(self) -> tuple[DataMode, ...]:
+        """The modes that `auto` tries one after another. Each sends at least as much as the one before."""
+        alone = self.layout.dp * self.layout.cp == 1
+        return ("zero3",) if alone and self.parameters == "host" else ("zero1", "zero2", "zero3")
 
     @property
     def expert_shards(self) -> int:
@@ -493,6 +503,10 @@ class Config:
         if isinstance(self.model, Model) and self.model.adapter is not self.adapter:  # others may have the model, too
             self.model = replace(self.model)
             self.model.adapter = self.adapter
+
+    def on_host(self, trained: bool) -> bool:
+        """Return whether parameters live in host memory, those that are `trained` with their gradients, or others."""
+        return self.parallel.parameters == "host" and not (trained and self.adapter is not None)
 
     @property
     def kernels_by_operation(self) -> Kernels:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from megalite.base.errors import InputError
-from megalite.config.schema import Config, Optim
+from megalite.config.schema import Config
 from megalite.cost.cluster import Cluster
 from megalite.cost.layer import KINDS
 from megalite.cost.link_clocks import groups, times, total
@@ -18,6 +18,7 @@ from megalite.cost.rank_seconds import busy_of, pace_of, passes_of, seconds_of, 
 from megalite.cost.schedule_tables import PICTURE_ROUNDS, costs_of, enough
 from megalite.cost.slowest_gpu import waiting
 from megalite.cost.stages import (
+    HOST_BANDWIDTH,
     HOST_SHARE,
     Shared,
     StageTime,
@@ -33,7 +34,6 @@ from megalite.schedule.generate import NAMES
 from megalite.schedule.simulate import Timeline, simulate
 
 HOST_UPDATE_BYTES = 28  # bytes that AdamW reads and writes for a parameter in host memory
-HOST_BANDWIDTH = 25e9  # bytes/s of host memory that a GPU's process gets; an assumption for eight on a node
 ROUNDING = 1e-12  # relative: what sums of seconds differ by, in which nobody waits
 
 
@@ -294,7 +294,7 @@ def _update(plan: Plan, stages: Sequence[StageTime], timer: Timer) -> float:
     matrices = muon_matrices(plan) if muon else []
     updated = [muon_parameters(plan, rank) if muon else 0.0 for rank in range(layout.pp)]
     seconds = max(
-        state_seconds(every - matrices_of_rank, matrices_of_rank, config.optim, layout.world_size, timer)
+        state_seconds(every - matrices_of_rank, matrices_of_rank, config, layout.world_size, timer)
         for every, matrices_of_rank in zip(_kept(plan, held, shards), updated, strict=True)
     )
     if muon:
@@ -323,25 +323,30 @@ def _kept(plan: Plan, held: Sequence[float], shards: int) -> list[float]:
     return found
 
 
-def state_seconds(adamw: float, muon: float, optim: Optim, gpus: int, timer: Timer) -> float:
+def state_seconds(adamw: float, muon: float, config: Config, gpus: int, timer: Timer) -> float:
     """Seconds to update so many parameters with AdamW and with Muon on one of `gpus` GPUs, by where states live.
 
     Newton–Schulz is not counted. States outside of the device are streamed through it: of the update, the copies in
     both directions, the host's memory and the drives of the node, the slowest decides. Drives are taken to read and
-    write by turns, and to be shared by the node's GPUs. With `optim.update_on: host`, AdamW updates copies of weights
-    and gradients in host memory instead, one after the other.
+    write by turns, and to be shared by the node's GPUs. Parameters on the host and their gradients are streamed too.
+    With `optim.update_on: host`, AdamW updates these, or else copies of them, in host memory, one after the other.
     """
+    optim, parameters_too = config.optim, config.on_host(trained=True)
     on_device = timer.kernels.passes(timer.program.optimizer)
     if optim.place == "device":
         return (adamw + muon) * on_device
     bus = timer.cluster.gpu.host * HOST_SHARE
-    each_way = 1 / bus, 2 / HOST_BANDWIDTH, 0.0
+    each_way = in_memory = 1 / bus, 2 / HOST_BANDWIDTH, 0.0
     if optim.place == "files":
         drive, sharing = timer.cluster.drive, min(gpus, timer.cluster.gpus_per_node)
         each_way = 1 / bus, 4 / HOST_BANDWIDTH, sharing * (1 / drive.read + 1 / drive.write)
-    streamed = {size: max(on_device, *(size * seconds for seconds in each_way)) for size in (4, 8)}
+    more = [8 * parameters_too * seconds for seconds in in_memory]
+    streamed = {
+        size: max(on_device, *(size * seconds + also for seconds, also in zip(each_way, more, strict=True)))
+        for size in (4, 8)
+    }
     if optim.update_on == "device":
         return adamw * streamed[8] + muon * streamed[4]
-    copied = 2 * 4 / bus
+    copied = 0.0 if parameters_too else 2 * 4 / bus
     there = HOST_UPDATE_BYTES / HOST_BANDWIDTH + timer.kernels.passes(4)
     return adamw * (copied + there) + muon * streamed[4]

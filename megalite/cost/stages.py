@@ -39,6 +39,7 @@ from megalite.schedule.problem import Beside
 
 ZERO_BUBBLES = ("zb_h1", "zb_h2", "zbv")  # they split all backward passes; reductions follow each W
 UNSPLIT_SCHEDULES = ("1f1b", "gpipe", "interleaved_1f1b")  # backward passes are whole
+HOST_BANDWIDTH = 25e9  # bytes/s of host memory that a GPU's process gets; an assumption for eight on a node
 HOST_SHARE = 0.8  # share of the bandwidth to host memory that copies reach; an assumption
 
 
@@ -128,15 +129,20 @@ class Timer:
         inputs = weights = gather = reduce = replicas = parameters = trained = 0.0
         partial = recut = 0
         longer, sent = [0.0, 0.0], [[self.net.nothing] for _ in Sent._fields]
-        edge = None  # the first unit of a pass: nothing hides its gather
+        edge, first = None, 0.0  # the first unit of a pass: nothing hides its gather, or that it comes from the host
+        frees = plan.fsdp and plan.config.parallel.data_mode == "zero3"
         for piece, mode, count in self._pieces(plan, stage):
             moved, (there, back) = shared.moved(piece.part), self._links(plan.config, piece.part, mode)
             again, over = (moved.gathered, moved.sent.gather) if zero3 else (0.0, self.net.nothing)
             copied = self.kernels.passes(shared.copied * (piece.parameters + moved.recut))
             added = self.kernels.passes(shared.added * piece.trained + shared.recut * moved.recut)
             copies = Seconds(passes=copied * zero3)
-            compute, alone = piece.backward + copies + Seconds(passes=added), piece.inputs + copies
-            forward += self._with(piece.forward + copies, again, there, over) * count
+            arriving, waited = shared.arriving(piece), shared.waited(piece)
+            fetched = arriving if frees else 0.0  # in every pass
+            compute = self._offloaded(piece.backward + copies + Seconds(passes=added), fetched)
+            alone = self._offloaded(piece.inputs + copies, fetched)
+            compute += Seconds(offload=waited)
+            forward += self._with(self._offloaded(piece.forward + copies, fetched), again, there, over) * count
             backward += (whole := self._with(compute, again, back, over)) * count
             inputs += self._with(alone, again, back, over).total * count
             reduced, summed = (moved.reduced, moved.sent.reduce), (moved.summed, moved.sent.replicas)
@@ -144,8 +150,8 @@ class Timer:
                 seconds = again + sum(each for each, _ in beside_it)
                 slower = self._with(compute, seconds, back, over, *(links for _, links in beside_it))
                 longer[last] += (slower.total - whole.total) * count
-            weights += (piece.weights + added) * count
-            gather += moved.gathered * count
+            weights += (piece.weights + added + waited) * count
+            gather += max(moved.gathered, arriving) * count
             reduce += moved.reduced * count
             replicas += moved.summed * count
             parameters += piece.parameters * count
@@ -154,14 +160,17 @@ class Timer:
             partial += moved.partial * count
             for of_stage, each in zip(sent, (total((there, back, over, over)), *moved.sent[1:]), strict=True):
                 of_stage.append(times(each, count))
-            edge = edge or moved
+            edge, first = (edge, first) if edge else (moved, arriving)
         assert edge is not None
         if zero3:
             forward, backward = forward + Seconds(data=edge.gathered), backward + Seconds(data=edge.gathered)
             inputs, gather = inputs + edge.gathered, 0.0
             sent[0].append(edge.sent.gather)
+        if frees:
+            forward, backward, gather = forward + Seconds(offload=first), backward + Seconds(offload=first), 0.0
+            inputs += first
         elif gather:  # layers wait for their own weights only
-            gather = edge.gathered + max(0.0, gather - forward.total)
+            gather = max(edge.gathered, first) + max(0.0, gather - forward.total)
             gather += self.kernels.passes(shared.copied * (parameters + recut))
         return StageTime(
             forward,
@@ -295,6 +304,7 @@ class Shared:
         self._config = config
         self._known: dict[Part, Moved] = {}
         self._reduces = self.gathers or replicas > 1
+        self._bus = net.cluster.gpu.host * HOST_SHARE
         self.copied = 2 * self._element if self.gathers else 0
         self.added, self.last, self.recut = self.summed(micro_batches(config))
 
@@ -308,6 +318,23 @@ class Shared:
         if at_once and self._reduces:
             return w + r, 0, recut
         return (w + 2 * r if uses_fsdp(config) else 3 * w) * (1 - 1 / m), 2 * r if self._reduces else 0, recut
+
+    def arriving(self, piece: "Piece") -> float:
+        """Seconds in which a rank's share of a piece comes from host memory; 0 where it does not live there."""
+        config, here = self._config, 0.0
+        frozen, wide = piece.parameters - piece.trained, max(self._element, 4)
+        if config.on_host(trained=False):
+            here = self._element * frozen + wide * piece.trained * config.on_host(trained=True)
+        return here / self._shards.size / self._bus
+
+    def waited(self, piece: "Piece") -> float:
+        """Seconds of a micro-batch, on average, in which the host adds reduced gradients to those before, and launches
+        nothing: FSDP2 waits for each layer's."""
+        config, m = self._config, micro_batches(self._config)
+        if not config.on_host(trained=True) or config.parallel.data_mode == "zero1":
+            return 0.0
+        size = max(self._element, 4) * piece.trained / self._shards.size
+        return (1 - 1 / m) * size * (1 / self._bus + 3 / HOST_BANDWIDTH)
 
     def seconds(self, part: Part) -> tuple[float, float, float]:
         """Seconds to gather a part, to reduce over the shards, and to sum over replicas what each has reduced."""

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import FakeWork
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import _sharding_prop
+from torch.distributed.tensor import DTensor, _sharding_prop
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -39,6 +39,8 @@ from megalite.dry_run.live_bytes import LiveBytes
 from megalite.dry_run.transfers import CountedTransfers, axes_of, with_world_apart
 from megalite.optim.build import build_optimizer
 from megalite.parallel.gradients import Gradients
+from megalite.parallel.host_parameters import materialize
+from megalite.parallel.parameter import dtensor
 from megalite.plan.activations import Activations
 from megalite.plan.memory.fit import fitted
 from megalite.plan.memory.held import FILES, HOST_MEMORY, OUTSIDE_KINDS, STATES_IN
@@ -116,7 +118,9 @@ def count_step(job: Job, batch: Micros, fake: FakeTensorMode | None = None) -> t
     live = LiveBytes(fake, lambda: job.activity.now[0])
     for copies in job.copies:
         copies.refresh()
-    live.add([*params, *chain.from_iterable(job.copies)], "parameters")
+    for param in params:
+        live.add([param], HOST_MEMORY if job.config.on_host(param.requires_grad) else "parameters")
+    live.add([*chain.from_iterable(job.copies)], "parameters")
     kept_in = STATES_IN[job.config.optim.place]
     live.add(states, kept_in)
     live.add(job.optimizer.buffers(), HOST_MEMORY)
@@ -126,12 +130,25 @@ def count_step(job: Job, batch: Micros, fake: FakeTensorMode | None = None) -> t
     def see_gathered(module: torch.nn.Module, _: object) -> None:
         live.add((param for param in module.parameters() if id(param) not in sharded), "gathered weights")
 
+    reduced_to = HOST_MEMORY if job.config.on_host(trained=True) else "gradients"
+    moved = set[torch.Tensor]()
+
+    def move_gradient(param: torch.Tensor) -> None:
+        """Copy a gradient that FSDP2 has reduced, as it does itself where the host is not the device."""
+        if param not in moved:
+            assert isinstance(param.grad, DTensor)
+            moved.add(param)
+            param.grad = dtensor(param.grad._local_tensor.clone(), param.grad._spec)
+            live.add([param.grad], reduced_to)
+
     def see_gradients(*_: object) -> None:
-        live.add((param.grad for param in params if param.grad is not None), "gradients")
+        live.add((param.grad for param in params if param.grad is not None), reduced_to)
 
     modules = chain.from_iterable(stage.modules() for stage in job.stages.values())
     hooks = [module.register_forward_pre_hook(see_gathered) for module in modules if isinstance(module, FSDPModule)]
     hooks.append(job.optimizer.register_step_pre_hook(see_gradients))
+    if reduced_to == HOST_MEMORY:
+        hooks += [param.register_post_accumulate_grad_hook(move_gradient) for param in trained]
     job.memory.watch = lambda host: live.add([host], HOST_MEMORY)  # on a CPU too
     with live:
         train_step(job, batch, 0)
@@ -152,9 +169,11 @@ def count_step(job: Job, batch: Micros, fake: FakeTensorMode | None = None) -> t
 def _materialized(job: Job, mesh: Mesh) -> Job:
     """The job, moved from the meta device to CPU tensors of the current fake mode."""
     for stage in job.stages.values():
-        stage.to_empty(device=mesh.device)
+        materialize(stage, mesh.device)
     config = job.config
-    optimizer = build_optimizer(job.stages.values(), config.model, config.optim, group=mesh.stage, copies=job.copies)
+    device = mesh.device if config.on_host(trained=True) else None
+    stages = job.stages.values()
+    optimizer = build_optimizer(stages, config.model, config.optim, None, mesh.stage, job.copies, device)
     gradients = Gradients(job.stages, job.plan.placement, mesh, config.model.tie_embeddings)
     return replace(job, mesh=mesh, gradients=gradients, optimizer=optimizer)
 

@@ -191,7 +191,7 @@ class Estimate:
             return 0.0
         m = choice.micro_batches(self.config.batch.global_)
         config, owners, alike = self.scheduled(choice), self.owners(choice), self._alike(choice)
-        managed = is_managed(choice.replicas * choice.shards * choice.cp, self.config.train.dtype, choice.mode)
+        managed = is_managed(self.config, choice.replicas * choice.shards * choice.cp, choice.mode)
         inputs, most = m * self.sizes(choice).inputs, 0.0
         known, few = dict[Alike, StageBytes](), filled(config, m)
         paired = config.parallel.pipeline.overlap and can_pair(choice.schedule, choice.ep)
@@ -339,11 +339,12 @@ class Estimate:
             states = 0 if choice.states != "device" else 2 if self.config.optim.name == "adamw" else 1
             gathers = choice.mode != "zero3" and self.config.train.dtype == "bf16"
             trains = self.config.adapter is None  # else factors are left out, which are few
+            here = self.config.parallel.parameters == "device"
             self._each_of[key] = Each(
-                ((1 + states) * self._wide if trains else self._frozen) / shards / choice.tp,
+                ((here + states) * self._wide if trains else here * self._frozen) / shards / choice.tp,
                 (self._element if trains else self._frozen) * gathers / choice.tp if trains or shards > 1 else 0.0,
                 self._gradient / choice.tp * trains,
-                self._gradient / shards / choice.tp * trains,
+                self._gradient / shards / choice.tp * (trains and here),
             )
         return self._each_of[key]
 

@@ -60,9 +60,12 @@ class Least:
         self._exchanges = Exchanges(config, timer, pins, estimate)
         both = [(1.0, 0.0), (0.0, 1.0)] if config.optim.name == "muon" else [(1.0, 0.0)]
         trains = config.adapter is None  # else factors, which are few, are left out
+
+        def placed(states: str) -> Config:
+            return replace(config, optim=replace(config.optim, placement=states))
+
         self._updating = {
-            states: trains
-            * min(state_seconds(*each, replace(config.optim, placement=states), gpus, timer) for each in both)
+            states: trains * min(state_seconds(*each, placed(states), gpus, timer) for each in both)
             for states in ("device", "host", config.optim.placement)
         }
 

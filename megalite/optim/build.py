@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
@@ -31,21 +32,27 @@ def build_optimizer(
     kernels: Kernels | None = None,
     group: dist.ProcessGroup | None = None,
     copies: Iterable[Copies] = (),
+    device: torch.device | None = None,
 ) -> Optimizer:
     """The optimizer `optim.name` for the trained parameters of `stages`, which are parts of `model`.
 
     kernels: the configuration's, of which those of optimizers are read; None: auto. group: all ranks that hold parts of
     these stages, which Muon needs; None: this rank holds them whole. copies: of parameters; every step makes them equal
-    to these.
+    to these. device: where updates run, if parameters that are trained are on the host; None: they are on the device.
     """
-    optimizer = _optimizer(stages, model, optim, kernels, group)
+    optimizer = _optimizer(stages, model, optim, kernels, group, device)
     for each in copies:
         optimizer.register_step_post_hook(each.refresh)
     return optimizer
 
 
 def _optimizer(
-    stages: Iterable[nn.Module], model: Model, optim: Optim, kernels: Kernels | None, group: dist.ProcessGroup | None
+    stages: Iterable[nn.Module],
+    model: Model,
+    optim: Optim,
+    kernels: Kernels | None,
+    group: dist.ProcessGroup | None,
+    device: torch.device | None,
 ) -> Optimizer:
     muons: list[Parameter] = []
     others: list[Parameter] = []
@@ -54,7 +61,8 @@ def _optimizer(
             (muons if uses_muon(optim, found.role) else others).append(found)
     kernels, groups = kernels or Kernels(), alike(others, model, optim)
     first, second = optim.betas
-    states = _store(optim, muons, others)
+    states = _store(optim, muons, others, device)
+    parameters = None if device is None or isinstance(states, DeviceStates) else HostStates(states.slot_bytes, device)
     updates: dict[str, Callable[..., None]] = {
         "auto": fastest_adamw,
         "triton": partial(adamw, backend="triton"),
@@ -63,9 +71,9 @@ def _optimizer(
     }
     update = updates[kernels.adamw]
     if isinstance(states, HostStates) and optim.update_on == "host":
-        rest: FusedAdamW = HostAdamW(groups, optim.lr, (first, second), optim.eps, states)
+        rest: FusedAdamW = HostAdamW(groups, optim.lr, (first, second), optim.eps, states, device is not None)
     elif not isinstance(states, DeviceStates):
-        rest = StreamedAdamW(groups, optim.lr, (first, second), optim.eps, states, update, copy_of)
+        rest = StreamedAdamW(groups, optim.lr, (first, second), optim.eps, states, update, copy_of, parameters)
     else:
         rest = FusedAdamW(
             groups,
@@ -78,12 +86,13 @@ def _optimizer(
         )
     if not muons:
         return rest
-    settings = {**vars(optim.muon), "states": states, "backend": kernels.muon, "copy_of": copy_of}
+    stores = {"states": states, "parameters": parameters}
+    settings = {**vars(optim.muon), **stores, "backend": kernels.muon, "copy_of": copy_of}
     return MuonWithAdamW(Muon(alike(muons, model, optim), group, **settings), rest)
 
 
 def _store(
-    optim: Optim, muons: Sequence[Parameter], others: Sequence[Parameter]
+    optim: Optim, muons: Sequence[Parameter], others: Sequence[Parameter], device: torch.device | None
 ) -> DeviceStates | HostStates | FileStates:
     """The store of the states of matrices that Muon updates, and of other parameters. Raises InputError for a folder
     that cannot hold them."""
@@ -92,14 +101,13 @@ def _store(
     parts = [local(found.value) for found in muons]
     slot = slot_bytes(max((part[(0,) * (part.ndim - 2)].nbytes for part in parts if part.numel()), default=0))
     if optim.place == "host":
-        return HostStates(slot)
+        return HostStates(slot, device)
     momenta = [padded(part.nbytes) * len(MUON_STATES) for part in parts]
     rest = [local(found.value) for found in others]
     moments = [padded(part.numel() * wide_dtype(part.dtype).itemsize) * len(ADAMW_STATES) for part in rest]
     has_data = not any(part.is_meta or isinstance(part, FakeTensor) for part in (*parts, *rest))
-    return FileStates(
-        ScratchFile(optim.placement, sum(momenta) + sum(moments), "optim.placement") if has_data else NoFile(), slot
-    )
+    size = sum(momenta) + sum(moments)
+    return FileStates(ScratchFile(optim.placement, size, "optim.placement") if has_data else NoFile(), slot, device)
 
 
 def alike(parameters: Iterable[Parameter], model: Model, optim: Optim) -> list[dict[str, Any]]:

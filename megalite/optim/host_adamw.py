@@ -2,7 +2,7 @@
 
 Every step copies the gradients and weights of a rank's shard to the host, and the new weights back: 12 bytes per
 parameter. The memory for the copies is kept. Between steps, only the weights on the device count. So code that changes
-weights, such as loading a checkpoint, need not tell the optimizer.
+weights, such as loading a checkpoint, need not tell the optimizer. Parameters that live on the host are not copied.
 """
 
 from collections.abc import Iterable
@@ -18,7 +18,10 @@ from megalite_kernels import FusedAdamW, fused_adamw
 
 
 class HostAdamW(FusedAdamW):
-    """`torch.optim.AdamW(fused=True)` on a CPU, for parameters on any device, with moments of `states`."""
+    """`torch.optim.AdamW(fused=True)` on a CPU, for parameters on any device, with moments of `states`.
+
+    in_place: parameters and gradients are in host memory.
+    """
 
     def __init__(
         self,
@@ -27,14 +30,15 @@ class HostAdamW(FusedAdamW):
         betas: tuple[float, float],
         eps: float,
         states: HostStates,
+        in_place: bool = False,
     ) -> None:
         super().__init__(groups, lr, betas, eps, 0, fused_adamw, states.zeros)
-        self.memory = states.memory
+        self.memory, self.in_place = states.memory, in_place
         self.copies: dict[Tensor, tuple[Tensor, Tensor]] = {}  # weight and gradient, overwritten by every step
 
     def states_of(self, param: Tensor) -> dict[str, Tensor]:
         """The moments, placed as the parameter, with local tensors in host memory, and the number of updates."""
-        if param not in self.copies:
+        if param not in self.copies and not self.in_place:
             part = local(param).detach()
             self.copies[param] = self.memory.empty_like(part), self.memory.empty_like(part)
         return super().states_of(param)
@@ -57,7 +61,7 @@ class HostAdamW(FusedAdamW):
             skipped = to_host(self.found_inf, host, self.memory.stream)
         if self.clip is not None and trained:
             grads = [local(param.grad) for _, param in trained]
-            torch._foreach_mul_(grads, self.clip.to(grads[0].dtype))
+            torch._foreach_mul_(grads, self.clip.to(grads[0]))
         arriving = [self._to_host(param) for _, param in trained]
         for (group, param), state, (weight, grad, arrived) in zip(trained, states, arriving, strict=True):
             if arrived is not None:
@@ -75,10 +79,13 @@ class HostAdamW(FusedAdamW):
                 weight_decay=group["weight_decay"],
                 found_inf=skipped,
             )
-            local(param).copy_(weight, non_blocking=True)
+            if not self.in_place:
+                local(param).copy_(weight, non_blocking=True)
 
     def _to_host(self, param: Tensor) -> tuple[Tensor, Tensor, torch.cuda.Event | None]:
         assert param.grad is not None
+        if self.in_place:
+            return local(param).detach(), local(param.grad), None
         stream = self.memory.stream
         pairs = zip((param, param.grad), self.copies[param], strict=True)
         weight, grad = (to_host(local(tensor), host, stream) for tensor, host in pairs)

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from megalite.optim.exchange import Arriving, PieceExchange, Views
 from megalite.optim.newton_schulz import COEFFICIENTS, SCALES, newton_schulz, scale, working_dtype
-from megalite.optim.states import DeviceStates, States, local
+from megalite.optim.states import DeviceStates, HostStates, States, local
 from megalite.optim.streams import Bucket
 from megalite.plan.muon import BUCKET_BYTES, Box, MuonPlan, boxes, matrices_of
 from megalite_kernels import FusedAdamW, muon_momentum, muon_update
@@ -81,6 +81,8 @@ class Muon(torch.optim.Optimizer):
     on the device. backend: what averages gradients, updates weights and computes symmetric products, see
     `megalite_kernels.muon` and `symmetric_product`; Triton's kernels take contiguous parameters only. copy_of: the copy
     of a parameter, in any data type and placed alike, that updates write too, or None; all have one or none has.
+    parameters: the store of parameters and gradients in host memory, which pass through its device, as states do; None:
+    they are on the device.
 
     A training loop may set two tensors before a step, as for `FusedAdamW`. found_inf is float32 of one element; if it
     is not 0, nothing changes. clip is 0-dimensional; gradients are multiplied by it, but not overwritten.
@@ -105,16 +107,19 @@ class Muon(torch.optim.Optimizer):
         states: States | None = None,
         backend: Backend = "auto",
         copy_of: Callable[[Tensor], Tensor | None] = lambda _: None,
+        parameters: HostStates | None = None,
     ) -> None:
         options = {"lr": lr, "momentum": momentum, "nesterov": nesterov, "steps": steps, "weight_decay": weight_decay}
         super().__init__(params, {**options, "scale": scale, "coefficients": coefficients})
         self.stage, self.bucket_bytes, self.states = stage, bucket_bytes, states or DeviceStates()
         self.backend: Backend = backend
-        self.copy_of = copy_of
+        self.copy_of, self.parameters = copy_of, parameters
         self.found_inf: Tensor | None = None
         self.clip: Tensor | None = None
         self._planned: dict[tuple[int, ...], tuple[list[_Target], list[_Bucket]]] = {}
-        self._momenta: Iterator[Bucket] = iter(())  # states elsewhere, one by one in the order of a step's matrices
+        # States and gradients elsewhere, one by one in the order of a step's matrices.
+        self._momenta: Iterator[Bucket] = iter(())
+        self._gradients: Iterator[Bucket] = iter(())
         for group in self.param_groups:
             if group["scale"] not in SCALES:
                 raise ValueError(f"scale {group['scale']!r} is none of {', '.join(SCALES)}")
@@ -131,10 +136,13 @@ class Muon(torch.optim.Optimizer):
         if not params:
             return
         targets, buckets = self._buckets(params)
+        order = [targets[index] for bucket in buckets for index in bucket.matrices]
+        _, device = self._updates(params[0][0])
         if not self.states.on_device:
-            order = [targets[index] for bucket in buckets for index in bucket.matrices]
             momenta = [[target.part(self._momentum(target.param))] for target in order]
-            self._momenta = self.states.streamed(momenta, params[0][0].device)
+            self._momenta = self.states.streamed(momenta, device)
+        if self.parameters is not None:
+            self._gradients = self.parameters.streamed([[target.gradient] for target in order], device)
         coming = self._gather(buckets[0], targets)
         returning: Arriving | None = None
         for bucket, following in zip(buckets, [*buckets[1:], None], strict=True):
@@ -147,11 +155,14 @@ class Muon(torch.optim.Optimizer):
             returning = leaving
         if returning is not None:
             self._apply(returning.wait(), targets)
-        next(self._momenta, None)  # the last has been changed
+        for others in (self._momenta, self._gradients):
+            next(others, None)  # the last has been used
+        if self.parameters is not None:
+            self.parameters.settle()  # the host may read weights now, and the next step copies them
 
     def _gather(self, bucket: _Bucket, targets: Targets) -> Arriving:
         """Update the momentum with the gradients, and start to send u to the owners of the matrices."""
-        outgoing = bucket.gather.begin(working_dtype(targets[0].param), targets[0].param.device)
+        outgoing = bucket.gather.begin(*self._updates(targets[0].param))
         together: dict[object, list[int]] = {}
         for index in bucket.matrices:
             # States elsewhere come to the device one by one, in this order, to take little memory there.
@@ -167,7 +178,7 @@ class Muon(torch.optim.Optimizer):
         """
         here = [target.part(self._momentum(target.param)) for target in targets] if self.states.on_device else None
         muon_momentum(
-            [target.gradient for target in targets],
+            [target.gradient for target in targets] if self.parameters is None else next(self._gradients),
             here or next(self._momenta),
             [view for views in sent for _, view in views],
             momentum=targets[0].group["momentum"],
@@ -179,7 +190,7 @@ class Muon(torch.optim.Optimizer):
 
     def _orthogonalize(self, bucket: _Bucket, arrived: Views, targets: Targets) -> Arriving:
         """Orthogonalize the matrices that this rank owns, and start to send back the parts of the results."""
-        outgoing = bucket.scatter.begin(working_dtype(targets[0].param), targets[0].param.device)
+        outgoing = bucket.scatter.begin(*self._updates(targets[0].param))
         for index in bucket.owned:
             group, (rows, columns) = targets[index].group, targets[index].shape
             update = newton_schulz(
@@ -191,10 +202,20 @@ class Muon(torch.optim.Optimizer):
 
     def _apply(self, updates: Views, targets: Targets) -> None:
         parts = [(targets[index], update) for index, views in updates.items() for _, update in views]  # one of each
+        weights = [target.part(target.param) for target, _ in parts]
+        if self.parameters is None:
+            self._write(weights, parts)
+            return
+        _, device = self._updates(targets[0].param)
+        for here, part in zip(self.parameters.streamed([[each] for each in weights], device), parts, strict=True):
+            self._write(here, [part])
+
+    def _write(self, weights: Bucket, parts: Sequence[tuple[_Target, Tensor]]) -> None:
+        """Update weights on the device. parts: the matrix of each, and its update."""
         groups = [target.group for target, _ in parts]
         scales = [scale(target.group["scale"], *target.shape) for target, _ in parts]
         muon_update(
-            [target.part(target.param) for target, _ in parts],
+            weights,
             [update for _, update in parts],
             [group["lr"] * each for group, each in zip(groups, scales, strict=True)],
             [1 - group["lr"] * group["weight_decay"] for group in groups],
@@ -202,6 +223,11 @@ class Muon(torch.optim.Optimizer):
             found_inf=self.found_inf,
             backend=self.backend,
         )
+
+    def _updates(self, param: Tensor) -> tuple[torch.dtype, torch.device]:
+        """The data type and the device of updates."""
+        device = param.device if self.parameters is None else self.parameters.updates_on(param)
+        return working_dtype(param, device), device
 
     def states_of(self, param: Tensor) -> dict[str, Tensor]:
         """The momentum of a parameter, created as zeros if there is none. Waits for a step that is writing it."""
@@ -234,7 +260,7 @@ class Muon(torch.optim.Optimizer):
             matrices += matrices_of(tuple(param.shape), held, group["steps"])
             places = product(*map(range, param.shape[:-2]))
             targets += [_Target(param, group, _index_in(held[rank], place)) for place in places]
-        plan = MuonPlan(matrices, working_dtype(params[0][0]).itemsize, self.bucket_bytes)
+        plan = MuonPlan(matrices, self._updates(params[0][0])[0].itemsize, self.bucket_bytes)
         buckets = [
             _Bucket(
                 [index for index in indices if targets[index].here is not None],

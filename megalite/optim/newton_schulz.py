@@ -44,14 +44,14 @@ def newton_schulz(
     return x.T if tall else x
 
 
-def working_dtype(param: Tensor) -> torch.dtype:
-    """The data type in which the update of `param` is sent and orthogonalized.
+def working_dtype(param: Tensor, device: torch.device) -> torch.dtype:
+    """The data type in which the update of `param` is sent and orthogonalized on a device.
 
     bfloat16 is enough for training (Jordan 2024) and fast on a GPU.
     """
     if param.dtype == torch.float64:
         return torch.float64
-    return torch.bfloat16 if param.device.type == "cuda" else torch.float32
+    return torch.bfloat16 if device.type == "cuda" else torch.float32
 
 
 def scale(rule: str, rows: int, columns: int) -> float:

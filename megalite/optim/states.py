@@ -62,16 +62,25 @@ class DeviceStates:
 
 
 class HostStates:
-    """Keeps states in host memory, on CUDA page-locked. slot_bytes: the most that a bucket takes."""
+    """Keeps states in host memory, on CUDA page-locked. slot_bytes: the most that a bucket takes.
+
+    device: where states are updated; None: on the device of their parameter. Tensors that others keep in host memory
+    may be streamed too.
+    """
 
     on_device = False
 
-    def __init__(self, slot_bytes: int = BUCKET_BYTES) -> None:
-        self.memory, self.slot_bytes = HostMemory(), slot_bytes
+    def __init__(self, slot_bytes: int = BUCKET_BYTES, device: torch.device | None = None) -> None:
+        self.memory, self.slot_bytes, self.device = HostMemory(), slot_bytes, device
         self._streams = Streams()
 
     def zeros(self, param: Tensor, dtype: torch.dtype) -> Tensor:
-        return placed_as(param, self.memory.empty_like(local(param).detach().to(dtype)).zero_())
+        like = torch.empty_like(local(param), dtype=dtype, device="meta")
+        return placed_as(param, self.memory.empty_like(like, self.updates_on(param)).zero_())
+
+    def updates_on(self, param: Tensor) -> torch.device:
+        """The device on which states of a parameter are updated."""
+        return self.device or param.device
 
     def streamed(self, buckets: Sequence[Bucket], device: torch.device) -> Iterator[Bucket]:
         return self._streams.stream(Resident(buckets), device, self.slot_bytes)
@@ -87,23 +96,27 @@ class FileStates:
     """Keeps states in `file`, through page-locked buffers of host memory on CUDA.
 
     States are tensors that tell which bytes of the file are theirs: updates stream them, and checkpoints use
-    `file_pieces`.
+    `file_pieces`. device: as for `HostStates`.
     """
 
     on_device = False
 
-    def __init__(self, file: StateFile, slot_bytes: int = BUCKET_BYTES) -> None:
-        self.file, self.slot_bytes, self.memory = file, slot_bytes, HostMemory()
+    def __init__(self, file: StateFile, slot_bytes: int = BUCKET_BYTES, device: torch.device | None = None) -> None:
+        self.file, self.slot_bytes, self.device, self.memory = file, slot_bytes, device, HostMemory()
         self._streams, self._slots = Streams(), list[Tensor]()
         self._threads = ThreadPoolExecutor(THREADS, "states")
 
     def zeros(self, param: Tensor, dtype: torch.dtype) -> Tensor:
         part = local(param)
         if not self._slots:
-            like = torch.empty(self.slot_bytes + BLOCK, dtype=torch.uint8, device=part.device)
-            self._slots = [self.memory.empty_like(like) for _ in range(FILE_SLOTS)]
+            like = torch.empty(self.slot_bytes + BLOCK, dtype=torch.uint8, device="meta")
+            self._slots = [self.memory.empty_like(like, self.updates_on(param)) for _ in range(FILE_SLOTS)]
         state = self.file.take(part.numel() * dtype.itemsize)
         return placed_as(param, state.view(dtype).view(part.shape))
+
+    def updates_on(self, param: Tensor) -> torch.device:
+        """The device on which states of a parameter are updated."""
+        return self.device or param.device
 
     def streamed(self, buckets: Sequence[Bucket], device: torch.device) -> Iterator[Bucket]:
         return self._streams.stream(self.source(buckets), device, self.slot_bytes)

@@ -4,7 +4,7 @@ The arithmetic is that of AdamW with its states on the device, so the bits are t
 is that part of the tensor's update. No copies of weights or gradients are needed.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from megalite.optim.states import FileStates, HostStates, local
+from megalite.optim.streams import Bucket
 from megalite.plan.model.optimizer_states import ADAMW_STATES
 from megalite.plan.state_streams import BLOCK, padded
 from megalite_kernels import FusedAdamW
@@ -31,7 +32,10 @@ class _Part:
 
 
 class StreamedAdamW(FusedAdamW):
-    """`FusedAdamW` with moments of `states`, whose update runs on the device of the parameters."""
+    """`FusedAdamW` with moments of `states`, whose update runs on the device of the parameters.
+
+    parameters: the store of parameters and gradients in host memory, which pass through its device likewise.
+    """
 
     def __init__(
         self,
@@ -42,14 +46,18 @@ class StreamedAdamW(FusedAdamW):
         states: HostStates | FileStates,
         update: Callable[..., None],
         copy_of: Callable[[Tensor], Tensor | None] = lambda _: None,
+        parameters: HostStates | None = None,
     ) -> None:
         super().__init__(groups, lr, betas, eps, 0, update, states.zeros, copy_of)
-        self.states = states
+        self.states, self.parameters = states, parameters
 
     def states_of(self, param: Tensor) -> dict[str, Tensor]:
         """The moments and the number of updates of a parameter. Waits for a step that is writing them."""
         self.states.settle()
         return super().states_of(param)
+
+    def runs_on(self, param: Tensor) -> torch.device:
+        return self.states.updates_on(param)
 
     def buffers(self) -> list[Tensor]:
         """Host memory that moments pass through."""
@@ -64,12 +72,15 @@ class StreamedAdamW(FusedAdamW):
         moments = [
             [part.of(self.state[part.param][name]) for name in ADAMW_STATES for part in parts] for _, parts in buckets
         ]
-        device = buckets[0][1][0].param.device
-        for here, (group, parts) in zip(self.states.streamed(moments, device), buckets, strict=True):
+        device = self.runs_on(buckets[0][1][0].param)
+        pairs: Iterator[Bucket] = (_weights_and_gradients(parts) for _, parts in buckets)
+        if self.parameters is not None:
+            pairs = self.parameters.streamed([*pairs], device)
+        for here, pair, (group, parts) in zip(self.states.streamed(moments, device), pairs, buckets, strict=True):
             copies = [part.of(copy) for part in parts if (copy := self.copy_of(part.param)) is not None]
             self.update(
-                [part.of(part.param) for part in parts],
-                [part.of(part.param.grad.contiguous()) for part in parts if part.param.grad is not None],
+                pair[: len(parts)],
+                pair[len(parts) :],
                 here[: len(parts)],
                 here[len(parts) :],
                 [self._count(part) for part in parts],
@@ -81,6 +92,8 @@ class StreamedAdamW(FusedAdamW):
                 found_inf=self.found_inf,
                 **({"copies": copies} if copies else {}),
             )
+        if self.parameters is not None:
+            self.parameters.settle()  # the host may read weights now, and the next step copies them
 
     def _count(self, part: _Part) -> Tensor:
         """The number of updates, which an update raises: for all parts of a parameter but the last, a copy of it."""
@@ -105,3 +118,9 @@ class StreamedAdamW(FusedAdamW):
                 size += more
         if parts:
             yield parts
+
+
+def _weights_and_gradients(parts: Sequence[_Part]) -> list[Tensor]:
+    """The weights of some parts, then their gradients."""
+    grads = [part.of(part.param.grad.contiguous()) for part in parts if part.param.grad is not None]
+    return [*(part.of(part.param) for part in parts), *grads]

@@ -76,7 +76,7 @@ def shard(
         )
     stage.fsdp_groups = [module for module in stage.modules() if isinstance(module, FSDPModule)]  # type: ignore[assignment]
     _gathers_nothing_ahead(next(module for module in _children_first(stage) if isinstance(module, FSDPModule)))
-    for group in _groups(stage):
+    for group in groups_of(stage):
         if meshes[cast(nn.Module, group)].size() > 1:  # one rank would divide by 1, in another pass over its gradients
             group.set_gradient_divide_factor(1.0)
         group.set_force_sum_reduction_for_comms(True)
@@ -99,13 +99,13 @@ def _children_first(module: nn.Module) -> Iterator[nn.Module]:
 
 def gather(stage: object) -> None:
     """Start to gather the weights of `stage`; every layer waits for its own weights."""
-    for group in _groups(stage):
+    for group in groups_of(stage):
         group.unshard(async_op=True)
 
 
 def reshard(stage: object) -> None:
     """Free the gathered weights of `stage`."""
-    for group in _groups(stage):
+    for group in groups_of(stage):
         group.reshard()
 
 
@@ -113,7 +113,7 @@ def before_backward(stage: object, mode: str, reduction: Reduction) -> None:
     """Tell FSDP2 what the coming backward of `stage` has to do."""
     if isinstance(stage, FSDPModule):
         stage.set_is_last_backward(reduction.last)
-    for group in _groups(stage):  # one by one, for each of these would walk all modules of the stage
+    for group in groups_of(stage):  # one by one, for each of these would walk all modules of the stage
         group.set_requires_gradient_sync(reduction.now, recurse=False)
         group.set_requires_all_reduce(reduction.replicas, recurse=False)
         group.set_reshard_after_backward(mode == "zero3", recurse=False)
@@ -131,7 +131,7 @@ def after_weight_gradients(stage: object, reduction: Reduction) -> None:
         stage._get_fsdp_state()._root_post_backward_final_callback()
 
 
-def _groups(stage: object) -> Sequence[FSDPModule]:
-    """The modules of `stage` whose parameters FSDP2 gathers as one group, which `shard` has listed."""
+def groups_of(stage: object) -> Sequence[FSDPModule]:
+    """The modules of `stage` whose parameters FSDP2 gathers as one group, in the order of forward, from `shard`."""
     groups: Sequence[FSDPModule] = getattr(stage, "fsdp_groups", ())
     return groups

@@ -53,7 +53,7 @@ class Gradients:
         that are not split over them, and over both copies of a tied embedding, in the first and the last stage.
         """
         if self._replicated:
-            sum_together(_local_grads(self._replicated), self._mesh.group("tp"))
+            sum_together(_local_grads(self._replicated), self._mesh.group("tp"), self._mesh.device)
         match _local_grads(self._tables):
             case [first, last]:
                 first += last
@@ -63,13 +63,13 @@ class Gradients:
 
     def _sum_of_ends(self, grad: Tensor) -> None:
         """Add the gradient of the embedding's other copy to `grad`."""
-        received = torch.empty_like(grad)
-        pairs = ((dist.isend, grad), (dist.irecv, received))
+        received = torch.empty_like(grad, device=self._mesh.device)
+        pairs = ((dist.isend, grad.to(self._mesh.device)), (dist.irecv, received))
         group = self._mesh.group("pp")
         exchange = [dist.P2POp(operation, tensor, self._peer, group) for operation, tensor in pairs]
         for work in dist.batch_isend_irecv(exchange):
             work.wait()
-        grad += received
+        grad += received.to(grad.device)
 
     @torch.no_grad()
     def counted_norms(self) -> tuple[list[str], Tensor]:
@@ -80,21 +80,27 @@ class Gradients:
         """
         if not self._counted:
             return [], torch.zeros(0, device=self._mesh.device)
-        return self._names, torch.stack(torch._foreach_norm(_local_grads(self._counted)))
+        return self._names, torch.stack(torch._foreach_norm(_local_grads(self._counted))).to(self._mesh.device)
 
     @torch.no_grad()
     def parameter_norm(self) -> Tensor:
         """The L2 norm of all trained parameters, the same in every layout. Collective."""
         counted = [param._local_tensor for param in self._counted]
+        if counted and counted[0].device != self._nothing.device:  # parameters on the host have one norm together
+            counted = [grad_norm(counted, backend="torch").reshape(1).to(self._nothing.device)]
         return grad_norm([self._nothing, *counted], groups=[self._mesh.world], backend="torch")
 
 
-def sum_together(grads: Sequence[Tensor], group: dist.ProcessGroup) -> None:
-    """Sum each of `grads` over all ranks, in place, by one collective. A rank may have none, or empty ones."""
+def sum_together(grads: Sequence[Tensor], group: dist.ProcessGroup, device: torch.device) -> None:
+    """Sum each of `grads` over all ranks, in place, by one collective. A rank may have none, or empty ones.
+
+    device: that of the collective, where gradients are copied to if they are on the host.
+    """
     flat = torch.cat([grad.flatten() for grad in grads]) if grads else torch.empty(0)
     if flat.numel():
+        flat = flat.to(device)
         dist.all_reduce(flat, group=group)
-        sums = flat.split([grad.numel() for grad in grads])
+        sums = flat.to(grads[0].device).split([grad.numel() for grad in grads])
         torch._foreach_copy_([grad.flatten() for grad in grads], sums)
 
 

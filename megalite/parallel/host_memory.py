@@ -33,20 +33,23 @@ class HostMemory:
         self._refused = False
         finalize(self, _unregister, self._registered)
 
-    def empty_like(self, tensor: Tensor) -> Tensor:
-        """Contiguous host memory for a copy of `tensor`; ordinary memory if the tensor is on the host."""
-        host = self._empty_like(tensor)
+    def empty_like(self, tensor: Tensor, device: torch.device | None = None) -> Tensor:
+        """Contiguous host memory of the size of `tensor`, for copies to and from a device; ordinary memory on a CPU.
+
+        device: None: the tensor's own.
+        """
+        host = self._empty_like(tensor, device or tensor.device)
         if self.watch is not None:
             self.watch(host)
         return host
 
-    def _empty_like(self, tensor: Tensor) -> Tensor:
-        if not tensor.is_cuda or tensor.nbytes == 0:
+    def _empty_like(self, tensor: Tensor, device: torch.device) -> Tensor:
+        if device.type != "cuda" or tensor.nbytes == 0:
             return torch.empty_like(tensor, device="cpu", memory_format=torch.contiguous_format)
         if self.stream is None:
-            self.stream = torch.cuda.Stream(tensor.device)
+            self.stream = torch.cuda.Stream(device)
         free = self._free.get(tensor.nbytes)
-        block = free.pop() if free else self._new(tensor.nbytes, tensor.device)
+        block = free.pop() if free else self._new(tensor.nbytes, device)
         return block.view(tensor.dtype).view(tensor.shape)
 
     def give_back(self, host: Tensor) -> None:

@@ -214,7 +214,7 @@ class Activations(Sizes):
             return len(state_names(self.config.optim, weight)) * elements(weight)
 
         def copies(weight: Weight) -> int:
-            return host_copies(self.config.optim, weight) * elements(weight)
+            return 0 if self.config.on_host(trained=True) else host_copies(self.config.optim, weight) * elements(weight)
 
         several = list(weights)
         trained = [weight for weight in several if weight.trained]

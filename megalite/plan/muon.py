@@ -322,12 +322,14 @@ def _peak(there: Sequence[Buffers], back: Sequence[Buffers], part: Sequence[int]
 def step_temporaries(plan: Plan, pp: int, slot: int = 0) -> int:
     """Bytes that the optimizer takes for a step on the fullest rank of pipeline rank `pp`.
 
-    slot: bytes of each slot through which states pass; 0: they are on the device. With very many pieces, planning every
-    exchange takes too long. The result is then a bound: the buffers of three buckets, and the bytes that the largest
-    matrix takes.
+    slot: bytes of each slot through which states pass; 0: they are on the device. Parameters on the host pass through
+    as many with their gradients; with Muon these pass apart, so through twice as many. With very many pieces, planning
+    every exchange takes too long. The result is then a bound: the buffers of three buckets, and the bytes that the
+    largest matrix takes.
     """
     config, matrices = plan.config, _matrices_of_rank(plan, pp)
-    slots = DEVICE_SLOTS * slot if matrices or config.optim.update_on == "device" else 0
+    streams = 1 + config.on_host(trained=True) * (2 if matrices else 1)
+    slots = streams * DEVICE_SLOTS * slot if matrices or config.optim.update_on == "device" else 0
     if not matrices:
         return slots
     itemsize = working_bytes(config)

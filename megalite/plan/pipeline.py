@@ -244,14 +244,16 @@ def tables_of(config: Config, costing: Costing | None = None) -> list[Table]:
 
 
 def uses_fsdp(config: Config) -> bool:
-    """Return whether FSDP2 manages parameters: to shard them, reduce gradients, or free bf16 weights after use."""
+    """Return whether FSDP2 manages parameters: to shard them, reduce gradients, or free weights after use that are bf16
+    or copies of parameters on the host."""
     layout = config.parallel.layout
-    return is_managed(layout.dp * layout.cp, config.train.dtype, config.parallel.data_mode)
+    return is_managed(config, layout.dp * layout.cp, config.parallel.data_mode)
 
 
-def is_managed(ranks: int, dtype: str, mode: str) -> bool:
-    """`uses_fsdp` of a layout with `ranks` data-parallel ranks."""
-    return ranks > 1 or (dtype == "bf16" and mode == "zero3")
+def is_managed(config: Config, ranks: int, mode: str) -> bool:
+    """`uses_fsdp` of `config` in a layout with `ranks` data-parallel ranks and another mode."""
+    frees = config.train.dtype == "bf16" or config.parallel.parameters == "host"
+    return ranks > 1 or (frees and mode == "zero3")
 
 
 def uses_copies(config: Config) -> bool:

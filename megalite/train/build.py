@@ -29,6 +29,7 @@ from megalite.parallel.float8 import WeightCasts, check_float8, use_float8
 from megalite.parallel.fsdp import compute_dtype, parameter_dtype, shard
 from megalite.parallel.gradients import Gradients
 from megalite.parallel.host_memory import HostMemory
+from megalite.parallel.host_parameters import keep_on_host, materialize
 from megalite.parallel.linear import WeightGradients
 from megalite.parallel.offload import AsIs, Offload
 from megalite.parallel.parameter import in_four_bits
@@ -127,7 +128,13 @@ def build(plan: Plan, mesh: Mesh, activity: Activity | None = None) -> Job:
     gradients = Gradients(stages, plan.placement, mesh, config.model.tie_embeddings)
     copies = [Copies(stage, compute_dtype(config.train.dtype)) for stage in stages.values()] if plan.copies else []
     optimizer = build_optimizer(
-        stages.values(), config.model, config.optim, config.kernels_by_operation, mesh.stage, copies
+        stages.values(),
+        config.model,
+        config.optim,
+        config.kernels_by_operation,
+        mesh.stage,
+        copies,
+        mesh.device if config.on_host(trained=True) else None,
     )
     activity, clock = activity or Activity(), SectionClock(mesh.device)
     load = ExpertLoad(stages.values(), config.model)
@@ -205,7 +212,9 @@ def build_stage(
         if mesh.experts is not None:  # modules before those that they are in
             groups = [*((module, mesh.expert_data) for module in stage.experts()), *groups]
         shard(stage, groups, mesh.data, config.train.dtype, parallel.data_mode, parallel.data.reduce_precision)
-    stage.to_empty(device=mesh.device)
+    if config.parallel.parameters == "host":
+        keep_on_host(stage, mesh.device, config.on_host(trained=True))
+    materialize(stage, mesh.device)
     initialize(stage, config.model, config.run.seed)
     seed_dropout(stage, config.run.seed)
     return stage

@@ -186,6 +186,21 @@ def test_the_defaults_are_valid() -> None:
             "or optim.placement=host",
         ),
         (
+            ["parallel.parameters=host"],
+            'parallel.parameters = "host": needs the optimizer\'s states outside of the device too, but '
+            "optim.placement = device; use optim.placement=host or a folder, or parallel.parameters=device",
+        ),
+        (
+            ["parallel.parameters=host", "optim.placement=host", "parallel.data.mode=ddp", "parallel.dp_shard=2"],
+            'parallel.parameters = "host": needs weights that are gathered, but parallel.data.mode = ddp keeps them '
+            "on data-parallel ranks; use parallel.data.mode=zero1, zero2 or zero3",
+        ),
+        (
+            ["parallel.parameters=host", "adapter.rank=4", "parallel.data.mode=zero1", "parallel.dp_shard=1"],
+            'parallel.parameters = "host": needs weights that are gathered, but parallel.data.mode = zero1 keeps '
+            "them on one data-parallel rank; use parallel.data.mode=zero3",
+        ),
+        (
             ["optim.placement=hots"],
             'optim.placement = "hots": must be device, host, or the path of a folder, written with a / and in '
             "printable characters; such as ./scratch or /mnt/nvme/states",

@@ -24,7 +24,7 @@ from megalite.cost.rank_seconds import seconds_of
 from megalite.cost.schedule_tables import Cost
 from megalite.cost.share import share_of
 from megalite.cost.stage_time import SPLIT_OVERHEAD
-from megalite.cost.stages import HOST_SHARE, Shared, Timer
+from megalite.cost.stages import HOST_BANDWIDTH, HOST_SHARE, Shared, Timer
 from megalite.plan.parts.experts import ExpertsPart
 from megalite.plan.resolved import resolve
 from megalite.schedule.actions import Kind
@@ -119,6 +119,31 @@ def test_muon_on_the_host_streams_its_momentum_over_the_bus_and_updates_the_rest
     others = (8_030_261_248 / 8 - matrices) * HOST_UPDATE_BYTES / HOST_BANDWIDTH
     assert there - here == pytest.approx(streamed + others, rel=0.03)  # but for copies of weights and gradients
     assert there < optimizer(*HOST_UPDATE)
+
+
+def test_a_base_on_the_host_takes_the_longer_of_compute_and_copies_in_every_pass() -> None:
+    def seconds(*keys: str) -> float:
+        adapter = "adapter.rank=16", "parallel.data.mode=zero3", "batch.global=1"
+        return predict(configured(1, *adapter, *keys, model="llama3_8b"), H100, TIMER).seconds
+
+    def added(*keys: str) -> float:
+        return seconds("parallel.parameters=host", *keys) - seconds(*keys)
+
+    whole = 2 * 8_030_261_248 / (H100.gpu.host * HOST_SHARE)  # of one pass
+    few, many = added("model.sequence_length=64"), added("model.sequence_length=8192")
+    assert whole < few < 2 * whole, "copies take longer than compute beside them in both passes"
+    assert 0 < many < 0.1 * whole, "only the first part of a pass is waited for"
+
+
+def test_trained_parameters_on_the_host_pass_through_the_device_with_their_states() -> None:
+    def parts(*keys: str) -> dict[str, float]:
+        sizes = "batch.global=64", "optim.placement=host", "parallel.data.mode=zero3"
+        return predict(configured(8, *sizes, *keys, model="llama3_8b"), H100, TIMER).parts
+
+    here, there = parts(), parts("parallel.parameters=host")
+    assert there["optimizer"] == pytest.approx(2 * here["optimizer"], rel=0.05), "16 bytes each way in place of 8"
+    on_host = parts("parallel.parameters=host", "optim.update_on=host")["optimizer"]
+    assert on_host < parts("optim.update_on=host")["optimizer"], "nothing is copied"
 
 
 @pytest.mark.parametrize("name", ["adamw", "muon"])

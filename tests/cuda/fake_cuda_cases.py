@@ -37,6 +37,7 @@ from megalite.optim.states import HostStates
 from megalite.parallel import context, flex
 from megalite.parallel.context import attention
 from megalite.parallel.host_memory import HostMemory
+from megalite.parallel.host_parameters import CopiedAhead
 from megalite.parallel.offload import to_host
 from megalite.parallel.sequence import Documents, Method
 from megalite.plan.resolved import resolve
@@ -307,6 +308,44 @@ def streamed() -> list[tuple[str, ...]]:
     tell()
     states.settle()
     assert [name for name, *_ in NOTES] == ["synchronize"]
+    return told
+
+
+def fetched(config: Config) -> list[tuple[str, ...]]:
+    """What a second step of a job whose base is on the host tells the streams of compute and of copies, by name.
+
+    Groups of parameters have the names of their modules.
+    """
+    told: list[tuple[str, ...]] = []
+    with _job(config) as (job, _), patch.object(Tensor, "is_pinned", lambda tensor: True):
+        _step(job)
+        (stage,) = job.stages.values()
+        names = {torch.cuda.current_stream(): "compute", stage.parameter_memory.stream: "copies"}
+        copy = CopiedAhead._copy
+
+        def copied(group: CopiedAhead) -> None:
+            tell()
+            told.append(("copy", names[torch.cuda.current_stream()], group._module_fqn))
+            copy(group)
+
+        def tell() -> None:
+            for stream, other in (rest for name, *rest in NOTES if name == "wait"):
+                of = other if isinstance(other, torch.Stream) else other.stream
+                if names.get(stream) != names.get(of):
+                    told.append(("wait", names.get(stream, ""), names.get(of, "")))
+            NOTES.clear()
+
+        def computed(module: Any, *_: Any) -> None:
+            tell()
+            told.append(("compute", module_names[module]))
+
+        module_names = {module: f"layers.{number}" for number, module in stage.layers.items()}
+        for module in module_names:
+            module.register_forward_pre_hook(computed)
+        NOTES.clear()
+        with patch.object(CopiedAhead, "_copy", copied):
+            _step(job)
+        tell()
     return told
 
 

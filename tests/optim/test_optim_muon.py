@@ -42,7 +42,7 @@ def test_steps_are_bitwise_those_of_torch(rule: str, adjust: Any, nesterov: bool
     ours, theirs = parameters(dtype), parameters(dtype)
     options: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.3, "momentum": 0.9, "nesterov": nesterov}
     one, other = Muon(ours, scale=rule, **options), torch.optim.Muon(theirs, adjust_lr_fn=adjust, **options)
-    with patch.object(muon, "working_dtype", lambda _: torch.bfloat16):  # torch orthogonalizes in nothing else
+    with patch.object(muon, "working_dtype", lambda *_: torch.bfloat16):  # torch orthogonalizes in nothing else
         train(one, ours)
     train(other, theirs)
     for mine, its in zip(ours, theirs, strict=True):

@@ -75,7 +75,7 @@ def test_bytes_of_a_parameter(backend: Backend, expected: int) -> None:
     optimizer = Muon(params, backend=backend)
     assert bytes_moved(1)[0] + 2 * 2 == 28
     with (
-        patch.object(muon, "working_dtype", lambda _: torch.bfloat16),
+        patch.object(muon, "working_dtype", lambda *_: torch.bfloat16),
         patch.object(muon, "newton_schulz", lambda matrix, *_: matrix),
     ):
         take_step(params, optimizer, bad=False)  # makes the momentum

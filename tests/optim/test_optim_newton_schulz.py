@@ -89,5 +89,7 @@ def test_scales_are_those_of_torch(rows: int, columns: int) -> None:
 
 
 def test_working_types() -> None:
-    assert working_dtype(torch.zeros(1, dtype=torch.float64)) == torch.float64
-    assert working_dtype(torch.zeros(1)) == torch.float32
+    single, double = torch.zeros(1), torch.zeros(1, dtype=torch.float64)
+    for device, narrow in (("cpu", torch.float32), ("cuda", torch.bfloat16)):
+        assert working_dtype(double, torch.device(device)) == torch.float64
+        assert working_dtype(single, torch.device(device)) == narrow

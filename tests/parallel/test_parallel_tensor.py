@@ -163,7 +163,7 @@ def block(tp: int) -> tuple[Tensor, ...]:
     (y,) = columns(x * whole(scale["weight"]), [up], mesh.group("tp"))
     y = down(torch.tanh(y))
     y.backward(_mine(_random(SEQUENCE, BATCH, WIDTH, seed=4), mesh).detach())
-    sum_together([_grad(scale["weight"]).to_local()], mesh.group("tp"))
+    sum_together([_grad(scale["weight"]).to_local()], mesh.group("tp"), torch.device("cpu"))
     weights = (_grad(param).full_tensor() for param in (up.weight, down.weight, scale["weight"]))
     return y.detach(), _grad(x), *weights
 

@@ -19,7 +19,6 @@ from megalite.plan.resolved import resolve
 from megalite_launch.base.texts import memory_text
 
 GIB = 1 << 30
-AUTO_MODES: tuple[DataMode, ...] = ("zero1", "zero2", "zero3")  # each sends at least as much as the one before
 TENSOR_SHARE = 0.9  # share of a GPU's memory for tensors; CUDA, NCCL and the allocator's fragments take the rest
 
 
@@ -57,7 +56,7 @@ def fitted(
     limit = offered if asked is None else round(asked * GIB)
     config = replace(config, batch=replace(config.batch, memory=None))
     known = config.parallel.data.mode != "auto" or limit is None
-    modes = (config.parallel.data_mode,) if known else AUTO_MODES
+    modes = (config.parallel.data_mode,) if known else config.parallel.data_modes
 
     def least(config: Config, limit: float = math.inf) -> int:
         return min(peak(with_mode(config, mode), limit) for mode in modes)

@@ -81,8 +81,10 @@ class Held:
         states, kind, part = self.states, STATES_IN[self.config.optim.place], self.parts[stage][index]
         for group in self._groups(stage, index):
             for component, count, trained, moments, copies, four_bits in group.weights.by_component:
+                there = states.on_host(count, trained, four_bits) // group.shards
                 kept = states.kept(count, trained, four_bits) // group.shards + states.copied(count, trained)
-                self._hold("parameters", component, part.times * kept)
+                self._hold("parameters", component, part.times * (kept - there))
+                self._hold(HOST_MEMORY, component, part.times * there)
                 self._hold(kind, component, part.times * (states.p * (moments + copies) // group.shards))
 
     def _hold_saved(self, stage: int, index: int) -> None:
@@ -122,9 +124,10 @@ class Held:
                 self._hold("gathered weights", component, sign * self.parts[stage][index].times * size)
 
     def _hold_gradients(self, part: Unit, group: Group, each: int, sharded: bool = False) -> None:
-        """Hold `each` bytes for every trained parameter of a group; release them if negative."""
+        """Hold `each` bytes for every trained parameter of a group; release them if negative. sharded: once reduced."""
+        kind = HOST_MEMORY if sharded and self.config.on_host(trained=True) else "gradients"
         for component, _, trained, *_ in group.weights.by_component:
-            self._hold("gradients", component, part.times * (each * trained // (group.shards if sharded else 1)))
+            self._hold(kind, component, part.times * (each * trained // (group.shards if sharded else 1)))
 
     def _hold(self, kind: str, component: str, size: int) -> None:
         self.held[kind, component] += size

@@ -19,10 +19,11 @@ are gathered and freed.
                         next part is reduced
     activations         see plan.activations
     temporaries         those of backward; wN of gradients being made; wN to gather the next part (zero3);
-                        activations recomputed or fetched from the host; those of Muon's step (plan.muon); slots
-                        through which states pass that live elsewhere (plan.state_streams)
-    host memory         offloaded tensors; slots of states in files; the copy of parameters and optimizer states that
-                        `checkpoint.async` stages
+                        activations recomputed or fetched from the host; wN of the next part, if it comes from the
+                        host and is not sharded; those of Muon's step (plan.muon); slots through which states and
+                        trained parameters pass that live elsewhere (plan.state_streams)
+    host memory         offloaded tensors; parameters and reduced gradients that live there; slots of states in files;
+                        the copy of parameters and optimizer states that `checkpoint.async` stages
     files               optimizer states that live there, and the copy that `checkpoint.async` stages
 
 Not counted: memory outside of the allocator (on CUDA a context of 1 to 1.5 GiB, and NCCL's buffers), fragmentation,

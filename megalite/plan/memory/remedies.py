@@ -7,7 +7,7 @@ from dataclasses import replace
 from megalite.base.errors import InputError
 from megalite.config.rules.validate import check
 from megalite.config.schema import Config
-from megalite.plan.memory.fit import AUTO_MODES, TENSOR_SHARE, choices, peak_bytes, with_mode
+from megalite.plan.memory.fit import TENSOR_SHARE, choices, peak_bytes, with_mode
 from megalite.plan.memory.peak import KINDS, memory_of_ranks
 from megalite.plan.recompute_modes import Mode
 from megalite_launch.base.texts import memory_text
@@ -70,7 +70,7 @@ def _recompute(config: Config) -> Iterator[Change]:
 
 
 def _modes(config: Config) -> Iterator[Change]:
-    return ((f"parallel.data.mode={mode}", with_mode(config, mode)) for mode in AUTO_MODES)
+    return ((f"parallel.data.mode={mode}", with_mode(config, mode)) for mode in config.parallel.data_modes)
 
 
 def _offload(config: Config) -> Iterator[Change]:

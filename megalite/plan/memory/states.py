@@ -47,6 +47,12 @@ class States:
             return self.p * count
         return self.p * trained + self.w * (count - trained - four_bits) + in_four_bits(four_bits)
 
+    def on_host(self, count: int, trained: int, four_bits: int) -> int:
+        """Bytes, of those of `kept`, that are in host memory."""
+        if self.config.parallel.parameters == "device":
+            return 0
+        return self.kept(count, trained, four_bits) - (0 if self.config.on_host(trained=True) else self.p * trained)
+
     def copied(self, count: int, trained: int) -> int:
         """Bytes of the copies of parameters; with adapters, only of those that are trained."""
         return self.copies * (count if self.config.adapter is None else trained)
@@ -65,6 +71,11 @@ class States:
     def managed(self) -> bool:
         """Flag: FSDP2 gathers weights and reduces gradients."""
         return self.plan.fsdp
+
+    @cached_property
+    def ahead(self) -> bool:
+        """Flag: weights that a rank has whole are copied from the host while the part before computes."""
+        return self.config.parallel.parameters == "host" and self.frees and self.shards == 1
 
     @cached_property
     def replicas(self) -> bool:

@@ -8,7 +8,7 @@ from megalite.plan.memory.held import HOST_MEMORY, Group, Held, PartKey
 from megalite.plan.muon import step_temporaries
 from megalite.plan.parts.part import Moment
 from megalite.plan.resolved import Plan
-from megalite.plan.state_streams import BLOCK, BUCKET_BYTES, FILE_SLOTS
+from megalite.plan.state_streams import BLOCK, BUCKET_BYTES, CAST_BYTES, FILE_SLOTS
 from megalite.plan.units import Item, Unit
 from megalite.schedule.actions import SEND_KINDS, Action, Exchange, Kind
 from megalite.schedule.reductions import reductions
@@ -104,13 +104,15 @@ class Walk(Held):
         self.buffer = 0
         if action.stage > 0 and not self._offloads_input(action.stage):
             self._hold("activations", "between stages", -self.sizes.stream)  # counted as the first layer's input
-        for _, part in self._through(action.stage):
+        for index, part in self._through(action.stage):
             self._gather(part)
+            self._copy_ahead(action.stage, index, index + 1)
             self._keep(part)
             gathered, experts = self._gathered(part), self._gathered_experts(part)
             # FSDP2 frees the buffer of a gather at its next one.
             buffers = (gathered - experts, experts) if self.states.shards > 1 else (0, 0)
             largest = max(buffers)
+            gathered += self._copied_ahead(action.stage, index + 1)
             for temporaries, missing in part.pauses:
                 held = temporaries - missing + buffers[not missing]
                 self._see(held, gathered - experts)
@@ -137,8 +139,10 @@ class Walk(Held):
             puts_off = split and part.puts_off
             before = parts[index - 1] if index > 0 and states.shards > 1 else None
             beside = self._gathered(before) - self._gathered_experts(before) if before is not None else 0
+            beside += self._copied_ahead(action.stage, index - 1)
             gathered, groups = self._gathered(part), self._groups(action.stage, index)
             self._gather(part, backward=True)
+            self._copy_ahead(action.stage, index, index - 1, self.sizes.stream)
             for kept in part.remade:
                 self._hold("temporaries", kept.component, kept.bytes)
             if part.offloaded:
@@ -251,6 +255,18 @@ class Walk(Held):
     def _gathered(self, part: Unit) -> int:
         """Bytes of weights that are gathered only while `part` is in use."""
         return part.gathered(self.states.w) if self.states.frees and not part.with_stage else 0
+
+    def _copy_ahead(self, stage: int, index: int, ahead: int, gradients: int = 0) -> None:
+        """Copy a part of the index `ahead` from the host, and cast it if it is trained, beside the one of `index`."""
+        size = self._copied_ahead(stage, ahead)
+        if size and self.states.w != self.states.p and self.config.on_host(trained=True):
+            cast = min(self.states.p * self.parts[stage][ahead].gradients, CAST_BYTES)
+            self._see(cast + gradients, self._gathered(self.parts[stage][index]) + size, GATHERING)
+
+    def _copied_ahead(self, stage: int, index: int) -> int:
+        """Bytes of a part's weights that are on their way from the host while the part beside it computes."""
+        parts = self.parts[stage]
+        return self._gathered(parts[index]) if self.states.ahead and 0 <= index < len(parts) else 0
 
     def _gathered_experts(self, part: Unit) -> int:
         """Bytes of experts among those of `_gathered`; they are gathered by themselves."""

@@ -24,7 +24,7 @@ def uses_muon(optim: Optim, role: Role) -> bool:
 
 
 def host_copies(optim: Optim, weight: Weight) -> int:
-    """Number of copies of a parameter's size that are kept in host memory beside states there.
+    """Number of copies of a parameter's size on the device that are kept in host memory beside states there.
 
     AdamW updates copies of a trained weight and its gradient where the states are. Muon's products need the device,
     which its states visit instead.

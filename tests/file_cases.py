@@ -60,28 +60,30 @@ def differences(folder: str) -> list[str]:
     """Cases and places in which losses or any bit of weights and states differ from those on the device."""
     found = []
     for name, config in CASES.items():
-        expected = _trained(config)
+        expected = trained(config)
         for placement in ("host", folder):
-            if expected is not None and not _same(_trained(placed(config, placement)), expected):
-                found.append(f"{name}: {placement}")
+            found += [f"{name}: {placement}: {what}" for what in unlike(trained(placed(config, placement)), expected)]
     return found
 
 
-Trained = tuple[Sequence[float], Parts]
+Trained = tuple[Sequence[float], float, Parts]  # losses, the norm of the weights, and weights with states
 
 
-def _trained(config: Config) -> Trained | None:
+def trained(config: Config) -> Trained | None:
     mesh = build_mesh(config, CPU)
     if mesh is None:
         return None
     with small_slots():
         job = build(resolve(config), mesh)
-    return advance(job, 0, STEPS), parts(job)
+    return advance(job, 0, STEPS), job.gradients.parameter_norm().item(), parts(job)
 
 
-def _same(one: Trained | None, other: Trained) -> bool:
-    assert one is not None
-    return one[0] == other[0] and all(torch.equal(one[1][name].values, other[1][name].values) for name in other[1])
+def unlike(one: Trained | None, other: Trained | None) -> list[str]:
+    """The losses, norm and tensors of two trainings that differ in any bit; none on a rank that takes no part."""
+    if one is None or other is None:
+        return [] if one is other else ["one has trained"]
+    wrong = [name for name, part in other[2].items() if not torch.equal(one[2][name].values, part.values)]
+    return [*wrong, *(what for what, at in (("losses", 0), ("norm", 1)) if one[at] != other[at])]
 
 
 def in_files(config: Config, folder: object) -> Any:

@@ -1,0 +1,53 @@
+"""Jobs whose parameters live in host memory, beside the same jobs with parameters on the device."""
+
+from dataclasses import replace
+from typing import Literal
+
+from file_cases import LARGER, SPARSE, case, placed, trained, unlike
+
+from megalite.config.layout import Layout
+from megalite.config.schema import Adapter, Config, Pipeline
+
+Home = Literal["device", "host", "files", "updated on the host"]  # of the optimizer's states
+TIED = replace(LARGER, tie_embeddings=True)
+WIDE = replace(LARGER, width=128, ffn=128)  # ranks share rows in four bits by whole blocks
+FACTORS, NF4 = Adapter(rank=4), Adapter(rank=4, base="nf4")
+
+
+def scheduled(config: Config, name: str) -> Config:
+    return replace(config, parallel=replace(config.parallel, pipeline=Pipeline(name)))
+
+
+CASES: dict[str, tuple[Config, Home]] = {
+    "adamw, one rank": (case(Layout()), "updated on the host"),
+    "adamw, zero1": (case(Layout(dp_shard=4), "zero1"), "host"),
+    "adamw, zero2": (case(Layout(dp_shard=2, cp=2), "zero2"), "files"),
+    "adamw, zero3, tied": (case(Layout(dp_shard=4), model=TIED), "host"),
+    "adamw, replicas": (case(Layout(dp_replicate=2, tp=2)), "updated on the host"),
+    "adamw, tp": (case(Layout(tp=2, dp_shard=2)), "host"),
+    "adamw, pp, tied": (case(Layout(pp=2, dp_shard=2), "zero1", model=TIED), "updated on the host"),
+    "adamw, pp, split backward": (scheduled(case(Layout(pp=2)), "zb_h1"), "host"),
+    "adamw, experts": (case(Layout(dp_shard=4, ep=2), model=SPARSE), "files"),
+    "adamw, experts whole": (case(Layout(dp_shard=2, ep=2), model=SPARSE), "host"),
+    "muon, one rank": (case(Layout(), "zero3", "muon"), "host"),
+    "muon, zero1": (case(Layout(dp_shard=2, tp=2), "zero1", "muon"), "files"),
+    "muon, experts": (case(Layout(dp_shard=4, ep=2), "zero3", "muon", model=SPARSE), "host"),
+    "adapters, one rank": (case(Layout(), adapter=FACTORS), "device"),
+    "adapters, muon": (case(Layout(pp=2, dp_shard=2), "zero2", "muon", adapter=FACTORS), "device"),
+    "four bits": (case(Layout(tp=2, dp_shard=2), model=WIDE, adapter=NF4), "device"),
+    "four bits, pp": (case(Layout(pp=2), model=WIDE, adapter=NF4), "host"),
+}
+
+
+def on_host(config: Config) -> Config:
+    return replace(config, parallel=replace(config.parallel, parameters="host"))
+
+
+def differences(folder: str) -> list[str]:
+    """Cases in which losses, norms, or any bit of weights and states differ from those on the device."""
+    found = []
+    for name, (config, home) in CASES.items():
+        placement = {"files": folder, "updated on the host": "host"}.get(home, home)
+        there = placed(config, placement, update_on="host" if home == "updated on the host" else "device")
+        found += [f"{name}: {what}" for what in unlike(trained(on_host(there)), trained(config))]
+    return found

@@ -150,7 +150,7 @@ def _train_here(
     log.info("recompute of layers: %s", ", ".join(f"{count} {mode}" for mode, count in recomputed.items()))
     batches = open_data(job)
     data = as_remembered(config.data.train, batches.train.samples)
-    state = State(job.stages, job.optimizer, config.adapter is not None)
+    state = State(job.stages, job.optimizer, config.adapter is not None, job.mesh.device)
     local = config.checkpoint.local
     tier = Tier(config, folder.checkpoints, group, job.activity.tick, check_owner) if local is not None else None
     restorer = Restorer(state, config, data, group, job.activity.tick, check_owner, tier)

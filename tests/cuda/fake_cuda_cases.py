@@ -312,12 +312,12 @@ def streamed() -> list[tuple[str, ...]]:
 
 
 def fetched(config: Config) -> list[tuple[str, ...]]:
-    """What a second step of a job whose base is on the host tells the streams of compute and of copies, by name.
+    """What a second step of a job with parameters on the host tells the streams of compute and of copies, by name.
 
-    Groups of parameters have the names of their modules.
+    Groups of parameters have the names of their modules, and layers are told of when their forward begins.
     """
     told: list[tuple[str, ...]] = []
-    with _job(config) as (job, _), patch.object(Tensor, "is_pinned", lambda tensor: True):
+    with _job(config) as (job, _):
         _step(job)
         (stage,) = job.stages.values()
         names = {torch.cuda.current_stream(): "compute", stage.parameter_memory.stream: "copies"}
@@ -331,8 +331,8 @@ def fetched(config: Config) -> list[tuple[str, ...]]:
         def tell() -> None:
             for stream, other in (rest for name, *rest in NOTES if name == "wait"):
                 of = other if isinstance(other, torch.Stream) else other.stream
-                if names.get(stream) != names.get(of):
-                    told.append(("wait", names.get(stream, ""), names.get(of, "")))
+                if stream in names and of in names:
+                    told.append(("wait", names[stream], names[of]))
             NOTES.clear()
 
         def computed(module: Any, *_: Any) -> None:
@@ -436,7 +436,8 @@ def _job(config: Config) -> Iterator[tuple[Job, Calls]]:
         with Calls() as calls:
             mesh = build_mesh(config, DEVICE)
         assert mesh is not None
-        yield build(resolve(config), mesh), calls
+        with patch.object(Tensor, "is_pinned", lambda _: True):  # memory that is registered is
+            yield build(resolve(config), mesh), calls
 
 
 def _step(job: Job) -> vital_signs.Signs:

@@ -16,6 +16,7 @@ from fake_cuda import fake_cuda
 
 from megalite.config.layers import Scores
 from megalite.config.schema import (
+    Adapter,
     Attention,
     Batch,
     Checkpoint,
@@ -47,6 +48,9 @@ PLAIN = Config(
     batch=Batch(micro=2, global_=4),
     train=Train(steps=3, precision="bf16"),
 )
+
+
+ON_HOST = replace(PLAIN, parallel=replace(PLAIN.parallel, parameters="host"))
 
 
 @pytest.fixture(scope="module")
@@ -189,7 +193,13 @@ def test_pytorch_is_given_one_kernel_and_the_heads_that_it_takes(precision: Any,
     assert call(cases.given_to_sdpa, replace(PLAIN, train=Train(precision=precision))) == {expected}
 
 
-@pytest.mark.parametrize("case", ["resident", "host", "host, update there", "muon", "muon, host", "recompute"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        *("resident", "host", "host, update there", "muon", "muon, host", "recompute"),
+        *("all on the host", "all on the host, update there", "muon, all on the host"),
+    ],
+)
 def test_a_step_leaves_everything_where_it_belongs(case: str, call: Call) -> None:
     config = {
         "resident": PLAIN,
@@ -198,14 +208,17 @@ def test_a_step_leaves_everything_where_it_belongs(case: str, call: Call) -> Non
         "muon": replace(PLAIN, optim=Optim("muon")),
         "muon, host": replace(PLAIN, optim=Optim("muon", placement="host")),
         "recompute": replace(PLAIN, train=replace(PLAIN.train, recompute="selective")),
+        "all on the host": replace(ON_HOST, optim=Optim(placement="host")),
+        "all on the host, update there": replace(ON_HOST, optim=Optim(placement="host", update_on="host")),
+        "muon, all on the host": replace(ON_HOST, optim=Optim("muon", placement="host")),
     }[case]
     found = call(cases.stepped, config)
-    assert found["parameters"] == {"cuda:0"}
+    assert found["parameters"] == {"cpu" if "all" in case else "cuda:0"}
     assert found["signs"] == ("cuda:0", "cpu", True)
     assert found["skips"] == ({"cpu"} if "there" in case else {"cuda:0"})
     assert found["moments"] == ({"cpu"} if "host" in case else {"cuda:0"})
     assert found["counts"] == found["skips"]
-    assert found["settled"] == (case in ("host", "muon, host"))
+    assert found["settled"] == ("host" in case and "there" not in case)
 
 
 def test_a_copy_to_the_host_waits_for_the_tensor_and_keeps_it(call: Call) -> None:
@@ -245,6 +258,24 @@ def test_buckets_of_states_are_copied_in_and_out_on_streams_of_their_own(call: C
         expected += [("copy", "in"), ("wait", "compute", "in"), ("update",)]
         expected += [("wait", "out", "compute"), ("copy", "out")]
     assert found == [*expected, ("wait", "compute", "out")]
+
+
+def test_parameters_are_copied_from_the_host_while_the_layer_before_computes(call: Call) -> None:
+    """Each copy waits for what was launched before, which may use its memory, and a layer for its copy alone."""
+    order = ["embed", "layers.0", "layers.1", "head"]
+    passes: list[list[tuple[str, ...]]] = []
+    for names in (order, order[::-1]):
+        begun = [[("wait", "copies", "compute"), ("copy", "copies", name)] for name in names]
+        found = begun.pop(0)
+        for name in names:
+            computes = [("compute", name)] if "layers" in name and names is order else []
+            found += [("wait", "compute", "copies"), *(begun.pop(0) if begun else []), *computes]
+        passes.append(found)
+    expected = [*passes[0], *passes[1]]
+    base = replace(ON_HOST, adapter=Adapter(rank=4))
+    assert call(cases.fetched, base) == expected * 2, "of two micro-batches"
+    trained = replace(ON_HOST, optim=Optim(placement="host", update_on="host"))
+    assert call(cases.fetched, trained) == expected * 2
 
 
 def test_saves_are_copied_beside_the_next_step_to_memory_that_is_registered_at_the_start(

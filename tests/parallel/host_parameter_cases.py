@@ -2,11 +2,13 @@
 
 from dataclasses import replace
 from typing import Literal
+from unittest.mock import patch
 
 from file_cases import LARGER, SPARSE, case, placed, trained, unlike
 
 from megalite.config.layout import Layout
-from megalite.config.schema import Adapter, Config, Pipeline
+from megalite.config.schema import Adapter, Config, Pipeline, Train
+from megalite.parallel import host_parameters
 
 Home = Literal["device", "host", "files", "updated on the host"]  # of the optimizer's states
 TIED = replace(LARGER, tie_embeddings=True)
@@ -20,6 +22,7 @@ def scheduled(config: Config, name: str) -> Config:
 
 CASES: dict[str, tuple[Config, Home]] = {
     "adamw, one rank": (case(Layout()), "updated on the host"),
+    "adamw, bf16": (case(Layout(), train=Train(steps=6, precision="bf16")), "host"),
     "adamw, zero1": (case(Layout(dp_shard=4), "zero1"), "host"),
     "adamw, zero2": (case(Layout(dp_shard=2, cp=2), "zero2"), "files"),
     "adamw, zero3, tied": (case(Layout(dp_shard=4), model=TIED), "host"),
@@ -49,5 +52,6 @@ def differences(folder: str) -> list[str]:
     for name, (config, home) in CASES.items():
         placement = {"files": folder, "updated on the host": "host"}.get(home, home)
         there = placed(config, placement, update_on="host" if home == "updated on the host" else "device")
-        found += [f"{name}: {what}" for what in unlike(trained(on_host(there)), trained(config))]
+        with patch.object(host_parameters, "CAST_BYTES", 1000):  # a part of most matrices
+            found += [f"{name}: {what}" for what in unlike(trained(on_host(there)), trained(config))]
     return found

@@ -38,10 +38,13 @@ class State:
     stages: Mapping[int, nn.Module]  # by their number in the whole model
     optimizer: Optimizer | None = None  # None: only the weights matter
     adapted: bool = False  # adapters are trained, on some ranks at least
+    trained_on: torch.device | None = None  # None: the device of the weights
 
     @property
     def device(self) -> torch.device:
-        """Device of the weights."""
+        """Device of training, the same kind on all ranks, whether or not parameters live on the host."""
+        if self.trained_on is not None:
+            return self.trained_on
         return next((param.device for stage in self.stages.values() for param in stage.parameters()), CPU)
 
     def weights(self) -> dict[str, Tensor]:

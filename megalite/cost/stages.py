@@ -129,7 +129,8 @@ class Timer:
         inputs = weights = gather = reduce = replicas = parameters = trained = 0.0
         partial = recut = 0
         longer, sent = [0.0, 0.0], [[self.net.nothing] for _ in Sent._fields]
-        edge, first = None, 0.0  # the first unit of a pass: nothing hides its gather, or that it comes from the host
+        edge = None  # the first unit of a pass: nothing hides its gather
+        first = [0.0, 0.0]  # nor that it comes from the host; each pass: more than if its own compute did
         frees = plan.fsdp and plan.config.parallel.data_mode == "zero3"
         for piece, mode, count in self._pieces(plan, stage):
             moved, (there, back) = shared.moved(piece.part), self._links(plan.config, piece.part, mode)
@@ -160,17 +161,19 @@ class Timer:
             partial += moved.partial * count
             for of_stage, each in zip(sent, (total((there, back, over, over)), *moved.sent[1:]), strict=True):
                 of_stage.append(times(each, count))
-            edge, first = (edge, first) if edge else (moved, arriving)
+            if edge is None:
+                edge = moved
+                first = [min(arriving, each.total) for each in (piece.forward, piece.backward)]
         assert edge is not None
         if zero3:
             forward, backward = forward + Seconds(data=edge.gathered), backward + Seconds(data=edge.gathered)
             inputs, gather = inputs + edge.gathered, 0.0
             sent[0].append(edge.sent.gather)
         if frees:
-            forward, backward, gather = forward + Seconds(offload=first), backward + Seconds(offload=first), 0.0
-            inputs += first
+            forward, backward = forward + Seconds(offload=first[0]), backward + Seconds(offload=first[1])
+            inputs, gather = inputs + first[1], 0.0
         elif gather:  # layers wait for their own weights only
-            gather = max(edge.gathered, first) + max(0.0, gather - forward.total)
+            gather = max(edge.gathered, first[0]) + max(0.0, gather - forward.total)
             gather += self.kernels.passes(shared.copied * (parameters + recut))
         return StageTime(
             forward,

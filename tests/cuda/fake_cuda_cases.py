@@ -319,6 +319,8 @@ def fetched(config: Config) -> list[tuple[str, ...]]:
     told: list[tuple[str, ...]] = []
     with _job(config) as (job, _):
         _step(job)
+        found = {(param.requires_grad, param.device.type) for _, param in job.named_parameters()}
+        assert found == ({(True, "cpu")} if config.adapter is None else {(True, "cuda"), (False, "cpu")})
         (stage,) = job.stages.values()
         names = {torch.cuda.current_stream(): "compute", stage.parameter_memory.stream: "copies"}
         copy = CopiedAhead._copy

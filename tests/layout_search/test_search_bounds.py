@@ -47,6 +47,8 @@ SPACES = [  # model, keys, GPUs, cluster, pins, offload
     ("llama3_8b", ["batch.global=16", "adapter.rank=16", "model.sequence_length=2048"], 8, "rtx4090", {}, False),
     ("llama3_8b", ["batch.global=16", "adapter.rank=16", "adapter.base=nf4"], 8, "rtx4090", {"parallel.cp": 1}, False),
     ("tiny_moe", ["batch.global=24", "adapter.rank=4", "optim.name=muon"], 8, "rtx4090", {"parallel.ep": 2}, False),
+    ("llama3_8b", ["batch.global=16", "adapter.rank=16", "parallel.parameters=host"], 2, "rtx4090", {}, False),
+    ("llama3_8b", ["batch.global=32", "parallel.parameters=host", "optim.placement=host"], 8, "rtx4090", {}, True),
     ("olmoe_1b_7b", ["batch.global=32", "optim.name=muon"], 8, "l40s", {"parallel.data.mode": "ddp"}, False),
     ("deepseek_v2_lite", ["batch.global=96", "model.layers=11"], 16, "l40s", {**IN_TURNS, "parallel.ep": 4}, True),
     ("qwen3_30b_a3b", ["batch.global=64", "model.layers=9"], 16, "h100_sxm", {**IN_TURNS, "batch.micro": 1}, False),

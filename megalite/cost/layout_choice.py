@@ -129,3 +129,10 @@ def choice_of(config: Config) -> Choice:
 def mode_of(choice: Choice) -> Mode:
     """Recompute mode of layers; "none" for a budget, under which layers take at least as long as without recompute."""
     return next((mode for mode in MODES if mode == choice.recompute), "none")
+
+
+def places(config: Config, offload: bool) -> list[str]:
+    """Places of the optimizer's states to try: the host where trained parameters are, else the device, or both."""
+    if config.on_host(trained=True):
+        return ["host"]
+    return ["device", "host"] if offload else ["device"]

@@ -11,21 +11,14 @@ from functools import cached_property
 from megalite.base.errors import InputError
 from megalite.config.schema import Config
 from megalite.cost.cluster import Cluster
+from megalite.cost.host_copies import HOST_BANDWIDTH, HOST_SHARE
 from megalite.cost.layer import KINDS
 from megalite.cost.link_clocks import groups, times, total
 from megalite.cost.muon import TORCH_SURPLUS, muon_matrices, muon_parameters, muon_seconds
 from megalite.cost.rank_seconds import busy_of, pace_of, passes_of, seconds_of, table_of_step
 from megalite.cost.schedule_tables import PICTURE_ROUNDS, costs_of, enough
 from megalite.cost.slowest_gpu import waiting
-from megalite.cost.stages import (
-    HOST_BANDWIDTH,
-    HOST_SHARE,
-    Shared,
-    StageTime,
-    Timer,
-    expert_parameters,
-    transfer_seconds,
-)
+from megalite.cost.stages import Shared, StageTime, Timer, expert_parameters, transfer_seconds
 from megalite.plan.activations import Activations
 from megalite.plan.model.size import flops_per_token
 from megalite.plan.pipeline import micro_batches

@@ -17,6 +17,7 @@ from megalite.config.schema import Config
 from megalite.cost.activation_room import room_for
 from megalite.cost.cluster import Cluster
 from megalite.cost.constants import FITTED_CONSTANTS, Constants
+from megalite.cost.host_copies import HOST_SHARE, HostCopies
 from megalite.cost.kernels import Kernels
 from megalite.cost.layer import LayerModel, LayerTime, Seconds
 from megalite.cost.link_clocks import Part, end_links, exchanged, groups, layer_links, times, total
@@ -39,8 +40,6 @@ from megalite.schedule.problem import Beside
 
 ZERO_BUBBLES = ("zb_h1", "zb_h2", "zbv")  # they split all backward passes; reductions follow each W
 UNSPLIT_SCHEDULES = ("1f1b", "gpipe", "interleaved_1f1b")  # backward passes are whole
-HOST_BANDWIDTH = 25e9  # bytes/s of host memory that a GPU's process gets; an assumption for eight on a node
-HOST_SHARE = 0.8  # share of the bandwidth to host memory that copies reach; an assumption
 
 
 class Timer:
@@ -138,7 +137,7 @@ class Timer:
             copied = self.kernels.passes(shared.copied * (piece.parameters + moved.recut))
             added = self.kernels.passes(shared.added * piece.trained + shared.recut * moved.recut)
             copies = Seconds(passes=copied * zero3)
-            arriving, waited = shared.arriving(piece), shared.waited(piece)
+            arriving, waited = shared.host.arriving(piece), shared.host.waited(piece)
             fetched = arriving if frees else 0.0  # in every pass
             compute = self._offloaded(piece.backward + copies + Seconds(passes=added), fetched)
             alone = self._offloaded(piece.inputs + copies, fetched)
@@ -307,7 +306,7 @@ class Shared:
         self._config = config
         self._known: dict[Part, Moved] = {}
         self._reduces = self.gathers or replicas > 1
-        self._bus = net.cluster.gpu.host * HOST_SHARE
+        self.host = HostCopies(config, net.cluster, self._shards.size)
         self.copied = 2 * self._element if self.gathers else 0
         self.added, self.last, self.recut = self.summed(micro_batches(config))
 
@@ -321,23 +320,6 @@ class Shared:
         if at_once and self._reduces:
             return w + r, 0, recut
         return (w + 2 * r if uses_fsdp(config) else 3 * w) * (1 - 1 / m), 2 * r if self._reduces else 0, recut
-
-    def arriving(self, piece: "Piece") -> float:
-        """Seconds in which a rank's share of a piece comes from host memory; 0 where it does not live there."""
-        config, here = self._config, 0.0
-        frozen, wide = piece.parameters - piece.trained, max(self._element, 4)
-        if config.on_host(trained=False):
-            here = self._element * frozen + wide * piece.trained * config.on_host(trained=True)
-        return here / self._shards.size / self._bus
-
-    def waited(self, piece: "Piece") -> float:
-        """Seconds of a micro-batch, on average, in which the host adds reduced gradients to those before, and launches
-        nothing: FSDP2 waits for each layer's."""
-        config, m = self._config, micro_batches(self._config)
-        if not config.on_host(trained=True) or config.parallel.data_mode == "zero1":
-            return 0.0
-        size = max(self._element, 4) * piece.trained / self._shards.size
-        return (1 - 1 / m) * size * (1 / self._bus + 3 / HOST_BANDWIDTH)
 
     def seconds(self, part: Part) -> tuple[float, float, float]:
         """Seconds to gather a part, to reduce over the shards, and to sum over replicas what each has reduced."""

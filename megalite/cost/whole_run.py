@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
+from megalite.cost.host_copies import HOST_SHARE
 from megalite.cost.predict import Prediction
-from megalite.cost.stages import HOST_SHARE
 from megalite.plan.model.size import model_parameters
 from megalite_launch.goodput.formulas import Costs, best, between_failures, share
 

@@ -2,9 +2,12 @@
 
 from dataclasses import dataclass
 
+from megalite.config.schema import DataMode
 from megalite.cost.layout_choice import Choice
 from megalite.layout_search.pipeline_bounds import Passes
 from megalite.layout_search.turn_bounds import Pairs
+
+MODES: list[DataMode] = ["ddp", "zero1", "zero2", "zero3"]
 
 
 @dataclass(frozen=True, eq=False)  # which makes it a quick key
@@ -32,3 +35,12 @@ class Shape:
     def bound(self) -> float:
         """Seconds of the whole step at least."""
         return self.computes + self.update
+
+    def modes(self, on_host: bool) -> list[DataMode]:
+        """Modes of data parallelism to try. on_host: parameters live there, so that weights are gathered, or copied for
+        every use."""
+        if self.dp * self.choice.cp == 1:
+            return ["zero3" if on_host else "zero1"]
+        once = self.micro_batches == 1  # gradients are reduced once in any case
+        left_out = ["ddp"] * on_host + ["zero2"] * once
+        return [mode for mode in MODES if mode not in left_out]

@@ -17,7 +17,7 @@ from megalite.config.rules.parallel import share_experts
 from megalite.config.schema import SCHEDULES, Config, DataMode
 from megalite.cost.kernels import launched
 from megalite.cost.layer import LayerTime
-from megalite.cost.layout_choice import Choice, Method, Recomputed, mode_of
+from megalite.cost.layout_choice import Choice, Method, Recomputed, mode_of, places
 from megalite.cost.share import share_of
 from megalite.cost.stages import UNSPLIT_SCHEDULES, Timer
 from megalite.layout_search.memory_bounds import Estimate, Lightest, Rank, mixed
@@ -249,7 +249,7 @@ class Space:
         micros = every_divisor(each, MAX_MICRO_SIZE)
         split = tuple(self.config.parallel.pipeline.split or ()) if "parallel.pipeline.split" in self.pins else None
         activations = bool(self.pins.get("train.offload_activations", self.offload))
-        states = self.pins.get("optim.placement", self._states[-1])
+        states = self.pins.get("optim.placement", places(self.config, self.offload)[-1])
         first = Choice(tp, 1, cp, method, pp, 1, recompute, "1f1b", None, 1, dp, "zero3", activations, states, split)
         for micro in self._pinned("batch.micro", lambda: micros):
             if each % micro == 0:
@@ -365,13 +365,8 @@ class Space:
                 yield name, None
 
     def _modes(self, shape: Shape) -> list[DataMode]:
-        on_host = self.config.parallel.parameters == "host"  # weights must be gathered, or copied for every use
-        if shape.dp * shape.choice.cp == 1:
-            return list(self._pinned("parallel.data.mode", lambda: ["zero3" if on_host else "zero1"]))
-        once = shape.micro_batches == 1  # gradients are reduced once in any case
-        found: list[DataMode] = ["ddp", "zero1", "zero2", "zero3"]
-        tried = [mode for mode in found if not (mode == "ddp" and on_host) and not (mode == "zero2" and once)]
-        return list(self._pinned("parallel.data.mode", lambda: tried))
+        on_host = self.config.parallel.parameters == "host"
+        return list(self._pinned("parallel.data.mode", lambda: shape.modes(on_host)))
 
     def _replicas(self, shape: Shape, mode: DataMode) -> list[int]:
         if "parallel.dp_replicate" in self.pins:
@@ -394,15 +389,8 @@ class Space:
         either = [False, True] if self.offload else [False]
         free = [False] if self.config.train.compile or schedule in SPLIT_SCHEDULES else either
         for activations in self._pinned("train.offload_activations", lambda: free):
-            for states in self._pinned("optim.placement", lambda: self._states):
+            for states in self._pinned("optim.placement", lambda: places(self.config, self.offload)):
                 yield activations, states
-
-    @property
-    def _states(self) -> list[str]:
-        """Places of the optimizer's states, which are on the host where parameters are."""
-        if self.config.on_host(trained=True):
-            return ["host"]
-        return ["device", "host"] if self.offload else ["device"]
 
 
 def _can_be_planned(pp: int, m: int, schedule: str, virtual: int | None) -> bool:

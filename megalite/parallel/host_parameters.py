@@ -111,6 +111,6 @@ def _group_of(module: FSDPModule) -> Any:
 
 
 def _params_of(module: FSDPModule) -> Sequence[Any]:
-    """What FSDP2 knows of each parameter of a module's group."""
+    """FSDP2's object for each parameter of a module's group."""
     group = _group_of(module)
     return () if group is None else group.fsdp_params

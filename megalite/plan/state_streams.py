@@ -6,7 +6,7 @@ States in host memory or in files visit the device bucket by bucket: one arrives
 BLOCK = 4096  # bytes to which places in files and buffers are aligned, as O_DIRECT asks
 BUCKET_BYTES = 32 << 20  # states of a bucket: so many that links and drives reach their rates
 DEVICE_SLOTS = 3  # buckets on the device at once: arriving, updated, leaving
-CAST_BYTES = 4 << 20  # of parameters that are cast at once when they arrive from the host
+CAST_BYTES = 4 << 20  # bytes of parameters that are cast at once when they arrive from the host
 FILE_SLOTS = 4  # buckets in host memory on their way from and to files: two are read ahead
 
 

@@ -16,6 +16,7 @@ from megalite.config.rules.validate import check
 from megalite.config.schema import Config, Optim
 from megalite.cost.cluster import Cluster, Drive, Link, load_cluster
 from megalite.cost.flows import flows
+from megalite.cost.host_copies import HOST_BANDWIDTH, HOST_SHARE
 from megalite.cost.layer import ROUTED_BYTES
 from megalite.cost.network import Group
 from megalite.cost.predict import HOST_BANDWIDTH, HOST_UPDATE_BYTES, Trial, predict, state_seconds, timeline
@@ -24,7 +25,7 @@ from megalite.cost.rank_seconds import seconds_of
 from megalite.cost.schedule_tables import Cost
 from megalite.cost.share import share_of
 from megalite.cost.stage_time import SPLIT_OVERHEAD
-from megalite.cost.stages import HOST_BANDWIDTH, HOST_SHARE, Shared, Timer
+from megalite.cost.stages import Shared, Timer
 from megalite.plan.parts.experts import ExpertsPart
 from megalite.plan.resolved import resolve
 from megalite.schedule.actions import Kind

@@ -116,6 +116,19 @@ class Held:
             return [own]
         return [Group((stage, -1 - index), part.apart, states.expert_shards), own]
 
+    def _gathered(self, part: Unit) -> int:
+        """Bytes of weights that are gathered only while `part` is in use."""
+        return part.gathered(self.states.w) if self.states.frees and not part.with_stage else 0
+
+    def _gathered_experts(self, part: Unit) -> int:
+        """Bytes of experts among those of `_gathered`; they are gathered by themselves."""
+        return part.apart.gathered(self.states.w) if self.states.frees and part.apart is not None else 0
+
+    def _copied_ahead(self, stage: int, index: int) -> int:
+        """Bytes of a part's weights that are on their way from the host while the part beside it computes."""
+        parts = self.parts[stage]
+        return self._gathered(parts[index]) if self.states.ahead and 0 <= index < len(parts) else 0
+
     def _hold_gathered(self, stage: int, index: int, sign: int) -> None:
         """Hold the gathered weights of a part; release them if `sign` is negative."""
         for group in self._groups(stage, index):

@@ -252,25 +252,12 @@ class Walk(Held):
             self._see(size, size, GATHERING)
         self._hold_gathered(stage, 0, 1 if gathered else -1)
 
-    def _gathered(self, part: Unit) -> int:
-        """Bytes of weights that are gathered only while `part` is in use."""
-        return part.gathered(self.states.w) if self.states.frees and not part.with_stage else 0
-
     def _copy_ahead(self, stage: int, index: int, ahead: int, gradients: int = 0) -> None:
         """Copy a part of the index `ahead` from the host, and cast it if it is trained, beside the one of `index`."""
         size = self._copied_ahead(stage, ahead)
         if size and self.states.w != self.states.p and self.config.on_host(trained=True):
             cast = min(self.states.p * self.parts[stage][ahead].gradients, CAST_BYTES)
             self._see(cast + gradients, self._gathered(self.parts[stage][index]) + size, GATHERING)
-
-    def _copied_ahead(self, stage: int, index: int) -> int:
-        """Bytes of a part's weights that are on their way from the host while the part beside it computes."""
-        parts = self.parts[stage]
-        return self._gathered(parts[index]) if self.states.ahead and 0 <= index < len(parts) else 0
-
-    def _gathered_experts(self, part: Unit) -> int:
-        """Bytes of experts among those of `_gathered`; they are gathered by themselves."""
-        return part.apart.gathered(self.states.w) if self.states.frees and part.apart is not None else 0
 
     def _keep(self, part: Unit) -> None:
         """Hold the tensors that a forward pass keeps."""

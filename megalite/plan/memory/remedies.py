@@ -79,6 +79,16 @@ def _offload(config: Config) -> Iterator[Change]:
     if not config.train.offload_activations:
         changed = replace(config.train, offload_activations=True)
         yield "train.offload_activations=true", replace(config, train=changed)
+    if config.parallel.parameters == "device":
+        yield _parameters_on_host(config)
+
+
+def _parameters_on_host(config: Config) -> Change:
+    if moved := config.adapter is None and config.optim.place == "device":
+        config = replace(config, optim=replace(config.optim, placement="host"))
+    there = replace(config, parallel=replace(config.parallel, parameters="host"))
+    keys = "parallel.parameters=host parallel.data.mode=zero3" + " optim.placement=host" * moved
+    return keys, with_mode(there, "zero3")
 
 
 def _more_tp(config: Config) -> Iterator[Change]:

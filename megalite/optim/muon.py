@@ -81,8 +81,8 @@ class Muon(torch.optim.Optimizer):
     on the device. backend: what averages gradients, updates weights and computes symmetric products, see
     `megalite_kernels.muon` and `symmetric_product`; Triton's kernels take contiguous parameters only. copy_of: the copy
     of a parameter, in any data type and placed alike, that updates write too, or None; all have one or none has.
-    parameters: the store of parameters and gradients in host memory, which pass through its device, as states do; None:
-    they are on the device.
+    parameters: the store of parameters and gradients in host memory, which pass through its device, as states must
+    then; None: they are on the device.
 
     A training loop may set two tensors before a step, as for `FusedAdamW`. found_inf is float32 of one element; if it
     is not 0, nothing changes. clip is 0-dimensional; gradients are multiplied by it, but not overwritten.
@@ -136,13 +136,13 @@ class Muon(torch.optim.Optimizer):
         if not params:
             return
         targets, buckets = self._buckets(params)
-        order = [targets[index] for bucket in buckets for index in bucket.matrices]
-        _, device = self._updates(params[0][0])
         if not self.states.on_device:
+            order = [targets[index] for bucket in buckets for index in bucket.matrices]
             momenta = [[target.part(self._momentum(target.param))] for target in order]
+            _, device = self._updates(params[0][0])
             self._momenta = self.states.streamed(momenta, device)
-        if self.parameters is not None:
-            self._gradients = self.parameters.streamed([[target.gradient] for target in order], device)
+            if self.parameters is not None:
+                self._gradients = self.parameters.streamed([[target.gradient] for target in order], device)
         coming = self._gather(buckets[0], targets)
         returning: Arriving | None = None
         for bucket, following in zip(buckets, [*buckets[1:], None], strict=True):

@@ -56,7 +56,7 @@ class CopiedAhead(FSDPParamGroup):
             (whole,) = param.all_gather_outputs
             whole.untyped_storage().resize_(whole.nbytes)
             with torch.autograd._unsafe_preserve_version_counter(whole):
-                if shard.dtype == dtype:
+                if shard.dtype == dtype or not param.offload_to_cpu:
                     whole.copy_(shard, non_blocking=True)
                 else:
                     _copy_cast(shard, whole)

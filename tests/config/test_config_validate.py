@@ -196,7 +196,7 @@ def test_the_defaults_are_valid() -> None:
             "on data-parallel ranks; use parallel.data.mode=zero1, zero2 or zero3",
         ),
         (
-            ["parallel.parameters=host", "adapter.rank=4", "parallel.data.mode=zero1", "parallel.dp_shard=1"],
+            ["parallel.parameters=host", "adapter.rank=4", "parallel.data.mode=zero1"],
             'parallel.parameters = "host": needs weights that are gathered, but parallel.data.mode = zero1 keeps '
             "them on one data-parallel rank; use parallel.data.mode=zero3",
         ),

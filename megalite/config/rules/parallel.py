@@ -25,7 +25,7 @@ def parallel_rules(config: Config, world_size: int | None) -> Iterator[Problem]:
     yield from _schedule_file(config)
     yield from _memory_of_auto(config)
     yield from _batches_of_auto(config)
-    yield from _data_parallel(config)
+    yield from _data_parallel(config, world_size)
     yield from _world(config.parallel, world_size)
 
 
@@ -227,19 +227,19 @@ def _schedule_file(config: Config) -> Iterator[Problem]:
         yield Problem("batch.rampup", rule, f"use null, or {listing(list(SCHEDULES))}")
 
 
-def _data_parallel(config: Config) -> Iterator[Problem]:
+def _data_parallel(config: Config, world_size: int | None) -> Iterator[Problem]:
     data, precision = config.parallel.data, config.train.dtype
     if data.reduce_precision == "bf16" and precision != "bf16":
         rule = f"needs train.precision = bf16, not {precision}"
         yield Problem("parallel.data.reduce_precision", rule, "use fp32: gradients have their own precision", "bf16")
     if config.parallel.parameters == "host":
-        yield from _on_host(config)
+        yield from _on_host(config, world_size)
 
 
-def _on_host(config: Config) -> Iterator[Problem]:
+def _on_host(config: Config, world_size: int | None) -> Iterator[Problem]:
     """Rules of parameters in host memory, which FSDP2 copies to the device where they are gathered."""
     parallel, key = config.parallel, "parallel.parameters"
-    alone = parallel.dp_replicate == parallel.dp_shard == parallel.cp == 1
+    alone = parallel.dp_replicate * shards(parallel, world_size) * parallel.cp == 1
     if parallel.data.mode == "ddp" or (alone and parallel.data.mode not in ("auto", "zero3")):
         ranks = "one data-parallel rank" if alone else "data-parallel ranks"
         rule = f"needs weights that are gathered, but parallel.data.mode = {parallel.data.mode} keeps them on {ranks}"

@@ -140,8 +140,7 @@ class Timer:
             arriving, waited = shared.host.arriving(piece), shared.host.waited(piece)
             fetched = arriving if frees else 0.0  # in every pass
             compute = self._offloaded(piece.backward + copies + Seconds(passes=added), fetched)
-            alone = self._offloaded(piece.inputs + copies, fetched)
-            compute += Seconds(offload=waited)
+            alone, compute = self._offloaded(piece.inputs + copies, fetched), compute + Seconds(offload=waited)
             forward += self._with(self._offloaded(piece.forward + copies, fetched), again, there, over) * count
             backward += (whole := self._with(compute, again, back, over)) * count
             inputs += self._with(alone, again, back, over).total * count

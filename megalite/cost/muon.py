@@ -1,7 +1,8 @@
 """The time that Muon's part of a step takes: what owners of matrices compute, and the exchanges. Imports no torch."""
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from math import inf, prod
 
 from megalite.config.schema import Config
@@ -19,25 +20,47 @@ SYMMETRIC_ROWS = 3072  # the least of a matrix whose symmetric products `megalit
 TORCH_SURPLUS = 72
 
 
-def muon_matrices(plan: Plan) -> list[list[Matrix]]:
-    """The whole matrices that Muon updates in the layers of each pipeline rank."""
+EVERYWHERE = -1  # position of a matrix that ranks do not share out as experts
+Holder = tuple[int, int]  # position among the ranks that share out experts, and replica
+
+
+@dataclass(frozen=True)
+class Shared:
+    """A matrix that Muon updates, and how the ranks of its stage hold it.
+
+    Replicas are the outermost axis. The ranks of one replica that have a part of the matrix all have as much.
+    """
+
+    matrix: Matrix
+    replicas: int  # ranks with the same part
+    parts: int  # parts that one replica has, each on a rank
+    position: int = EVERYWHERE  # of an expert's: position of its ranks among those that share out experts
+
+    @property
+    def elements(self) -> int:
+        return prod(self.matrix.shape)
+
+
+def muon_matrices(plan: Plan) -> list[list[Shared]]:
+    """The matrices that Muon updates in the layers of each pipeline rank."""
     return [_matrices(plan, rank) for rank in range(plan.config.parallel.pp)]
 
 
-def muon_seconds(plan: Plan, matrices: Sequence[Sequence[Matrix]], timer: Timer) -> float:
+def muon_seconds(plan: Plan, matrices: Sequence[Sequence[Shared]], timer: Timer) -> float:
     """Seconds in which matrices go to their owners, are orthogonalized, and updates come back, on the fullest rank.
 
-    matrices: those of `muon_matrices`. A matrix whole on every rank of its stage goes nowhere before; each replica of a
-    part is sent its update.
+    matrices: those of `muon_matrices`.
     """
     config, layout = plan.config, plan.config.parallel.layout
-    ranks = layout.world_size // layout.pp
-    replicas = layout.dp_replicate if config.parallel.data.sharded else layout.dp * layout.cp
-    each, stages = working_bytes(config), [(found, owners([one.flops for one in found], ranks)) for found in matrices]
-    flops = max(_flops(*stage, symmetric_rows(config)) for stage in stages)
-    moved = (replicas, 1) if ranks > replicas else (replicas,)
-    size, group = each * max(_exchanged(*stage, ranks, replicas, each) for stage in stages), Group(ranks, 1)
-    sent = sum(timer.net.collective("all_to_all", size * copies, group) for copies in moved)
+    ranks, each = layout.world_size // layout.pp, working_bytes(config)
+    stages = [(found, owners([one.matrix.flops for one in found], ranks)) for found in matrices]
+    flops = max(_flops([one.matrix for one in found], owned_by, symmetric_rows(config)) for found, owned_by in stages)
+    sent = max(
+        sum(
+            timer.net.collective("all_to_all", each * size, Group(ranks, 1)) for size in _exchanged(*stage, ranks, each)
+        )
+        for stage in stages
+    )
     return flops / (timer.kernels.rate("bf16") * RATE_SHARE) + sent
 
 
@@ -65,23 +88,69 @@ def _flops(matrices: Sequence[Matrix], owned_by: Sequence[int], halved_from: flo
     return max(flops.values(), default=0)
 
 
-def _exchanged(matrices: Sequence[Matrix], owned_by: Sequence[int], ranks: int, replicas: int, itemsize: int) -> int:
-    """Elements that are exchanged one after the other: in every bucket, those of the owner that has most.
+@dataclass(frozen=True)
+class Exchanges:
+    """Elements in the two exchanges of a bucket, to owners and back, with those that stay on a rank."""
 
-    Buckets are about those of `plan/muon.MuonPlan`: every rank's part of a matrix is counted as equally large.
+    owned: Counter[int] = field(default_factory=Counter)  # by owner: elements of its matrices
+    returned: Counter[int] = field(default_factory=Counter)  # by owner: elements of all updates that it sends
+    sent: Counter[Holder] = field(default_factory=Counter)  # elements of parts that each holder sends to owners
+    got: Counter[Holder] = field(
+        default_factory=Counter
+    )  # elements of updates that come back, the same in all replicas
+
+    def __add__(self, other: "Exchanges") -> "Exchanges":
+        return Exchanges(
+            self.owned + other.owned, self.returned + other.returned, self.sent + other.sent, self.got + other.got
+        )
+
+    def add(self, one: Shared, owner: int, ranks: int) -> None:
+        """Add a matrix. Of its replicas, that of the owner sends; all get the update."""
+        part = one.elements // one.parts
+        self.owned[owner] += one.elements
+        self.returned[owner] += one.replicas * one.elements
+        self.sent[one.position, owner * one.replicas // ranks] += part
+        self.got[one.position, 0] += part
+
+    @property
+    def load(self) -> int:
+        """Elements of all buffers of the fullest rank."""
+        return max((self.owned + self.returned).values()) + _of_fullest(self.sent) + _of_fullest(self.got)
+
+    @property
+    def to_owners(self) -> int:
+        """Elements of the largest buffer in the exchange to owners."""
+        return max(*self.owned.values(), _of_fullest(self.sent))
+
+    @property
+    def back(self) -> int:
+        """Elements of the largest buffer in the exchange back."""
+        return max(*self.returned.values(), _of_fullest(self.got))
+
+
+def _of_fullest(parts: Mapping[Holder, int]) -> int:
+    """Elements of a rank that holds the most of experts, and the most of other matrices."""
+    experts = max((size for (position, _), size in parts.items() if position != EVERYWHERE), default=0)
+    return experts + max((size for (position, _), size in parts.items() if position == EVERYWHERE), default=0)
+
+
+def _exchanged(matrices: Sequence[Shared], owned_by: Sequence[int], ranks: int, itemsize: int) -> tuple[int, int]:
+    """Elements of the fullest rank in all exchanges to owners, one after the other, and in all exchanges back.
+
+    Buckets are about those of `plan/muon.MuonPlan`: all parts of a matrix are counted as equally large, and the fullest
+    holder as one rank. Nothing goes to owners if each has its matrices whole.
     """
-    sizes, sent = [prod(matrix.shape) for matrix in matrices], 0
-    owned, parts = Counter[int](), 0.0
-    for each in rounds([matrix.flops for matrix in matrices], owned_by):
-        more = Counter({owned_by[index]: sizes[index] for index in each})
-        of_parts = 2 * replicas / ranks * more.total()
-        load = (1 + replicas) * max((owned + more).values()) + parts + of_parts
-        if owned and itemsize * load <= BUCKET_BYTES:
-            owned, parts = owned + more, parts + of_parts
+    buckets: list[Exchanges] = []
+    for each in rounds([one.matrix.flops for one in matrices], owned_by):
+        more = Exchanges()
+        for index in each:
+            more.add(matrices[index], owned_by[index], ranks)
+        if buckets and itemsize * (both := buckets[-1] + more).load <= BUCKET_BYTES:
+            buckets[-1] = both
         else:
-            sent += max(owned.values(), default=0)
-            owned, parts = more, of_parts
-    return sent + max(owned.values(), default=0)
+            buckets.append(more)
+    to_owners = sum(bucket.to_owners for bucket in buckets) if any(one.replicas < ranks for one in matrices) else 0
+    return to_owners, sum(bucket.back for bucket in buckets)
 
 
 def muon_parameters(plan: Plan, rank: int) -> float:
@@ -97,10 +166,23 @@ def muon_parameters(plan: Plan, rank: int) -> float:
     return own / parallel.tp / (parallel.layout.dp_shard * parallel.cp) + apart / parallel.ep / parallel.expert_shards
 
 
-def _matrices(plan: Plan, rank: int) -> list[Matrix]:
+def _matrices(plan: Plan, rank: int) -> list[Shared]:
     """The whole matrices in the layers of a pipeline rank."""
-    steps = plan.config.optim.muon.steps
-    return [matrix for weight in _weights(plan, rank) for matrix in matrices_of(weight.shape, (), steps)]
+    config, parallel, layout = plan.config, plan.config.parallel, plan.config.parallel.layout
+    ranks, ep, found = layout.world_size // layout.pp, parallel.ep, list[Shared]()
+    replicas = layout.dp_replicate if parallel.data.sharded else layout.dp * layout.cp
+    for weight in _weights(plan, rank):
+        matrices = matrices_of(weight.shape, (), config.optim.muon.steps)
+        if weight.role.of_expert:
+            shards, on_each = parallel.expert_shards, -(-len(matrices) // ep)
+            whole = weight.shard_dim(shards, ep) == 0  # FSDP2 shards the stack by expert
+            part = -(-on_each // shards) if whole else on_each
+            for index, each in enumerate(matrices):
+                position = index // on_each * shards + index % on_each // part
+                found.append(Shared(each, ranks // ep // shards, 1 if whole else shards, position))
+        else:
+            found += [Shared(each, replicas, ranks // replicas) for each in matrices]
+    return found
 
 
 def _weights(plan: Plan, rank: int) -> Iterator[Weight]:

@@ -153,9 +153,20 @@ def tied_matrix_on_a_rank_with_both_ends() -> tuple[Config, str]:
     return check(load([], keys_of + others), 64), "a100_80gb"
 
 
+def experts_that_muon_takes_to_their_owners() -> tuple[Config, str]:
+    """A step that is mostly Muon's exchanges, in which ranks that hold experts whole send more than owners get."""
+    keys = "layers=1 width=3200 heads=2 kv_heads=1 head_width=64 ffn=256 vocab_size=256 sequence_length=128"
+    keys = f"{keys} experts.count=32 experts.active=2 experts.width=1536"
+    layout = "dp_replicate=2 dp_shard=4 cp=2 ep=8 data.mode=zero1"
+    others = ["batch.micro=1", "batch.global=8", "optim.name=muon", "train.precision=bf16", "run.device=cuda"]
+    keys_of = [f"model.{key}" for key in keys.split()] + [f"parallel.{key}" for key in layout.split()]
+    return check(load([], keys_of + others), 16), "l40s"
+
+
 @settings(max_examples=DRAWN, deadline=None)
 @given(st.one_of(drawn(), drawn_in_turns()), st.integers(0, 3))
 @example(tied_matrix_on_a_rank_with_both_ends(), 0)
+@example(experts_that_muon_takes_to_their_owners(), 0)
 def test_no_step_is_faster_than_what_it_sends_on_any_link(case: tuple[Config, str], rank: int) -> None:
     config, timer = case[0], TIMERS[case[1]]
     found = predict(config, timer.cluster, timer)

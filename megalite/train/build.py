@@ -215,7 +215,8 @@ def build_stage(
     if config.parallel.parameters == "host":
         keep_on_host(stage, mesh.device, config.on_host(trained=True))
     materialize(stage, mesh.device)
-    initialize(stage, config.model, config.run.seed)
+    if mesh.device.type != "meta":  # where tensors have no values
+        initialize(stage, config.model, config.run.seed)
     seed_dropout(stage, config.run.seed)
     return stage
 

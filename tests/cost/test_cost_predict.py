@@ -19,7 +19,7 @@ from megalite.cost.flows import flows
 from megalite.cost.host_copies import HOST_BANDWIDTH, HOST_SHARE
 from megalite.cost.layer import ROUTED_BYTES
 from megalite.cost.network import Group
-from megalite.cost.predict import HOST_BANDWIDTH, HOST_UPDATE_BYTES, Trial, predict, state_seconds, timeline
+from megalite.cost.predict import HOST_UPDATE_BYTES, Trial, predict, state_seconds, timeline
 from megalite.cost.program import MEGALITE
 from megalite.cost.rank_seconds import seconds_of
 from megalite.cost.schedule_tables import Cost

@@ -4,6 +4,7 @@ import json
 import sys
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from memory_cases import CASES, DOCUMENTS, SIZES, configured
@@ -15,6 +16,7 @@ from megalite.plan.memory.held import FILES, HOST_MEMORY, OUTSIDE_KINDS
 from megalite.plan.memory.peak import KINDS, enough_micro_batches, rank_memory
 from megalite.plan.resolved import resolve
 from megalite.plan.state_streams import BUCKET_BYTES, FILE_SLOTS
+from megalite.train import build
 
 TOLERANCE = 0.01
 
@@ -86,6 +88,12 @@ def test_states_in_files_take_no_memory_but_their_slots() -> None:
     assert "optimizer states" not in there
     slots = there[HOST_MEMORY] - (here[HOST_MEMORY] - states)
     assert slots == pytest.approx((FILE_SLOTS + 1) * BUCKET_BYTES, rel=1e-3), "one more is read by a save"
+
+
+def test_no_initial_values_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They would have no data, and filling takes a dozen operations for every expert."""
+    monkeypatch.setattr(build, "initialize", Mock(side_effect=AssertionError))
+    assert dry_run(configured({"model.layers": 1}), 0).bytes
 
 
 def test_a_few_micro_batches_stand_for_many() -> None:

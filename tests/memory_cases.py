@@ -48,7 +48,7 @@ LATENT: Overrides = {**KEYS, "model.attention.latent": "{query_rank: 192, key_ra
 EXPERTS: Overrides = {"model.experts.count": 8, "model.experts.active": 3, "model.experts.width": 1024}
 # Tokens at their experts take more than weights do.
 NARROW_EXPERTS: Overrides = {
-    "model.experts.count": 32,
+    "model.experts.count": 16,
     "model.experts.active": 8,
     "model.experts.width": 32,
     "model.vocab_size": 64,
@@ -399,7 +399,7 @@ CASES: dict[str, tuple[Overrides, int]] = {  # name -> overrides and the pipelin
     "experts apart, offloaded": ({**APART, "train.offload_activations": True}, 0),
     "experts apart, narrow": (NARROW_APART, 0),
     "experts apart, narrow, fp32, selective": (
-        {**NARROW_APART, "train.precision": "fp32", "train.recompute": "selective"},
+        {**NARROW_APART, "model.experts.count": 32, "train.precision": "fp32", "train.recompute": "selective"},
         0,
     ),
     "experts apart, narrow, offloaded": ({**NARROW_APART, "train.offload_activations": True}, 0),

@@ -399,6 +399,7 @@ CASES: dict[str, tuple[Overrides, int]] = {  # name -> overrides and the pipelin
     "experts apart, offloaded": ({**APART, "train.offload_activations": True}, 0),
     "experts apart, narrow": (NARROW_APART, 0),
     "experts apart, narrow, fp32, selective": (
+        # With fewer, more than the tolerance: 2 MiB of temporaries are not predicted, and gathered weights too high.
         {**NARROW_APART, "model.experts.count": 32, "train.precision": "fp32", "train.recompute": "selective"},
         0,
     ),

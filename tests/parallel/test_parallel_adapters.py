@@ -66,9 +66,6 @@ LAYOUTS = {
     "dora, zb_h1, muon, full": adapted(
         Layout(pp=2, tp=2, dp_shard=2), DORA, schedule="zb_h1", mode="zero2", optimizer="muon", recompute="full"
     ),
-    "dora, latent, zbv": adapted(
-        Layout(pp=2, tp=2, dp_shard=2), DORA, LATENT, schedule="zbv", mode="ddp", recompute="selective"
-    ),
     "dora, dropout, shared expert": adapted(
         Layout(tp=2, dp_shard=4, ep=4), replace(DORA, dropout=0.3, targets=["query", "down", "gate"]), EXPERTS
     ),

@@ -112,6 +112,18 @@ CASES = {
     "smollm3, every third": Case("SmolLM3", {"no_rope_layers": [1, 1, 0, 1], "tie_word_embeddings": False}),
     "olmo2": Case("Olmo2"),
     "olmo2 tied, all heads": Case("Olmo2", {"tie_word_embeddings": True, "num_key_value_heads": 4}),
+    "olmo3": Case("Olmo3", {"sliding_window": 5}),
+    "olmo3, yarn, every second": Case(
+        "Olmo3",
+        {
+            "sliding_window": 5,
+            "layer_types": ALTERNATING,
+            "rope_parameters": {"full_attention": YARN, "sliding_attention": {"rope_theta": 500.0}},
+        },
+    ),
+    "olmo3, full attention, tied": Case(
+        "Olmo3", {"layer_types": ["full_attention"] * 4, "tie_word_embeddings": True, "num_key_value_heads": 4}
+    ),
     "qwen2, yarn": Case("Qwen2", {"rope_parameters": YARN}),
     "llama, linear": Case("Llama", {"rope_parameters": {"rope_type": "linear", "factor": 3.0, "rope_theta": 500.0}}),
     "phi3": Case("Phi3"),

@@ -68,7 +68,7 @@ FEATURES = {
 ATTENTION = {
     "full": Attention(),
     "window": Attention(window=5),
-    "alternating windows": Attention(window=3, full_every=2),
+    "alternating windows": Attention(window=3, full_every=2, window_rope_theta=50.0),
     "alternating positions": Attention(nope_every=2),
     "capped": Attention(softcap=0.5),
 }

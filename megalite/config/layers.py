@@ -203,15 +203,15 @@ NORMS: dict[str, frozenset[Literal["before", "after"]]] = {"pre": frozenset(["be
 
 def layer_kinds(model: Model) -> tuple[LayerKind, ...]:
     """The kind of every layer of `model`, first to last."""
-    attention = model.attention
+    attention, rope = model.attention, Rope(model.rope_theta, model.rope_scaling)
     usual = LayerKind(
         _attention(model),
         SwiGLU(model.ffn),
         NORMS[model.norm],
-        Rope(model.rope_theta, model.rope_scaling),
+        rope if attention.window_rope_theta is None else Rope(attention.window_rope_theta),
         None if model.adapter is None else adapter_of(model.adapter),
     )
-    return _kinds(model.layers, usual, attention.full_every, attention.nope_every, _experts(model))
+    return _kinds(model.layers, usual, rope, attention.full_every, attention.nope_every, _experts(model))
 
 
 def _attention(model: Model) -> GroupedQuery | Latent:
@@ -291,7 +291,12 @@ def rotations(model: Model) -> list[Rotation]:
 
 @lru_cache(maxsize=64)  # a search of layouts asks thousands of times
 def _kinds(
-    layers: int, usual: LayerKind, full_every: int | None, nope_every: int | None, experts: _Experts | None
+    layers: int,
+    usual: LayerKind,
+    rope_to_all: Rope,
+    full_every: int | None,
+    nope_every: int | None,
+    experts: _Experts | None,
 ) -> tuple[LayerKind, ...]:
     attention = usual.attention
     scores = replace(attention.heads.scores, window=None)
@@ -302,10 +307,11 @@ def _kinds(
 
     @cache
     def kind(attends_to_all: bool, rotary: bool, mixed: bool) -> LayerKind:
+        rope = rope_to_all if attends_to_all else usual.rope
         return replace(
             usual,
             attention=to_all if attends_to_all else attention,
-            rope=usual.rope if rotary else None,
+            rope=rope if rotary else None,
             feed_forward=experts.mixture if mixed and experts is not None else usual.feed_forward,
         )
 

@@ -77,6 +77,7 @@ class Attention:
 
     window: int | None = None  # tokens that a query attends to, the last being its own; null: all before it
     full_every: int | None = None  # layers n - 1, 2n - 1, … have no window, with 1 none has; null: all have one
+    window_rope_theta: float | None = None  # base of RoPE, not stretched, in layers with a window; null: as in others
     softcap: float | None = None  # scores s become softcap · tanh(s / softcap), as in Gemma 2; null: they stay
     sinks: bool = False  # every query head has one more score, learned, of a key whose value is 0, as in gpt-oss
     nope_every: int | None = None  # layers n - 1, 2n - 1, … have no rotary positions, as in SmolLM3; null: all have

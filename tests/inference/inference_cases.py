@@ -30,7 +30,7 @@ MODEL = Model(
     init_std=0.3,
     qk_norm=True,
     qkv_bias=True,
-    attention=Attention(window=7, full_every=2),
+    attention=Attention(window=7, full_every=2, window_rope_theta=50.0),
 )
 Texts = dict[tuple[int, int], list[int]]  # by prompt and sample
 

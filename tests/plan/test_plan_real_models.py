@@ -31,7 +31,9 @@ def test_parameters_and_flops_are_those_of_the_real_model(preset: Path) -> None:
     # that returns the log-sum-exp, which sinks and values of another width than keys need, is not counted on a CPU.
     latent = model.attention.latent
     latent = None if latent is None else replace(latent, value_width=model.head_size)
-    attention = replace(model.attention, window=None, full_every=None, sinks=False, latent=latent)
+    attention = replace(
+        model.attention, window=None, full_every=None, window_rope_theta=None, sinks=False, latent=latent
+    )
     whole = replace(model, attention=attention)
     if model.experts is not None:  # without numbers, nothing can be chosen
         whole = replace(whole, experts=replace(model.experts, force_balance=True))

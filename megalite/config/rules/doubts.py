@@ -69,9 +69,9 @@ def _idle(config: Config) -> dict[str, tuple[bool, str, str]]:
     if attention.window is not None:
         if attention.full_every == 1:
             why, fix = "with model.attention.full_every = 1: no layer has a window", "use a larger full_every, or null"
-            found["model.attention.window"] = (True, why, fix)
+            found |= {f"model.attention.{key}": (True, why, fix) for key in ("window", "window_rope_theta")}
         else:
-            reaches = attention.window >= length
+            reaches = attention.window >= length and attention.window_rope_theta is None
             why = f"with model.sequence_length = {length}: every query reaches all tokens before it"
             found["model.attention.window"] = (reaches, why, "use a shorter window, or null")
         why, fix = f"with model.layers = {layers}: every layer has a window", "use at most that, or null"

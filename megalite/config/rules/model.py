@@ -32,11 +32,10 @@ def model_rules(model: Model) -> Iterator[Problem]:
         fix = "set model.qk_norm=true, or use head"
         yield Problem("model.qk_norm_width", "has no meaning without model.qk_norm", fix, "all")
     attention = model.attention
-    if attention.full_every is not None and attention.window is None:
-        rule = "has no meaning without model.attention.window"
-        yield Problem(
-            "model.attention.full_every", rule, "set model.attention.window, or use null", attention.full_every
-        )
+    for key in ("full_every", "window_rope_theta"):
+        if (value := getattr(attention, key)) is not None and attention.window is None:
+            rule = "has no meaning without model.attention.window"
+            yield Problem(f"model.attention.{key}", rule, "set model.attention.window, or use null", value)
     yield from _latent(model)
     yield from _experts(model)
     yield from _base(model)

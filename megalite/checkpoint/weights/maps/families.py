@@ -16,6 +16,7 @@ from megalite.checkpoint.weights.maps.mixtral import MIXTRAL
 from megalite.checkpoint.weights.maps.models import checked, lost
 from megalite.checkpoint.weights.maps.olmo2 import OLMO2
 from megalite.checkpoint.weights.maps.olmoe import OLMOE
+from megalite.checkpoint.weights.maps.olmo3 import OLMO3
 from megalite.checkpoint.weights.maps.phi3 import PHI3
 from megalite.checkpoint.weights.maps.qwen2 import QWEN2
 from megalite.checkpoint.weights.maps.qwen3 import QWEN3
@@ -34,6 +35,7 @@ FAMILIES = {
         QWEN3,
         SMOLLM3,
         OLMO2,
+        OLMO3,
         PHI3,
         MIXTRAL,
         QWEN3_MOE,
@@ -76,7 +78,6 @@ UNSUPPORTED_FAMILIES = {  # families that people may try, and what of theirs meg
     "mpt": "ALiBi, layer norms, and GELU",
     "nemotron": "squared ReLU without a gate, and layer norms of 1 + weight",
     "olmo": "layer norms, which have no weights",
-    "olmo3": "RoPE whose scaling differs between layers with windows and without",
     "opt": "learned positions, layer norms with biases, and ReLU",
     "phi": "parallel attention and feed-forward, layer norms with biases, and GELU",
     "phi4_multimodal": "images, sound and low-rank adapters",

@@ -12,7 +12,15 @@ from typing import Any
 from megalite.checkpoint.weights.maps.experts import STACKED_EXPERTS, of_experts
 from megalite.checkpoint.weights.maps.fields import Fields
 from megalite.checkpoint.weights.maps.latent import strips_of_latents
-from megalite.checkpoint.weights.maps.rope import ROTARY_FACTOR, rope, rope_fields, rows_of_heads
+from megalite.checkpoint.weights.maps.rope import (
+    FULL_ATTENTION,
+    ROTARY_FACTOR,
+    SLIDING_ATTENTION,
+    of_full_layers,
+    rope,
+    rope_fields,
+    rows_of_heads,
+)
 from megalite.checkpoint.weights.maps.strips import Table, Theirs, stacked, whole
 from megalite.checkpoint.weights.maps.woven import woven
 from megalite.config.layers import layer_kinds
@@ -20,7 +28,6 @@ from megalite.config.schema import SCALING_KEYS, Attention, Model
 from megalite.plan.model.weights import weights
 from megalite.plan.parts.part import Weight
 
-FULL_ATTENTION, SLIDING_ATTENTION = "full_attention", "sliding_attention"  # kinds of layers
 ATTENTION = {
     f"self_attn.{name}_proj.{kind}": (f"attention.{name}.{kind}",) for name in "qkv" for kind in ("weight", "bias")
 }
@@ -56,8 +63,9 @@ class Family:
     that a config.json may leave out. features: the model's keys beyond sizes, from the fields and the sizes. fields:
     the inverse. scalings: the kinds of RoPE scaling that transformers knows of it. partial: whether it can turn a part
     of every head. predicts_more: files may have layers after the last, which predict further tokens and are left out.
-    woven: whether tensors of experts are as `maps.woven` tells. latent: its attention is latent. reads: keys of
-    NEUTRAL_VALUES that `features` reads itself.
+    woven: whether tensors of experts are as `maps.woven` tells. latent: its attention is latent. rope_by_type: layers
+    with windows have a RoPE of their own, which `features` reads. reads: keys of NEUTRAL_VALUES that `features` reads
+    itself.
     """
 
     model_type: str
@@ -74,6 +82,7 @@ class Family:
     woven: bool = False
     reads: Collection[str] = ()
     latent: bool = False
+    rope_by_type: bool = False
 
     def table(self, model: Model, stacked_experts: bool = False) -> Table:
         """Return how their tensors are made of our weights, in transformers' order but for experts.
@@ -106,7 +115,7 @@ class Family:
         sizes: dict[str, Any] = {
             ours: fields.whole(key, heads if ours == "kv_heads" else None) for key, ours in SIZES.items()
         } | {"layers": fields.layers("num_hidden_layers")}
-        theta, scaling, share = rope(fields, self.latent)
+        theta, scaling, share = rope(of_full_layers(fields) if self.rope_by_type else fields, self.latent)
         if scaling is not None and scaling.kind not in self.scalings:
             raise fields.wrong("rope_type", f"is no RoPE scaling of {self.model_type} in transformers", scaling.kind)
         if share != 1 and not self.partial:
@@ -211,14 +220,30 @@ def layer_types(model: Model) -> list[str]:
     ]
 
 
+def window_fields(model: Model, window: int) -> dict[str, Any]:
+    """Windows and kinds of layers. window: told where no layer has one, as transformers wants some number."""
+    return {"sliding_window": model.attention.window or window, "layer_types": layer_types(model)}
+
+
 def listed_types(fields: Fields, model: Model) -> list[str]:
     """The kinds of layers in `layer_types`, or else as `max_window_layers` says; full where windows are not in use."""
     if not fields.flag("use_sliding_window"):
         return [FULL_ATTENTION] * model.layers
-    found = fields.get("layer_types")
-    if found is None:
+    if fields.get("layer_types") is None:
         first = fields.whole("max_window_layers", 0) if fields.get("max_window_layers") else 0
         return [FULL_ATTENTION if number < first else SLIDING_ATTENTION for number in range(model.layers)]
+    return _given_types(fields, model)
+
+
+def alternating_types(fields: Fields, model: Model, every: int) -> list[str]:
+    """The kinds of layers in `layer_types`, or else a window in all but every n-th."""
+    if fields.get("layer_types") is None:
+        return [SLIDING_ATTENTION if number % every else FULL_ATTENTION for number in range(1, model.layers + 1)]
+    return _given_types(fields, model)
+
+
+def _given_types(fields: Fields, model: Model) -> list[str]:
+    found = fields.get("layer_types")
     if (
         not isinstance(found, list)
         or len(found) != model.layers

@@ -9,15 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from megalite.checkpoint.weights.maps.experts import experts, with_width
-from megalite.checkpoint.weights.maps.family import (
-    FULL_ATTENTION,
-    LAYER,
-    SLIDING_ATTENTION,
-    Family,
-    layer_types,
-    listed_types,
-    windows,
-)
+from megalite.checkpoint.weights.maps.family import LAYER, Family, alternating_types, window_fields, windows
 from megalite.checkpoint.weights.maps.fields import Fields
 from megalite.config.schema import Model
 
@@ -39,14 +31,11 @@ def _features(fields: Fields, model: Model) -> Mapping[str, Any]:
     how = fields.section("quantization_config")
     if how is not None and how.get("quant_method") != QUANTIZED:
         raise fields.wrong("quantization_config", f"is no {QUANTIZED}; turn the weights into bf16 first")
-    types = [FULL_ATTENTION if number % 2 else SLIDING_ATTENTION for number in range(model.layers)]
-    if fields.get("layer_types") is not None:
-        types = listed_types(fields, model)
     biases = fields.flag("attention_bias")
     return {
         "qkv_bias": biases,
         "out_bias": biases,
-        "attention": replace(windows(fields, model, types), sinks=True),
+        "attention": replace(windows(fields, model, alternating_types(fields, model, 2)), sinks=True),
         "experts": experts(fields, 128, gate="clamped", biases=True),
     }
 
@@ -60,8 +49,7 @@ def _fields(model: Model) -> Mapping[str, Any]:
         "num_local_experts": found.count,
         "num_experts_per_tok": found.active,
         "attention_bias": model.qkv_bias,
-        "sliding_window": model.attention.window or WINDOW,  # transformers wants one, even if no layer has it
-        "layer_types": layer_types(model),
+        **window_fields(model, WINDOW),
         "swiglu_limit": 7.0,
     }
 
@@ -81,7 +69,6 @@ GPT_OSS = Family(
         "attention_bias": True,
         "num_experts_per_tok": 4,
         "sliding_window": WINDOW,
-        "use_sliding_window": True,
     },
     features=_features,
     fields=_fields,

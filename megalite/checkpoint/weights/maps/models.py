@@ -25,12 +25,15 @@ def checked(model: Model, file: str) -> Model:
 def plain_model(model: Model) -> dict[str, Any]:
     """The model's keys and values, but for those that say nothing of what its weights compute.
 
-    The widths of a head and of an expert are always told, a window only if some layer has it, and the feed-forward's
-    width only if some layer has no experts. Which layers have experts is told in one way.
+    The widths of a head and of an expert are always told, a window only if some layer has it, its base of RoPE only if
+    its layers turn otherwise than others, and the feed-forward's width only if some layer has no experts. Which layers
+    have experts is told in one way.
     """
     attention, experts, ffn = model.attention, model.experts, model.ffn
     if attention.full_every == 1:
-        attention = replace(attention, window=None, full_every=None)
+        attention = replace(attention, window=None, full_every=None, window_rope_theta=None)
+    if attention.window_rope_theta == model.rope_theta and model.rope_scaling is None:
+        attention = replace(attention, window_rope_theta=None)
     if experts is not None:
         width = experts.width or ffn
         experts = replace(experts, width=width, balance_loss=0.0, z_loss=0.0)

@@ -13,6 +13,7 @@ from megalite.checkpoint.weights.maps.strips import Strip, part
 from megalite.config.schema import SCALING_KEYS, Model, RopeScaling
 from megalite.plan.parts.part import Weight
 
+FULL_ATTENTION, SLIDING_ATTENTION = "full_attention", "sliding_attention"  # kinds of layers
 ORIGINAL_LENGTH, ROTARY_FACTOR = "original_max_position_embeddings", "partial_rotary_factor"
 KEYS = {  # theirs of RoPE scaling, beside rope_type and factor, and ours
     "low_freq_factor": "low_frequency_factor",
@@ -57,6 +58,41 @@ def rope(fields: Fields, latent: bool = False) -> tuple[float, RopeScaling | Non
         rule = f"is a kind of RoPE scaling that megalite does not know; it knows {listing(list(SCALING_KEYS), 'and')}"
         raise fields.wrong("rope_type", rule, kind)
     return theta, _scaling(fields, kind, section), share
+
+
+def of_full_layers(fields: Fields) -> Fields:
+    """The fields as of a model whose layers all turn as those without a window do."""
+    full, over = _of_type(fields, FULL_ATTENTION), fields.section("rope_scaling") or {}
+    return Fields(fields.file, {**fields.values, "rope_parameters": {**full, **over}})
+
+
+def window_rope(fields: Fields, model: Model, key: str) -> float | None:
+    """The base of RoPE in layers with a window, where they turn otherwise than others do.
+
+    key: of the base where `rope_parameters` does not tell it, as in files of transformers 4.
+    """
+    section = _of_type(fields, SLIDING_ATTENTION)
+    if section.get("rope_type", "default") != "default" or section.get(ROTARY_FACTOR, 1) != 1:
+        rule = f"of {SLIDING_ATTENTION} scales RoPE, which megalite's layers with windows lack"
+        raise fields.wrong("rope_parameters", rule)
+    found = fields.number("rope_theta", within={"rope_theta": fields.get(key), **section})
+    return None if found == model.rope_theta and model.rope_scaling is None else found
+
+
+def _of_type(fields: Fields, kind: str) -> Mapping[str, Any]:
+    """The part of `rope_parameters` for layers of one kind."""
+    found = (fields.section("rope_parameters") or {}).get(kind) or {}
+    if not isinstance(found, dict):
+        raise fields.wrong("rope_parameters", f"must have an object for {kind}")
+    return found
+
+
+def rope_fields_by_type(model: Model) -> dict[str, Any]:
+    """The inverse of `rope` and `window_rope`. transformers 5 takes `rope_parameters`, version 4 the other keys."""
+    found, own = rope_fields(model), model.attention.window_rope_theta
+    full = {"rope_type": "default", "rope_theta": model.rope_theta, **(found["rope_scaling"] or {})}
+    window = {"rope_type": "default", "rope_theta": model.rope_theta if own is None else own}
+    return {**found, "rope_parameters": {FULL_ATTENTION: full, SLIDING_ATTENTION: window}}
 
 
 def _scaling(fields: Fields, kind: str, section: Mapping[str, Any]) -> RopeScaling:

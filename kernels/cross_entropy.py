@@ -2,11 +2,14 @@
 
     loss = lse − (1 − ε)·x[target] − ε/v·Σx + z·lse²        lse = logsumexp(x)
     dx = softmax(x)·(1 + 2z·lse) − (1 − ε)·onehot(target) − ε/v
+    with a cap c: x = c·tanh(y / c)        dy = dx·(1 − (x / c)²)
 
 x are one token's logits of all v classes, ε smooths labels (Szegedy et al. 2016, arXiv 1512.00567, §7) and z keeps
 lse small (Chowdhery et al. 2022, arXiv 2204.02311, §5). Each rank holds the logits of its own classes. In one
 all-gather, ranks exchange two numbers per token: the log-sum-exp of their part, and their part of the terms linear in x
 (Megatron-LM, arXiv 1909.08053, §3, needs three all-reduces). Only lse is saved, and backward overwrites x by dx.
+Logits y may be capped first, as in Gemma 2 (arXiv 2408.00118, §2): they are stored as they are, and capped wherever
+they are read.
 """
 
 import math
@@ -40,19 +43,32 @@ ROWS = 128  # rows that PyTorch handles at a time: temporaries stay in cache, an
 
 
 def reference(
-    logits: Tensor, targets: Tensor, ignore_index: int = -100, label_smoothing: float = 0.0, z_loss: float = 0.0
+    logits: Tensor,
+    targets: Tensor,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
 ) -> Tensor:
     """The loss over the whole vocabulary, in plain PyTorch."""
     wide = logits.to(wide_dtype(logits.dtype))
+    if softcap is not None:
+        wide = softcap * (wide / softcap).tanh()
     squares = wide.logsumexp(1).square()[targets != ignore_index]
     loss = F.cross_entropy(wide, targets, ignore_index=ignore_index, label_smoothing=label_smoothing, reduction="sum")
     return loss + z_loss * squares.sum()
 
 
 @jit
+def _capped(x, CAP: tl.constexpr):
+    """CAP · tanh(x / CAP)."""
+    return CAP * (2.0 / (1.0 + exp(x * (-2.0 / CAP))) - 1.0)
+
+
+@jit
 def _stats_kernel(
     X, Targets, Stats, x_stride, first, columns,
-    KEPT: tl.constexpr, SHARE: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr,
+    KEPT: tl.constexpr, SHARE: tl.constexpr, CAP: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
     """Computes the log-sum-exp, and the terms of the loss that are linear in x, of one row's columns on this rank.
 
@@ -69,6 +85,8 @@ def _stats_kernel(
     for start in range(0, columns, LANES * VECTOR):
         column = start + offsets
         x = widen(tl.load(X + column, mask=column < columns, other=float("-inf")))
+        if CAP > 0:
+            x = tl.where(column < columns, _capped(x, CAP), float("-inf"))
         higher = tl.maximum(most, tl.max(x, 1))
         total = total * exp(most - higher) + tl.sum(exp(x - higher[:, None]), 1)
         most = higher
@@ -78,7 +96,10 @@ def _stats_kernel(
     summed = tl.sum(total * exp(most - highest), 0)
     local = tl.load(Targets + row) - first
     owned = (local >= 0) & (local < columns)
-    linear = widen(tl.load(X + local, mask=owned, other=0.0)) * KEPT
+    of_target = widen(tl.load(X + local, mask=owned, other=0.0))
+    if CAP > 0:
+        of_target = _capped(of_target, CAP)
+    linear = of_target * KEPT
     if SHARE > 0:
         linear += tl.sum(plain, 0) * SHARE
     tl.store(Stats + row * 2, highest + tl.log(summed))
@@ -119,7 +140,8 @@ def _merge_kernel(
 @jit
 def _gradient_kernel(
     X, Targets, Lses, Scales, x_stride, scale_stride, first, columns, width, ignore_index,
-    KEPT: tl.constexpr, SHARE: tl.constexpr, Z_LOSS: tl.constexpr, IGNORES: tl.constexpr, BLOCK: tl.constexpr,
+    KEPT: tl.constexpr, SHARE: tl.constexpr, Z_LOSS: tl.constexpr, IGNORES: tl.constexpr, CAP: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Overwrite a piece of a row of logits by its gradient: 0 in padding and ignored rows, whatever they hold."""
     row = tl.program_id(0).to(tl.int64)
@@ -130,13 +152,18 @@ def _gradient_kernel(
     if IGNORES:  # nothing of an ignored row is inside
         columns = tl.where(target == ignore_index, 0, columns)
     inside = column < columns
-    gradient = exp(widen(tl.load(X + column, mask=inside, other=0.0)) - lse)
+    x = widen(tl.load(X + column, mask=inside, other=0.0))
+    if CAP > 0:
+        x = _capped(x, CAP)
+    gradient = exp(x - lse)
     if Z_LOSS > 0:
         gradient *= 1.0 + lse * (2.0 * Z_LOSS)
     if SHARE > 0:
         gradient -= SHARE
     gradient = tl.where(column == target - first, gradient - KEPT, gradient)
     gradient *= tl.load(Scales + row * scale_stride)
+    if CAP > 0:
+        gradient *= 1.0 - (x / CAP) * (x / CAP)
     tl.store(X + column, tl.where(inside, gradient, 0.0).to(X.dtype.element_ty), mask=column < width)
 
 
@@ -164,8 +191,8 @@ def launch_stats(logits: Tensor, targets: Tensor, labels: Labels, program: Progr
     if len(logits):
         _stats_kernel[(len(logits),)](
             logits, targets, stats, logits.stride(0), labels.first, labels.columns,
-            KEPT=constants["KEPT"], SHARE=constants["SHARE"], LANES=block // vector, VECTOR=vector,
-            num_warps=warps,
+            KEPT=constants["KEPT"], SHARE=constants["SHARE"], CAP=constants["CAP"], LANES=block // vector,
+            VECTOR=vector, num_warps=warps,
         )  # fmt: skip
     return stats
 
@@ -202,13 +229,13 @@ def torch_stats(logits: Tensor, targets: Tensor, labels: Labels) -> Tensor:
     """Return what `launch_stats` returns, by PyTorch's operations."""
     stats = logits.new_zeros(len(logits), 2, dtype=wide_dtype(logits.dtype))
     for rows in _blocks(len(logits)):
-        wide = logits[rows, : labels.columns].to(stats.dtype)
+        wide = labels.widened(logits[rows, : labels.columns], stats.dtype)
         stats[rows, 0] = torch.logsumexp(wide, dim=1)
         if labels.smoothing:
             stats[rows, 1] = wide.sum(1) * labels.constants["SHARE"]
     if labels.columns:
         local, owned = labels.local(targets)
-        of_target = logits.gather(1, local[:, None])[:, 0].to(stats.dtype)
+        of_target = labels.widened(logits.gather(1, local[:, None])[:, 0], stats.dtype)
         stats[:, 1] += of_target.mul_(labels.constants["KEPT"]).masked_fill_(~owned, 0)
     return stats
 
@@ -234,7 +261,9 @@ def torch_gradient(logits: Tensor, targets: Tensor, lses: Tensor, scales: Tensor
     constants = labels.constants
     for rows in _blocks(len(logits)):
         block = logits[rows, : labels.columns]
-        part = block.to(lses.dtype).sub_(lses[rows, None]).exp_()  # in place if logits have that type
+        part = labels.widened(block, lses.dtype)  # where logits have that type and no cap, it is in place
+        slope = (part / labels.softcap).square_().neg_().add_(1) if labels.softcap else None
+        part.sub_(lses[rows, None]).exp_()
         if labels.z_loss:
             part.mul_(1 + 2 * labels.z_loss * lses[rows, None])
         if labels.smoothing:
@@ -242,6 +271,8 @@ def torch_gradient(logits: Tensor, targets: Tensor, lses: Tensor, scales: Tensor
         if labels.columns:
             part.scatter_add_(1, local[rows, None], owned[rows, None].to(part.dtype) * -constants["KEPT"])
         part.mul_(scales[rows, None])
+        if slope is not None:
+            part.mul_(slope)
         if labels.ignore_index is not None:
             part.masked_fill_((targets[rows] == labels.ignore_index)[:, None], 0)
         if part is not block:
@@ -282,10 +313,10 @@ class _TorchCrossEntropy(torch.autograd.Function):
 @torch.library.custom_op("megalite::cross_entropy", mutates_args=())
 def _op(
     logits: Tensor, targets: Tensor, group: str, first: int, columns: int, vocabulary: int,
-    ignore_index: int | None, smoothing: float, z_loss: float,
+    ignore_index: int | None, smoothing: float, z_loss: float, softcap: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Losses and log-sum-exps `[n]`; group: the name of a process group, or nothing."""
-    labels = Labels(first, columns, vocabulary, ignore_index, smoothing, z_loss)
+    labels = Labels(first, columns, vocabulary, ignore_index, smoothing, z_loss, softcap)
     stats = launch_stats(logits, targets, labels)
     parts, _ = gather_stats(stats, group_named(group))
     return launch_merge(parts, targets, labels)
@@ -300,10 +331,10 @@ def _(logits: Tensor, targets: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
 @torch.library.custom_op("megalite::cross_entropy_backward", mutates_args=("logits",))
 def _backward_op(
     logits: Tensor, targets: Tensor, lses: Tensor, scales: Tensor, first: int, columns: int, vocabulary: int,
-    ignore_index: int | None, smoothing: float, z_loss: float,
+    ignore_index: int | None, smoothing: float, z_loss: float, softcap: float,
 ) -> None:  # fmt: skip
     """Overwrites logits by their gradient."""
-    labels = Labels(first, columns, vocabulary, ignore_index, smoothing, z_loss)
+    labels = Labels(first, columns, vocabulary, ignore_index, smoothing, z_loss, softcap)
     launch_gradient(logits, targets, lses, scales, labels)
 
 
@@ -324,7 +355,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 def _gradients(ctx: Any, scales: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
     logits, targets, lses = ctx.saved_tensors
     _backward_op(logits, targets, lses, scales, *ctx.labels)
-    return logits.detach(), *(None,) * 8
+    return logits.detach(), *(None,) * 9
 
 
 _op.register_autograd(_gradients, setup_context=_save)
@@ -340,6 +371,7 @@ def cross_entropy(
     z_loss: float = 0.0,
     vocabulary: int | None = None,
     columns: range | None = None,
+    softcap: float | None = None,
     backend: Backend = "auto",
 ) -> Tensor:
     """Sum over rows of the cross-entropy, in float32 or wider.
@@ -351,10 +383,11 @@ def cross_entropy(
 
     columns: the classes in this rank's first columns; further columns are padding. By default, every rank has the next
     w classes. vocabulary: the number of classes, by default w times the ranks; classes from there on are padding.
+    softcap: c above.
     All ranks return the same sum, after one collective. Backward may run only once and needs no collective.
     """
     rows, width = logits.shape
-    labels = labels_of(rows, width, targets, group, ignore_index, label_smoothing, z_loss, vocabulary, columns)
+    labels = labels_of(rows, width, targets, group, ignore_index, label_smoothing, z_loss, vocabulary, columns, softcap)
     if not use_triton(backend, logits.device):
         return _TorchCrossEntropy.apply(logits, targets, group, labels)
     if logits.stride(1) != 1 or logits.stride(0) < logits.shape[1]:
@@ -371,12 +404,17 @@ def bytes_moved(tokens: int, columns: int, dtype: torch.dtype) -> tuple[int, int
 def compile_cases() -> Iterator[CompileCase]:
     vocabulary = LLAMAS["Llama 3 8B"].vocabulary  # classes of every model in LLAMAS
     for dtype in (torch.bfloat16, torch.float32):
-        for ranks, smoothing, z_loss in ((1, 0.0, 0.0), (8, 0.0, 0.0), (8, 0.1, 1e-4)):
+        for ranks, smoothing, z_loss, cap in (
+            (1, 0.0, 0.0, 0.0),
+            (8, 0.0, 0.0, 0.0),
+            (8, 0.1, 1e-4, 0.0),
+            (1, 0.0, 0.0, 30.0),
+        ):
             width = vocabulary // ranks
-            labels = Labels(0, width, vocabulary, -100, smoothing, z_loss)
+            labels = Labels(0, width, vocabulary, -100, smoothing, z_loss, cap)
             logits, targets = meta(TOKENS, width, dtype=dtype), meta(TOKENS, dtype=torch.int64)
             stats, lses = meta(ranks, TOKENS, 2, dtype=torch.float32), meta(TOKENS, dtype=torch.float32)
-            model = f"Llama 3 on {ranks} ranks" + ", smoothed" * (smoothing > 0)
+            model = f"Llama 3 on {ranks} ranks" + ", smoothed" * (smoothing > 0) + ", capped" * (cap > 0)
             yield CompileCase("cross_entropy", model, dtype, partial(launch_stats, logits, targets, labels))
             yield CompileCase("cross_entropy merge", model, dtype, partial(launch_merge, stats, targets, labels), False)
             backward = partial(launch_gradient, logits, targets, lses, lses[0].expand(TOKENS), labels)

@@ -3,6 +3,7 @@
 import math
 from typing import NamedTuple
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -16,6 +17,7 @@ class Labels(NamedTuple):
     ignore_index: int | None
     smoothing: float
     z_loss: float
+    softcap: float = 0.0  # 0: logits are not capped
 
     @property
     def constants(self) -> dict[str, float | bool]:
@@ -24,7 +26,13 @@ class Labels(NamedTuple):
             "SHARE": self.smoothing / self.vocabulary,
             "Z_LOSS": self.z_loss,
             "IGNORES": self.ignore_index is not None,
+            "CAP": self.softcap,
         }
+
+    def widened(self, logits: Tensor, dtype: torch.dtype) -> Tensor:
+        """Logits in `dtype`, capped. A copy, unless they have that type and there is no cap."""
+        wide = logits.to(dtype, copy=self.softcap > 0)
+        return wide.div_(self.softcap).tanh_().mul_(self.softcap) if self.softcap else wide
 
     def local(self, targets: Tensor) -> tuple[Tensor, Tensor]:
         """The column of every target, and whether its class is on this rank. Padding has no classes."""
@@ -42,6 +50,7 @@ def labels_of(
     z_loss: float,
     vocabulary: int | None,
     columns: range | None,
+    softcap: float | None = None,
 ) -> Labels:
     """The checked options of `cross_entropy` for `rows` and their targets. Raises ValueError if they contradict."""
     if targets.shape != (rows,):
@@ -60,4 +69,8 @@ def labels_of(
         raise ValueError(f"cross_entropy: label_smoothing is {smoothing}, but must be between 0 and 1")
     if not 0 <= z_loss < math.inf:
         raise ValueError(f"cross_entropy: z_loss is {z_loss}, but must be 0 or more")
-    return Labels(columns.start, len(columns), vocabulary, ignore_index, float(smoothing), float(z_loss))
+    if softcap is not None and not 0 < softcap < math.inf:
+        raise ValueError(f"cross_entropy: softcap is {softcap}, but must be above 0, or None")
+    return Labels(
+        columns.start, len(columns), vocabulary, ignore_index, float(smoothing), float(z_loss), float(softcap or 0)
+    )

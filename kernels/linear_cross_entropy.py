@@ -263,8 +263,9 @@ def _both(
 def _op(
     given: Sequence[Tensor], targets: Tensor, group: str, chunk: int, triton: bool, wants: Sequence[bool], wide: bool,
     first: int, columns: int, vocabulary: int, ignore_index: int | None, smoothing: float, z_loss: float,
+    softcap: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    labels = Labels(first, columns, vocabulary, ignore_index, smoothing, z_loss)
+    labels = Labels(first, columns, vocabulary, ignore_index, smoothing, z_loss, softcap)
     return _forward(_terms(given, wants), targets, group_named(group), chunk, triton, labels)  # type: ignore[return-value]
 
 
@@ -280,8 +281,9 @@ def _backward_op(
     scale: Tensor, given: Sequence[Tensor], targets: Tensor, last: Tensor, lses: Tensor, made: Sequence[Tensor],
     triton: bool, wants: Sequence[bool], wide: bool,
     first: int, columns: int, vocabulary: int, ignore_index: int | None, smoothing: float, z_loss: float,
+    softcap: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    labels = Labels(first, columns, vocabulary, ignore_index, smoothing, z_loss)
+    labels = Labels(first, columns, vocabulary, ignore_index, smoothing, z_loss, softcap)
     return _backward(scale, _terms(given, wants), targets, last, lses, made, triton, wide, labels)  # type: ignore
 
 
@@ -308,7 +310,7 @@ def _gradients(ctx: Any, scale: Tensor, *_: Tensor) -> tuple[Any, ...]:
     given, (last, lses, *made) = saved[: ctx.count], saved[ctx.count :]
     _, wants, wide, *_ = ctx.options
     found = _backward_op(scale, given, targets, last, lses, made, *ctx.options)
-    return list(_both(made, found, wants, wide)), *(None,) * 12
+    return list(_both(made, found, wants, wide)), *(None,) * 13
 
 
 _op.register_autograd(_gradients, setup_context=_save)
@@ -325,6 +327,7 @@ def linear_cross_entropy(
     z_loss: float = 0.0,
     vocabulary: int | None = None,
     columns: range | None = None,
+    softcap: float | None = None,
     memory: int | None = None,
     wide_gradient: bool = False,
     beside: tuple[Tensor, Tensor] | None = None,
@@ -340,7 +343,7 @@ def linear_cross_entropy(
     The gradient of x is this rank's part, which the caller must add up over the group.
     """
     sizes = len(x), len(weight)
-    labels = labels_of(*sizes, targets, group, ignore_index, label_smoothing, z_loss, vocabulary, columns)
+    labels = labels_of(*sizes, targets, group, ignore_index, label_smoothing, z_loss, vocabulary, columns, softcap)
     ranks = 1 if group is None else group.size()
     chunk = chunk_tokens(len(x), x.shape[1], -(-labels.vocabulary // ranks), x.dtype, ranks, memory)
     terms = (x, weight, *(beside or (x.new_empty(len(x), 0), weight.new_empty(len(weight), 0))))

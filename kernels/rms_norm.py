@@ -289,7 +289,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, backend: Backend | Literal["
         return apex.rms_norm(x, weight, eps)
     if use_triton(backend, x.device):
         return _op(x, weight, eps)[0]
-    if x.is_cuda:
+    if x.is_cuda and weight.dtype == x.dtype:
         return F.rms_norm(x, (x.shape[-1],), weight, eps)
     return _TorchRMSNorm.apply(x, weight, eps) if torch.is_grad_enabled() else _torch(x, weight, eps)[0]
 

@@ -1,14 +1,15 @@
-"""SwiGLU (Shazeer 2020, arXiv 2002.05202), element by element; σ is the logistic function:
+"""SwiGLU and GEGLU (Shazeer 2020, arXiv 2002.05202), element by element; σ is the logistic function:
 
-    y = silu(g) · u        silu(g) = g · σ(g)
-    dg = dy · u · σ(g) · (1 + g · (1 − σ(g)))        du = dy · silu(g)
+    y = a(g) · u        a(g) = g · σ(z)
+    dg = dy · u · σ(z) · (1 + g · z' · (1 − σ(z)))        du = dy · a(g)
+    SwiGLU: a is silu, z = g        GEGLU: a is gelu in its tanh form, z = √(8/π) · (g + 0.044715 · g³)
 
-Only the two inputs are saved: backward computes silu(g) again, which costs no memory traffic.
+Only the two inputs are saved: backward computes a(g) again, which costs no memory traffic.
 """
 
 from collections.abc import Iterator
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -30,38 +31,58 @@ from megalite_kernels.compile_cases import TOKENS, CompileCase, meta, models
 
 THREAD_BYTES = 32  # per thread, of every tensor: two loads
 WARPS = 4
+Activation = Literal["silu", "gelu"]
 
 
-def reference(gate: Tensor, up: Tensor) -> Tensor:
+def _activated(gate: Tensor, activation: Activation) -> Tensor:
+    return F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")
+
+
+def reference(gate: Tensor, up: Tensor, activation: Activation = "silu") -> Tensor:
     wide = wide_dtype(gate.dtype)
-    return (F.silu(gate.to(wide)) * up.to(wide)).to(gate.dtype)
+    return (_activated(gate.to(wide), activation) * up.to(wide)).to(gate.dtype)
 
 
 class _TorchSwiGLU(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+    def forward(ctx: Any, gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
         ctx.save_for_backward(gate, up)
-        return times(F.silu(gate), up)
+        ctx.activation = activation
+        return times(_activated(gate, activation), up)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         gate, up = ctx.saved_tensors
-        return torch.ops.aten.silu_backward(grad * up, gate), times(F.silu(gate), grad)
+        if ctx.activation == "silu":
+            of_gate = torch.ops.aten.silu_backward(grad * up, gate)
+        else:
+            of_gate = torch.ops.aten.gelu_backward(grad * up, gate, approximate="tanh")
+        return of_gate, times(_activated(gate, ctx.activation), grad), None
 
 
 @jit
-def _swiglu_forward(Gate, Up, Y, width, gate_stride, up_stride, BLOCK: tl.constexpr):
+def _inner(g, SLOPE: tl.constexpr, GELU: tl.constexpr):
+    """z, or g · z' where SLOPE is 3 instead of 1."""
+    if GELU:
+        g *= 1.5957691216057308 * (1 + SLOPE * 0.044715 * g * g)
+    return g
+
+
+@jit
+def _swiglu_forward(Gate, Up, Y, width, gate_stride, up_stride, GELU: tl.constexpr, BLOCK: tl.constexpr):
     blocks = tl.cdiv(width, BLOCK)
     row = (tl.program_id(0) // blocks).to(tl.int64)
     columns = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     g = widen(tl.load(Gate + row * gate_stride + columns, mask=columns < width, other=0.0))
     u = widen(tl.load(Up + row * up_stride + columns, mask=columns < width, other=0.0))
-    y = g / (1 + tl.exp(-g)) * u
+    y = g / (1 + tl.exp(-_inner(g, 1, GELU))) * u
     tl.store(Y + row * width + columns, y.to(Y.dtype.element_ty), mask=columns < width)
 
 
 @jit
-def _swiglu_backward(Gate, Up, DY, Grads, width, gate_stride, up_stride, dy_stride, BLOCK: tl.constexpr):
+def _swiglu_backward(
+    Gate, Up, DY, Grads, width, gate_stride, up_stride, dy_stride, GELU: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
     """Rows of Grads are those of both gradients, one behind the other."""
     blocks = tl.cdiv(width, BLOCK)
     row = (tl.program_id(0) // blocks).to(tl.int64)
@@ -69,8 +90,8 @@ def _swiglu_backward(Gate, Up, DY, Grads, width, gate_stride, up_stride, dy_stri
     g = widen(tl.load(Gate + row * gate_stride + columns, mask=columns < width, other=0.0))
     u = widen(tl.load(Up + row * up_stride + columns, mask=columns < width, other=0.0))
     dy = widen(tl.load(DY + row * dy_stride + columns, mask=columns < width, other=0.0))
-    sigmoid = 1 / (1 + tl.exp(-g))
-    dgate = dy * u * sigmoid * (1 + g * (1 - sigmoid))
+    sigmoid = 1 / (1 + tl.exp(-_inner(g, 1, GELU)))
+    dgate = dy * u * sigmoid * (1 + _inner(g, 3, GELU) * (1 - sigmoid))
     Grads += row * 2 * width + columns
     tl.store(Grads, dgate.to(Grads.dtype.element_ty), mask=columns < width)
     tl.store(Grads + width, (dy * g * sigmoid).to(Grads.dtype.element_ty), mask=columns < width)
@@ -82,7 +103,7 @@ def program_for(itemsize: int) -> Program:
 
 
 @on_device
-def launch_forward(gate: Tensor, up: Tensor, program: Program | None = None) -> Tensor:
+def launch_forward(gate: Tensor, up: Tensor, program: Program | None = None, activation: Activation = "silu") -> Tensor:
     y = gate.new_empty(gate.shape)
     block, warps = program or program_for(gate.itemsize)
     flat = gate.is_contiguous() and up.is_contiguous()  # one long row
@@ -90,13 +111,16 @@ def launch_forward(gate: Tensor, up: Tensor, program: Program | None = None) -> 
     count, width = gates.shape
     if programs := count * -(-width // block):
         _swiglu_forward[(programs,)](
-            gates, ups, y, width, gates.stride(0), ups.stride(0), BLOCK=block, num_warps=warps
+            gates, ups, y, width, gates.stride(0), ups.stride(0), GELU=activation == "gelu", BLOCK=block,
+            num_warps=warps,
         )  # fmt: skip
     return y
 
 
 @on_device
-def launch_backward(gate: Tensor, up: Tensor, dy: Tensor, program: Program | None = None) -> Tensor:
+def launch_backward(
+    gate: Tensor, up: Tensor, dy: Tensor, program: Program | None = None, activation: Activation = "silu"
+) -> Tensor:
     """Gradients of gate and up in one tensor `[…, 2f]`, so that one matrix product can take both."""
     grads = gate.new_empty(*gate.shape[:-1], 2 * gate.shape[-1])
     block, warps = program or program_for(gate.itemsize)
@@ -104,44 +128,48 @@ def launch_backward(gate: Tensor, up: Tensor, dy: Tensor, program: Program | Non
     count, width = gates.shape
     if programs := count * -(-width // block):
         _swiglu_backward[(programs,)](
-            gates, ups, dys, grads, width, gates.stride(0), ups.stride(0), dys.stride(0), BLOCK=block, num_warps=warps
+            gates, ups, dys, grads, width, gates.stride(0), ups.stride(0), dys.stride(0),
+            GELU=activation == "gelu", BLOCK=block, num_warps=warps,
         )  # fmt: skip
     return grads
 
 
 @torch.library.custom_op("megalite::swiglu", mutates_args=())
-def _op(gate: Tensor, up: Tensor) -> Tensor:
-    return launch_forward(gate, up)
+def _op(gate: Tensor, up: Tensor, gelu: bool) -> Tensor:
+    return launch_forward(gate, up, activation="gelu" if gelu else "silu")
 
 
 @_op.register_fake
-def _(gate: Tensor, up: Tensor) -> Tensor:
+def _(gate: Tensor, up: Tensor, gelu: bool) -> Tensor:
     return gate.new_empty(gate.shape)
 
 
 @torch.library.custom_op("megalite::swiglu_backward", mutates_args=())
-def _backward_op(gate: Tensor, up: Tensor, dy: Tensor) -> Tensor:
-    return launch_backward(gate, up, dy)
+def _backward_op(gate: Tensor, up: Tensor, dy: Tensor, gelu: bool) -> Tensor:
+    return launch_backward(gate, up, dy, activation="gelu" if gelu else "silu")
 
 
 @_backward_op.register_fake
-def _(gate: Tensor, up: Tensor, dy: Tensor) -> Tensor:
+def _(gate: Tensor, up: Tensor, dy: Tensor, gelu: bool) -> Tensor:
     return gate.new_empty(*gate.shape[:-1], 2 * gate.shape[-1])
 
 
-def _save(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs)
+def _save(ctx: Any, inputs: tuple[Tensor, Tensor, bool], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[:2])
+    ctx.gelu = inputs[2]
 
 
-def _gradients(ctx: Any, dy: Tensor) -> tuple[Tensor, ...]:
-    return _backward_op(*ctx.saved_tensors, dy).chunk(2, dim=-1)
+def _gradients(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    return *_backward_op(*ctx.saved_tensors, dy, ctx.gelu).chunk(2, dim=-1), None
 
 
 _op.register_autograd(_gradients, setup_context=_save)
 
 
-def swiglu(gate: Tensor, up: Tensor, backend: Backend = "auto") -> Tensor:
+def swiglu(gate: Tensor, up: Tensor, backend: Backend = "auto", activation: Activation = "silu") -> Tensor:
     """silu(gate) · up, element by element; both `[…, f]`, of one shape and data type.
+
+    activation: gelu makes it GEGLU, gelu(gate) · up, with the tanh form of gelu.
 
     Kernels read tensors in place if each row is contiguous and rows are equally far apart, as in halves of a wider
     tensor. Otherwise they read a contiguous copy.
@@ -152,8 +180,10 @@ def swiglu(gate: Tensor, up: Tensor, backend: Backend = "auto") -> Tensor:
             "must be of one shape and type"
         )
     if use_triton(backend, gate.device):
-        return _op(gate, up)
-    return _TorchSwiGLU.apply(gate, up) if torch.is_grad_enabled() else times(F.silu(gate), up)
+        return _op(gate, up, activation == "gelu")
+    if torch.is_grad_enabled():
+        return _TorchSwiGLU.apply(gate, up, activation)
+    return times(_activated(gate, activation), up)
 
 
 def bytes_moved(tokens: int, ffn: int, dtype: torch.dtype) -> tuple[int, int]:
@@ -167,6 +197,9 @@ def compile_cases() -> Iterator[CompileCase]:
         x = meta(TOKENS, shape.ffn, dtype=dtype)
         yield CompileCase("swiglu", model, dtype, partial(launch_forward, x, x))
         yield CompileCase("swiglu backward", model, dtype, partial(launch_backward, x, x, x))
+        gelu = {"activation": "gelu"}
+        yield CompileCase("swiglu, gelu", model, dtype, partial(launch_forward, x, x, **gelu))
+        yield CompileCase("swiglu, gelu backward", model, dtype, partial(launch_backward, x, x, x, **gelu))
         fused = meta(TOKENS, 2 * shape.ffn, dtype=dtype)
         gate, up = fused.chunk(2, dim=1)
         yield CompileCase("swiglu of halves", model, dtype, partial(launch_forward, gate, up))

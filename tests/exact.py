@@ -47,17 +47,26 @@ def assert_norm_gradients(
     assert_rounded(dweight, terms.sum(0), terms.abs().sum(0), outer=4, inner=inner)
 
 
-def assert_swiglu(y: Tensor, dgate: Tensor | None, dup: Tensor | None, gate: Tensor, up: Tensor, dy: Tensor) -> None:
+def assert_swiglu(
+    y: Tensor, dgate: Tensor | None, dup: Tensor | None, gate: Tensor, up: Tensor, dy: Tensor, activation: str = "silu"
+) -> None:
     assert dgate is not None
     assert dup is not None
     g, u, grad = gate.double(), up.double(), dy.double()
-    sigmoid = 1 / (1 + torch.exp(-g))
-    silu = g * sigmoid
+    z, z_slope = g, torch.ones_like(g)
+    if activation == "gelu":
+        z, z_slope = 1.5957691216057308 * (g + 0.044715 * g**3), 1.5957691216057308 * (1 + 3 * 0.044715 * g**2)
+    sigmoid = 1 / (1 + torch.exp(-z))
+    active, inner = g * sigmoid, g * z_slope
+    size, magnitude = active.abs(), sigmoid * (1 + inner.abs() * (1 - sigmoid))
+    if activation == "gelu":  # PyTorch's is ½ + ½ tanh(z / 2), both rounded to float32, where the logistic function is
+        rounded = 4 * UNITS[torch.promote_types(gate.dtype, torch.float32)] / UNITS[gate.dtype]
+        size, magnitude = size + rounded * g.abs(), magnitude + rounded * (1 + inner.abs())
     assert y.dtype == gate.dtype
-    assert_rounded(y, silu * u, (silu * u).abs(), outer=2, inner=12 + 2 * g.abs())
-    assert_rounded(dup, silu * grad, (silu * grad).abs(), outer=2, inner=12 + 2 * g.abs())
-    slope, magnitude = sigmoid * (1 + g * (1 - sigmoid)), sigmoid * (1 + g.abs() * (1 - sigmoid))
-    assert_rounded(dgate, grad * u * slope, (grad * u).abs() * magnitude, outer=2, inner=16 + 8 * g.abs())
+    assert_rounded(y, active * u, size * u.abs(), outer=2, inner=12 + 2 * z.abs())
+    assert_rounded(dup, active * grad, size * grad.abs(), outer=2, inner=12 + 2 * z.abs())
+    slope = sigmoid * (1 + inner * (1 - sigmoid))
+    assert_rounded(dgate, grad * u * slope, (grad * u).abs() * magnitude, outer=2, inner=16 + 8 * z.abs())
 
 
 def assert_weighted_swiglu(
@@ -159,7 +168,8 @@ def assert_logits_gradient(
     exact = logits.detach().double().clone().requires_grad_()
     loss = cross_entropy(exact, targets, **options)
     (gradient,) = torch.autograd.grad(loss * scale, exact)
-    wide = exact.detach()
+    wide, cap = exact.detach(), options.get("softcap")
+    wide = wide if cap is None else cap * (wide / cap).tanh()
     lse = wide.logsumexp(1)
     terms = (lse.abs() + wide.abs().amax(1) + 1) * (1 + 2 * options.get("z_loss", 0) * lse.abs())
     # An error of the exponent is an error relative to the exponential; what it is compared with is at most 1.

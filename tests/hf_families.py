@@ -66,23 +66,28 @@ GPT_OSS = {
     "sliding_window": 5,
     "rope_parameters": YARN | {"truncate": False},
 }
+LINEAR = {"rope_type": "linear", "factor": 3.0, "rope_theta": 500.0}
+LOCAL = {"sliding_attention": {"rope_type": "default", "rope_theta": 50.0}}
+GEMMA = {"head_dim": 12, "query_pre_attn_scalar": 20, "sliding_window": 5, "tie_word_embeddings": True}
 ALTERNATING = ["sliding_attention", "full_attention"] * 2
 
 
 @dataclass(frozen=True)
 class Case:
-    family: str
+    family: str  # begins the name of the class of its configurations
     options: dict[str, Any] = field(default_factory=dict)
+    causal: str | None = None  # and of the class of models; None: the same
 
     def make(self, dtype: Any = torch.float32, seed: int = 0) -> Any:
-        """transformers' model with random weights, norms and biases included."""
+        """transformers' model with random weights, norms and biases included; weights of norms are near the first."""
+        gains = 0.0 if self.family.startswith("Gemma") else 1.0
         config = getattr(transformers, f"{self.family}Config")(**{**SIZES, **self.options})
         config._attn_implementation = config._experts_implementation = "eager"
-        model = getattr(transformers, f"{self.family}ForCausalLM")(config)
+        model = getattr(transformers, f"{self.causal or self.family}ForCausalLM")(config)
         generator = torch.Generator().manual_seed(seed)
         with torch.no_grad():
             for name, param in model.named_parameters():
-                param.normal_(1.0 if "norm" in name else 0.0, 0.3, generator=generator)
+                param.normal_(gains if "norm" in name else 0.0, 0.3, generator=generator)
             for name, buffer in model.named_buffers():
                 if name.endswith("correction_bias"):
                     buffer.normal_(0.0, 0.3, generator=generator)
@@ -124,6 +129,31 @@ CASES = {
     "olmo3, full attention, tied": Case(
         "Olmo3", {"layer_types": ["full_attention"] * 4, "tie_word_embeddings": True, "num_key_value_heads": 4}
     ),
+    "gemma": Case("Gemma", {"head_dim": 8, "hidden_act": "gelu_pytorch_tanh"}),
+    "gemma2": Case("Gemma2", GEMMA | {"final_logit_softcapping": 5.0, "attn_logit_softcapping": 1.0}),
+    "gemma2, no caps, silu": Case(
+        "Gemma2",
+        GEMMA
+        | {
+            "final_logit_softcapping": None,
+            "attn_logit_softcapping": None,
+            "hidden_activation": "silu",
+            "query_pre_attn_scalar": 12,
+        },
+    ),
+    "gemma3": Case("Gemma3Text", GEMMA | {"rope_parameters": LOCAL | {"full_attention": LINEAR}}, "Gemma3"),
+    "gemma3, every second, capped, untied": Case(
+        "Gemma3Text",
+        GEMMA
+        | {
+            "layer_types": ALTERNATING,
+            "rope_parameters": LOCAL,
+            "final_logit_softcapping": 5.0,
+            "tie_word_embeddings": False,
+        },
+        "Gemma3",
+    ),
+    "gemma3, full attention": Case("Gemma3Text", GEMMA | {"layer_types": ["full_attention"] * 4}, "Gemma3"),
     "qwen2, yarn": Case("Qwen2", {"rope_parameters": YARN}),
     "llama, linear": Case("Llama", {"rope_parameters": {"rope_type": "linear", "factor": 3.0, "rope_theta": 500.0}}),
     "phi3": Case("Phi3"),

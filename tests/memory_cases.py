@@ -18,6 +18,19 @@ ATTENTION: Overrides = {"model.head_width": 64, "model.sequence_length": 2048}  
 WINDOW: Overrides = {"model.attention.window": 128}
 CAPPED: Overrides = {"model.attention.softcap": 30.0}
 POST: Overrides = {"model.norm": "post", "model.qk_norm": True, "model.qk_norm_width": "all"}
+TIED: Overrides = {"model.tie_embeddings": True}
+GEMMA: Overrides = {
+    "model.norm": "both",
+    "model.norm_gain": "one_plus_weight",
+    "model.activation": "gelu",
+    "model.embedding_multiplier": 16.0,
+    "model.logits_softcap": 30.0,
+    "model.attention.scale": 0.1,
+    "model.attention.window": 128,
+    "model.attention.full_every": 2,
+    "model.attention.window_rope_theta": 1000.0,
+    **TIED,
+}
 NOPE: Overrides = {"model.attention.nope_every": 1}
 COMPLETEP: Overrides = {
     "model.parametrization": "completep",
@@ -26,7 +39,6 @@ COMPLETEP: Overrides = {
 }
 STREAMED: Overrides = {"parallel.parameters": "host", "optim.placement": "host"}
 ON_HOST: Overrides = {**STREAMED, "optim.update_on": "host"}
-TIED: Overrides = {"model.tie_embeddings": True}
 WIDE: Overrides = {**TIED, "model.width": 1024, "model.ffn": 512, "model.sequence_length": 256}
 ZERO2: Overrides = {"parallel.data.mode": "zero2"}
 ZERO3: Overrides = {"parallel.data.mode": "zero3"}
@@ -209,6 +221,16 @@ CASES: dict[str, tuple[Overrides, int]] = {  # name -> overrides and the pipelin
         1,
     ),
     "norms after, offloaded": ({**POST, "train.offload_activations": True, **PIPELINE}, 1),
+    "gemma": (GEMMA, 0),
+    "gemma, fp32, norms of heads, selective": (
+        {**GEMMA, "model.qk_norm": True, "train.precision": "fp32", "train.recompute": "selective"},
+        0,
+    ),
+    "gemma, few tokens": ({**GEMMA, "model.sequence_length": 192, "model.vocab_size": 16384}, 0),
+    "gemma, head in chunks, tp, last of 2 stages": (
+        {**GEMMA, **CHUNKED, "parallel.pp": 2, "parallel.tp": 2, "batch.global": 96},
+        1,
+    ),
     "norms after, zb_h1": ({**POST, "parallel.pipeline.schedule": "zb_h1", "parallel.tp": 2, **PIPELINE}, 0),
     "norms after, zbv": (
         {**POST, "parallel.pipeline.schedule": "zbv", "parallel.data.mode": "zero1", **SHARDED, **PIPELINE},

@@ -40,6 +40,27 @@ GPT_OSS = replace(
     attention=Attention(window=5, full_every=2, sinks=True),
     experts=Experts(7, 3, gate="clamped", biases=True),
 )
+GEMMA3 = replace(
+    LLAMA,
+    layers=4,
+    kv_heads=2,
+    head_width=12,
+    norm="both",
+    norm_gain="one_plus_weight",
+    activation="gelu",
+    tie_embeddings=True,
+    qk_norm=True,
+    embedding_multiplier=32**0.5,
+    rope_scaling=RopeScaling("linear", 3.0),
+    attention=Attention(window=7, full_every=3, window_rope_theta=50.0, scale=20**-0.5),
+)
+GEMMA2 = replace(
+    GEMMA3,
+    qk_norm=False,
+    rope_scaling=None,
+    logits_softcap=5.0,
+    attention=Attention(window=7, full_every=2, scale=20**-0.5, softcap=1.0),
+)
 # Four pairs of features of a head; sequences of the tests are longer than a single token.
 LONG = RopeScaling(
     "longrope", 8.0, original_length=1, attention_factor=1.2, short_factors=[1.0] * 4, long_factors=[1.0, 1.5, 3.0, 9.0]
@@ -80,7 +101,10 @@ MODELS = {
         "Qwen3",
         replace(LLAMA, layers=4, qk_norm=True, attention=Attention(window=7, full_every=2)),
     ),
-    # Gemma 2 differs from us elsewhere, so only its attention takes part, within another family.
+    "gemma2": ("Gemma2", GEMMA2),
+    "gemma3": ("Gemma3Text", GEMMA3),
+    "olmo3": ("Olmo3", replace(OLMO2, layers=4, rope_scaling=YARN, attention=Attention(7, 2, window_rope_theta=500.0))),
+    # Of Gemma 2, only its attention takes part, within another family.
     "llama_capped": ("Llama", replace(LLAMA, kv_heads=2, attention=Attention(softcap=0.5))),
     "qwen3_capped_windows": (
         "Qwen3",
@@ -172,16 +196,18 @@ def _widened(value: Any) -> Any:
 
 def oracle_of(family: str, model: Model) -> Any:
     """transformers' model with random weights, norms included."""
-    plain = replace(model, attention=replace(model.attention, softcap=None))  # Gemma 2's caps are added to others
+    found = _family(family)
+    if family != "Gemma2":  # whose caps are added to others
+        model = replace(model, attention=replace(model.attention, softcap=None))
     options = {
-        **_family(family).config(plain, "float64"),
+        **found.config(model, "float64"),
         "attn_implementation": "eager",
         "experts_implementation": "eager",
         "pad_token_id": None,
     }
     config = getattr(transformers, f"{family}Config")(**options)
     with Float64Everywhere():
-        oracle = getattr(transformers, f"{family}ForCausalLM")(config).double()
+        oracle = getattr(transformers, found.architecture)(config).double()
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for name, param in oracle.named_parameters():

@@ -86,6 +86,10 @@ CASES: dict[str, tuple[Overrides, dict[str, int]]] = {  # name -> overrides, and
     "full recompute of every second layer, tp": ({**FULL, "train.recompute_every": 2, **TP, "model.layers": 3}, {}),
     "norms after, tp": ({**POST, **TP, **FP32}, {}),
     "norms after, full recompute, tp, cp": ({**POST, **FULL, **TP, **context("ring", 2)}, {}),
+    "norms before and after, full recompute, tp": (
+        {**FULL, **TP, "model.norm": "both", "model.norm_gain": "one_plus_weight", "model.activation": "gelu"},
+        {},
+    ),
     "norms after, selective recompute, tp": ({**POST, **SELECTIVE, **TP, **data("zero1", dp_shard=2)}, {}),
     "offloaded": ({"train.offload_activations": True, "optim.placement": "host", **FULL, **TP}, {}),
     "tied, zero3": ({**TIED, **data("zero3", dp_shard=2)}, {}),

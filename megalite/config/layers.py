@@ -94,9 +94,10 @@ class Latent:
 
 @dataclass(frozen=True)
 class SwiGLU:
-    """SwiGLU (arXiv 2002.05202) with a hidden width."""
+    """SwiGLU (arXiv 2002.05202) with a hidden width, or GEGLU where the activation is gelu."""
 
     width: int
+    activation: Literal["silu", "gelu"] = "silu"
 
 
 @dataclass(frozen=True)
@@ -198,7 +199,11 @@ class LayerKind:
         return None if self.rope is None else Rotation(self.rope, heads.width, heads.rotary_width)
 
 
-NORMS: dict[str, frozenset[Literal["before", "after"]]] = {"pre": frozenset(["before"]), "post": frozenset(["after"])}
+NORMS: dict[str, frozenset[Literal["before", "after"]]] = {
+    "pre": frozenset(["before"]),
+    "post": frozenset(["after"]),
+    "both": frozenset(["before", "after"]),
+}
 
 
 def layer_kinds(model: Model) -> tuple[LayerKind, ...]:
@@ -206,7 +211,7 @@ def layer_kinds(model: Model) -> tuple[LayerKind, ...]:
     attention, rope = model.attention, Rope(model.rope_theta, model.rope_scaling)
     usual = LayerKind(
         _attention(model),
-        SwiGLU(model.ffn),
+        SwiGLU(model.ffn, model.activation),
         NORMS[model.norm],
         rope if attention.window_rope_theta is None else Rope(attention.window_rope_theta),
         None if model.adapter is None else adapter_of(model.adapter),

@@ -32,7 +32,7 @@ class Multipliers:
     """Multipliers of one model, the same in every layout.
 
     embedding: of the embedding's output. scores: of products of queries and keys; None: 1/√(width of a head). branch:
-    of what attention and MLP each add to the residual stream. logits: of logits.
+    of what attention and MLP each add to the residual stream. logits: of logits, before a cap.
     """
 
     embedding: float = 1.0
@@ -58,6 +58,6 @@ def multipliers(model: Model) -> Multipliers:
 def _scores(model: Model) -> float | None:
     base = model.base
     if model.parametrization == "standard" or base is None or base.head_width in (None, model.head_size):
-        return None
+        return model.attention.scale
     assert base.head_width is not None
     return math.sqrt(base.head_width) / model.head_size

@@ -78,6 +78,7 @@ class Attention:
     window: int | None = None  # tokens that a query attends to, the last being its own; null: all before it
     full_every: int | None = None  # layers n - 1, 2n - 1, … have no window, with 1 none has; null: all have one
     window_rope_theta: float | None = None  # base of RoPE, not stretched, in layers with a window; null: as in others
+    scale: float | None = None  # factor of products of queries and keys; null: 1 / √(width of a head)
     softcap: float | None = None  # scores s become softcap · tanh(s / softcap), as in Gemma 2; null: they stay
     sinks: bool = False  # every query head has one more score, learned, of a key whose value is 0, as in gpt-oss
     nope_every: int | None = None  # layers n - 1, 2n - 1, … have no rotary positions, as in SmolLM3; null: all have
@@ -144,8 +145,10 @@ class Model:
     rope_theta: float = 10_000.0
     rope_scaling: RopeScaling | None = None
     rotary_width: int | None = None  # features of every head that its position turns; null: all
-    norm: Literal["pre", "post"] = "pre"  # norm of what attention and MLP take; post: of what they return, as in OLMo 2
+    norm: Literal["pre", "post", "both"] = "pre"  # of what attention and MLP take; post: of what they return
     norm_eps: float = 1e-5
+    norm_gain: Literal["weight", "one_plus_weight"] = "weight"  # factor of what norms return
+    activation: Literal["silu", "gelu"] = "silu"  # of the gate of a feed-forward; gelu: in its tanh form, as in Gemma
     tie_embeddings: bool = False  # the output layer uses the embedding's weight
     qk_norm: bool = False  # RMSNorm of queries and keys
     qk_norm_width: Literal["head", "all"] = "head"  # each head by itself, as in Qwen3; all: all together, as in OLMo 2
@@ -158,6 +161,7 @@ class Model:
     base: Base | None = None  # sizes at which mup and completep have factors of 1
     embedding_multiplier: float = 1.0  # factor of the embedding's output
     logits_multiplier: float = 1.0
+    logits_softcap: float | None = None  # logits y become softcap · tanh(y / softcap), as in Gemma 2; null: they stay
 
     def __post_init__(self) -> None:
         self.adapter: Adapter | None = None  # no key: `Config` hands its own on, as layers are described by their model

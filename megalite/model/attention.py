@@ -7,6 +7,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 
 from megalite.config.schema import Kernels
+from megalite.model.norm import NormKind
 from megalite.model.weights import column, row
 from megalite.parallel.context import Attention as Attend
 from megalite.parallel.norm import scaled, split_rms_norm
@@ -21,43 +22,43 @@ from megalite_kernels import qk_norm_rope, rms_norm, rope, rope_of_parts
 class HeadNorm(nn.Module):
     """The norm of every query or key head, and its rotation in a layer with rotary positions."""
 
-    def __init__(self, weight: Weight, eps: float, rotary: bool, tp: DeviceMesh, kernels: Kernels) -> None:
+    def __init__(self, weight: Weight, kind: NormKind, rotary: bool, tp: DeviceMesh, kernels: Kernels) -> None:
         super().__init__()
         self.roles = {"weight": weight.role}
         self.weight = parameter(weight, tp, Replicate())
-        self.eps = eps
+        self.kind = kind
         self.norm = Cheap(partial(qk_norm_rope if rotary else rms_norm, backend=kernels.rope))
 
     def forward(self, x: Tensor, *angles: Tensor) -> Tensor:
-        return self.norm(x, whole(self.weight), *angles, self.eps)
+        return self.norm(x, self.kind.gains(whole(self.weight)), *angles, self.kind.eps)
 
 
 class AllHeadsNorm(nn.Module):
     """The norm of all query or key heads of a token together, split over tp, and their rotation if they have one."""
 
-    def __init__(self, weight: Weight, head_size: int, eps: float, tp: DeviceMesh, kernels: Kernels) -> None:
+    def __init__(self, weight: Weight, head_size: int, kind: NormKind, tp: DeviceMesh, kernels: Kernels) -> None:
         super().__init__()
         self.roles = {"weight": weight.role}
         self.weight = parameter(weight, tp, Shard(0))
-        self.head_size, self.eps = head_size, eps
+        self.head_size, self.kind = head_size, kind
         self.group = tp.get_group()
         self.rms_norm = partial(rms_norm, backend=kernels.rms_norm)
         self.rope = partial(rope, backend=kernels.rope)
         self.alone, self.scaled = Cheap(self._alone), Cheap(self._scaled)
 
     def forward(self, x: Tensor, *angles: Tensor) -> Tensor:
-        weight, x = part(self.weight), x.flatten(2)
+        gains, x = self.kind.gains(part(self.weight)), x.flatten(2)
         if self.group.size() == 1:
-            return self.alone(x, weight, *angles)
-        normal, inverse = split_rms_norm(x, weight, self.eps, self.group)
+            return self.alone(x, gains, *angles)
+        normal, inverse = split_rms_norm(x, gains, self.kind.eps, self.group)
         # Recompute is given r, so it does not sum over ranks again.
-        return self.scaled.remember(self._turned(normal, *angles), x, inverse, weight, *angles)
+        return self.scaled.remember(self._turned(normal, *angles), x, inverse, gains, *angles)
 
-    def _alone(self, x: Tensor, weight: Tensor, *angles: Tensor) -> Tensor:
-        return self._turned(self.rms_norm(x, weight, self.eps), *angles)
+    def _alone(self, x: Tensor, gains: Tensor, *angles: Tensor) -> Tensor:
+        return self._turned(self.rms_norm(x, gains, self.kind.eps), *angles)
 
-    def _scaled(self, x: Tensor, inverse: Tensor, weight: Tensor, *angles: Tensor) -> Tensor:
-        return self._turned(scaled(x, inverse, weight), *angles)
+    def _scaled(self, x: Tensor, inverse: Tensor, gains: Tensor, *angles: Tensor) -> Tensor:
+        return self._turned(scaled(x, inverse, gains), *angles)
 
     def _turned(self, x: Tensor, *angles: Tensor) -> Tensor:
         x = x.unflatten(-1, (-1, self.head_size))  # s b h/t e
@@ -68,10 +69,16 @@ class AllHeadsNorm(nn.Module):
 
 
 class Attention(nn.Module):
-    """Causal grouped-query attention, heads split over tp. eps: of norms. factor: of its output."""
+    """Causal grouped-query attention, heads split over tp. norm: form of norms. factor: of its output."""
 
     def __init__(
-        self, planned: GroupedQueryPart, eps: float, rotary: bool, tp: DeviceMesh, kernels: Kernels, factor: float = 1.0
+        self,
+        planned: GroupedQueryPart,
+        norm: NormKind,
+        rotary: bool,
+        tp: DeviceMesh,
+        kernels: Kernels,
+        factor: float = 1.0,
     ) -> None:
         super().__init__()
         weights, heads, kind = dict(planned.weights()), planned.heads, planned.kind
@@ -86,11 +93,11 @@ class Attention(nn.Module):
         self.q_norm: HeadNorm | AllHeadsNorm | None = None
         self.k_norm: HeadNorm | AllHeadsNorm | None = None
         if kind.norms == "head":
-            self.q_norm = HeadNorm(weights["q_norm.weight"], eps, rotary, tp, kernels)
-            self.k_norm = HeadNorm(weights["k_norm.weight"], eps, rotary, tp, kernels)
+            self.q_norm = HeadNorm(weights["q_norm.weight"], norm, rotary, tp, kernels)
+            self.k_norm = HeadNorm(weights["k_norm.weight"], norm, rotary, tp, kernels)
         elif kind.norms == "all":
-            self.q_norm = AllHeadsNorm(weights["q_norm.weight"], heads.width, eps, tp, kernels)
-            self.k_norm = AllHeadsNorm(weights["k_norm.weight"], heads.width, eps, tp, kernels)
+            self.q_norm = AllHeadsNorm(weights["q_norm.weight"], heads.width, norm, tp, kernels)
+            self.k_norm = AllHeadsNorm(weights["k_norm.weight"], heads.width, norm, tp, kernels)
         # A norm keeps what it takes, and attention without RoPE too: a part of one tensor would keep all of that.
         self.share_input = ("q", "k", "v") if rotary and kind.norms is None else ()
         # Without q/k norms, nothing else keeps the input of RoPE, so recomputing RoPE would save no memory.

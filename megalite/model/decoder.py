@@ -23,7 +23,7 @@ from megalite.model.attention import Attention
 from megalite.model.experts import ExpertMLPs, Experts
 from megalite.model.latent import LatentAttention
 from megalite.model.mlp import MLP
-from megalite.model.norm import Norm
+from megalite.model.norm import Norm, NormKind
 from megalite.model.positions import TokenPositions
 from megalite.model.router import Losses
 from megalite.parallel.context import Attention as Attend
@@ -73,18 +73,18 @@ class Layer(nn.Module):
         # The last module before the stream takes the factor of the branch.
         of_norm, of_rest = (branch, 1.0) if "after" in kind.norms else (1.0, branch)
         of_first = 1.0 if self.before else of_norm
-        weights = dict(layer_weights(model, kind))
+        weights, norms = dict(layer_weights(model, kind)), NormKind.of(model)
 
         def norm(name: str, factor: float) -> Norm:
-            return Norm(weights[f"{name}.weight"], model.norm_eps, tp, kernels, factor)
+            return Norm(weights[f"{name}.weight"], norms, tp, kernels, factor)
 
         self.attention_norm = norm("attention_norm", of_first)
         attends = attention(model.width, kind)
         self.attention: Attention | LatentAttention
         if isinstance(attends, GroupedQueryPart):
-            self.attention = Attention(attends, model.norm_eps, kind.rope is not None, tp, kernels, of_rest)
+            self.attention = Attention(attends, norms, kind.rope is not None, tp, kernels, of_rest)
         else:
-            self.attention = LatentAttention(attends, tp, kernels, of_rest)
+            self.attention = LatentAttention(attends, norms.one_plus, tp, kernels, of_rest)
         self.mlp_norm = norm("mlp_norm", of_first)
         part = feed_forward(model.width, kind.feed_forward, kind.base)
         self.mlp: MLP | Experts
@@ -139,16 +139,17 @@ class Head(nn.Module):
     """Final norm and output projection, the vocabulary split over tp: `[s/t, b, d]` → logits `[s, b, v/t]`.
 
     A vocabulary that tp does not divide is padded; the logits of padding mean nothing, and the loss leaves them out.
-    Logits are multiplied by a number, which is done in the norm. Given targets `[s, b]`, the head returns their
-    cross-entropy instead, summed over those that are not IGNORED_TARGET. Logits then exist only in chunks. A split
-    backward makes the gradient of the head's weight at once: to put it off, the gradient of the logits would have to be
-    kept.
+    Logits are multiplied by a number, which is done in the norm, and may then be capped. Given targets `[s, b]`, the
+    head returns their cross-entropy instead, summed over those that are not IGNORED_TARGET. Logits then exist only in
+    chunks. A split backward makes the gradient of the head's weight at once: to put it off, the gradient of the logits
+    would have to be kept.
     """
 
     def __init__(self, model: Model, tp: DeviceMesh, kernels: Kernels) -> None:
         super().__init__()
         self.group = tp.get_group()
-        self.norm = Norm(final_norm(model), model.norm_eps, tp, kernels, multipliers(model).logits)
+        self.norm = Norm(final_norm(model), NormKind.of(model), tp, kernels, multipliers(model).logits)
+        self.softcap = model.logits_softcap
         self.output = None if model.tie_embeddings else ColumnLinear(head(model), tp)
         if model.adapter is not None:
             add_adapters(self, head_weights(model), adapter_of(model.adapter), tp, tp)
@@ -156,6 +157,7 @@ class Head(nn.Module):
             linear_cross_entropy,
             ignore_index=IGNORED_TARGET,
             vocabulary=model.vocab_size,
+            softcap=model.logits_softcap,
             backend=kernels.cross_entropy,
         )
 
@@ -166,7 +168,7 @@ class Head(nn.Module):
         if targets is None:
             logits = linears(x, [weight], self.group)
             (made,) = logits if self.output is None else with_adapters(logits, x, [self.output], self.group)
-            return made
+            return made if self.softcap is None else self.softcap * (made / self.softcap).tanh()
         beside = None if self.output is None else self._beside(x, self.output)
         x = all_gather(x, self.group)  # s b d
         wide = copy_of(weight) is not None and has_gpu_products(x)  # a CPU rounds, as its products do

@@ -26,7 +26,7 @@ BLOCK = 1 << 22  # elements made at a time, to bound the temporaries
 
 @torch.no_grad()
 def initialize(stage: nn.Module, model: Model, seed: int) -> None:
-    """Fill every tensor of a materialized stage: norms 1, biases, padding and extra state 0, matrices normal."""
+    """Fill every tensor of a materialized stage: gains 1, biases, padding and extra state 0, matrices normal."""
     for extra in extra_state(stage):
         extra.value.to_local().zero_()
     for found in parameters(stage):
@@ -34,7 +34,7 @@ def initialize(stage: nn.Module, model: Model, seed: int) -> None:
         local = param.to_local()
         match role.kind:
             case RoleKind.NORM:
-                local.fill_(1)
+                local.fill_(0 if model.norm_gain == "one_plus_weight" else 1)
             case RoleKind.BIAS | RoleKind.MAGNITUDE:
                 local.zero_()
             case _ if found.four_bits:

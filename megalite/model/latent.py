@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megalite.config.schema import Kernels
 from megalite.distributed.collectives import all_gather
-from megalite.model.norm import Norm
+from megalite.model.norm import Norm, NormKind
 from megalite.model.weights import column, row
 from megalite.parallel.context import Attention as Attend
 from megalite.parallel.tensor import CopiedLinear, columns, of_own_part
@@ -22,25 +22,28 @@ NORM_EPS = 1e-6  # DeepSeek's, whatever the other norms have
 
 
 class LatentAttention(nn.Module):
-    """Causal latent attention (arXiv 2405.04434, §2.1), heads split over tp. factor: of its output.
+    """Causal latent attention (arXiv 2405.04434, §2.1), heads split over tp.
+
+    one_plus: as of `NormKind`. factor: of its output.
 
     In queries and keys of a head, features that pair up are neighbours, and the first pairs turn. In keys `k_shared`
     makes these, and the others are made of the latent.
     """
 
-    def __init__(self, part: LatentPart, tp: DeviceMesh, kernels: Kernels, factor: float = 1.0) -> None:
+    def __init__(self, part: LatentPart, one_plus: bool, tp: DeviceMesh, kernels: Kernels, factor: float = 1.0) -> None:
         super().__init__()
+        norm = NormKind(NORM_EPS, one_plus)
         weights, self.heads = dict(part.weights()), part.heads
         self.group = tp.get_group()
         self.latent_queries = "q_down.weight" in weights
         if self.latent_queries:
             self.q_down = CopiedLinear(weights["q_down.weight"], tp)
-            self.q_norm = Norm(weights["q_norm.weight"], NORM_EPS, tp, kernels)
+            self.q_norm = Norm(weights["q_norm.weight"], norm, tp, kernels)
             self.q_up = column(weights, "q_up", tp)
         else:
             self.q = column(weights, "q", tp)
         self.kv_down = CopiedLinear(weights["kv_down.weight"], tp)
-        self.kv_norm = Norm(weights["kv_norm.weight"], NORM_EPS, tp, kernels)
+        self.kv_norm = Norm(weights["kv_norm.weight"], norm, tp, kernels)
         self.k_shared = CopiedLinear(weights["k_shared.weight"], tp)
         self.k_up, self.v_up = column(weights, "k_up", tp), column(weights, "v_up", tp)
         self.o = row(weights, "o", tp, factor)

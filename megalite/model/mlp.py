@@ -14,7 +14,7 @@ from megalite_kernels import swiglu
 
 
 class MLP(nn.Module):
-    """SwiGLU feed-forward, its width split over tp. factor: multiplies the output."""
+    """Feed-forward with a gate, SwiGLU or GEGLU, its width split over tp. factor: multiplies the output."""
 
     share_input = ("gate", "up")
 
@@ -23,7 +23,7 @@ class MLP(nn.Module):
         weights = dict(part.weights())
         self.group = tp.get_group()
         self.gate, self.up = column(weights, "gate", tp), column(weights, "up", tp)
-        self.swiglu = Cheap(partial(swiglu, backend=kernels.swiglu))
+        self.swiglu = Cheap(partial(swiglu, backend=kernels.swiglu, activation=part.kind.activation))
         self.down = row(weights, "down", tp, factor)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -152,7 +152,10 @@ class Activations(Sizes):
         made = output.gradient(self.t)
         chunk, several = self._chunk, self.chunks_head
         logits, inputs = chunk * columns * self.w, self.gathered or self.stream
-        block = min(2 * ROWS, chunk) * columns * self.z if narrow else 0  # a block lives until the next one is made
+        capped = model.logits_softcap is not None  # backward of a cap needs another block
+        # A block lives until the next one is made.
+        blocks = min(2 * ROWS, chunk) * (narrow or capped) + min(ROWS, chunk) * capped
+        block = blocks * columns * self.z
         kept = [
             Kept("norms", self.stream + self.statistic, "norm"),
             Kept("head", inputs + logits + self.z * chunk, "output"),

@@ -30,11 +30,19 @@ GPT_OSS = {
     "attention": Attention(5, 2, sinks=True),
     "experts": replace(EXPERTS, gate="clamped", biases=True),
 }
+GEMMA = {
+    "norm": "both",
+    "norm_gain": "one_plus_weight",
+    "activation": "gelu",
+    "embedding_multiplier": 6.0,
+    "logits_softcap": 4.0,
+    "attention": Attention(7, 2, window_rope_theta=50.0, scale=0.2, softcap=2.0),
+}
 LAYOUTS = [Layout(tp=2), Layout(pp=2), Layout(pp=2, tp=2), Layout(tp=4), Layout(pp=4), Layout(dp_shard=2, pp=2, tp=2)]
 
 
 @pytest.mark.parametrize(
-    "change", [{}, {"tie_embeddings": True}, {"vocab_size": 61}, {"experts": EXPERTS}, LATENT, GPT_OSS], ids=str
+    "change", [{}, {"tie_embeddings": True}, {"vocab_size": 61}, {"experts": EXPERTS}, LATENT, GPT_OSS, GEMMA], ids=str
 )
 def test_every_layout_writes_the_same_texts(change: dict[str, Any], ranks: Ranks) -> None:
     """Greedily and at random; with windows in some layers, whose prompts come in several lengths at once."""

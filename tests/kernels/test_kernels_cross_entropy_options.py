@@ -20,6 +20,7 @@ OPTIONS: list[dict[str, Any]] = [
     {},
     {"ignore_index": IGNORED},
     {"ignore_index": IGNORED, "label_smoothing": 0.1, "z_loss": 0.03},
+    {"ignore_index": IGNORED, "label_smoothing": 0.1, "z_loss": 0.03, "softcap": 3.0},
 ]
 
 
@@ -205,7 +206,7 @@ def test_second_derivative_is_refused() -> None:
 def test_custom_ops(smoothing: float) -> None:
     logits, targets = problem(3, 20, torch.float32)
     forward, backward = torch.ops.megalite.cross_entropy.default, torch.ops.megalite.cross_entropy_backward.default
-    labels = (0, 17, 17, IGNORED, smoothing, 0.01)
+    labels = (0, 17, 17, IGNORED, smoothing, 0.01, 0.0)
     torch.library.opcheck(forward, (logits.clone().requires_grad_(), targets % 17, "", *labels))
     lses, scales = torch.ones(3, device=DEVICE), torch.ones((), device=DEVICE).expand(3)
     torch.library.opcheck(backward, (logits, targets, lses, scales, *labels))

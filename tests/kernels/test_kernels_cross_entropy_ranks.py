@@ -15,7 +15,7 @@ from megalite_kernels.labels import labels_of
 
 COUNT, VOCABULARY, SCALE = 13, 48, 0.37
 IGNORED = -7
-OPTIONS: dict[str, Any] = {"ignore_index": IGNORED, "label_smoothing": 0.1, "z_loss": 0.03}
+OPTIONS: dict[str, Any] = {"ignore_index": IGNORED, "label_smoothing": 0.1, "z_loss": 0.03, "softcap": 3.0}
 Found = tuple[Tensor, Tensor, int, int] | None
 
 
@@ -86,7 +86,7 @@ def test_kernels_of_all_ranks_one_after_another(how: str) -> None:
     assert whole.grad is not None
     parts, scales = [], torch.full((), SCALE, dtype=torch.float64, device=DEVICE).expand(COUNT)
     for columns, width in shards(4, VOCABULARY, how):
-        labels = labels_of(COUNT, width, targets, None, IGNORED, 0.1, 0.03, VOCABULARY, columns)
+        labels = labels_of(COUNT, width, targets, None, IGNORED, 0.1, 0.03, VOCABULARY, columns, 3.0)
         parts.append((part_of(columns, width), labels))
     stats = torch.stack([launch_stats(x, targets, labels) for x, labels in parts])
     losses, lses = launch_merge(stats, targets, parts[0][1])

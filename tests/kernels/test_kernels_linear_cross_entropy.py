@@ -24,7 +24,11 @@ from megalite_kernels.linear_cross_entropy import (
 
 SCALE, IGNORED = 0.37, -7
 BACKENDS = ["torch", "triton"]
-OPTIONS: list[dict[str, Any]] = [{}, {"ignore_index": IGNORED, "label_smoothing": 0.1, "z_loss": 0.03}]
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"ignore_index": IGNORED, "label_smoothing": 0.1, "z_loss": 0.03},
+    {"ignore_index": IGNORED, "label_smoothing": 0.1, "z_loss": 0.03, "softcap": 3.0},
+]
 
 
 def problem(count: int, width: int, classes: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
@@ -62,6 +66,8 @@ def check(count: int, width: int, classes: int, chunk: int, dtype: torch.dtype, 
 
     a, w = x.detach().double(), weight.detach().double()
     logits = a @ w.T
+    if cap := options.get("softcap"):
+        logits = cap * (logits / cap).tanh()
     sizes = a.abs() @ w.abs().T  # of the terms of logits, which are rounded to dtype once
     wide = UNITS[found.dtype]
     errors = sizes.amax(1) * (UNITS[dtype] + wide * width) + wide * (logits.abs().amax(1) + 9) * (classes + count)
@@ -100,10 +106,10 @@ def test_shapes(count: int, width: int, classes: int, chunk: int, dtype: torch.d
 @pytest.mark.parametrize("chunk", [3, 11])
 def test_float64_is_exact(chunk: int) -> None:
     x, weight, targets = problem(11, 24, 70, torch.float64)
-    loss, dx, dw = exact(x, weight, targets, OPTIONS[1])
+    loss, dx, dw = exact(x, weight, targets, OPTIONS[2])
     memory = memory_of(chunk, 70, torch.float64)
     found = linear_cross_entropy(
-        x.requires_grad_(), weight.requires_grad_(), targets, memory=memory, backend="triton", **OPTIONS[1]
+        x.requires_grad_(), weight.requires_grad_(), targets, memory=memory, backend="triton", **OPTIONS[2]
     )
     (found * SCALE).backward()
     torch.testing.assert_close(found.detach(), loss, rtol=1e-13, atol=0)
@@ -237,7 +243,7 @@ def test_no_tensor_is_as_large_as_all_logits() -> None:
     """Inside the operations too."""
     x, weight, targets = problem(64, 4, 50, torch.float32)
     operations = sys.modules["megalite_kernels.linear_cross_entropy"]
-    options = (False, [True] * 4, False, 0, 50, 50, None, 0.0, 0.0)
+    options = (False, [True] * 4, False, 0, 50, 50, None, 0.0, 0.0, 0.0)
     terms = [x, weight, x[:, :2], weight[:, :2]]
     with Largest() as largest:
         _, last, lses, *made = operations._op._init_fn(terms, targets, "", 16, *options)
@@ -263,7 +269,7 @@ def test_backward_runs_once(backend: Any, told: str, chunk: int) -> None:
 @pytest.mark.parametrize("chunk", [4, 11])
 def test_custom_ops(chunk: int, wide: bool) -> None:
     x, weight, targets = problem(11, 24, 70, torch.bfloat16 if wide else torch.float32)
-    options = (True, [True] * 4, wide, 0, 70, 70, IGNORED, 0.1, 0.01)
+    options = (True, [True] * 4, wide, 0, 70, 70, IGNORED, 0.1, 0.01, 3.0)
     terms = [x, weight, x[:, :2].contiguous(), weight[:, :2].contiguous()]
     operations = torch.ops.megalite
     forward, backward = operations.linear_cross_entropy.default, operations.linear_cross_entropy_backward.default

@@ -1,4 +1,4 @@
-"""SwiGLU, in PyTorch and in kernels, against its formula."""
+"""SwiGLU and GEGLU, in PyTorch and in kernels, against its formula."""
 
 from collections.abc import Callable
 
@@ -12,41 +12,56 @@ from torch import Tensor
 
 from megalite_kernels import swiglu
 from megalite_kernels.backend import Backend
-from megalite_kernels.swiglu import bytes_moved, reference
+from megalite_kernels.swiglu import Activation, bytes_moved, reference
 
 BACKENDS = ["torch", "triton"]
+ACTIVATIONS = ["silu", "gelu"]
 
 
-def _check(shape: tuple[int, ...], dtype: torch.dtype, backend: Backend) -> None:
+def _check(shape: tuple[int, ...], dtype: torch.dtype, backend: Backend, activation: Activation) -> None:
     gate, up, grad = (random(*shape, dtype=dtype, seed=seed, scale=3.0) for seed in range(3))
-    y = swiglu(gate.requires_grad_(), up.requires_grad_(), backend)
+    y = swiglu(gate.requires_grad_(), up.requires_grad_(), backend, activation)
     y.backward(grad)
-    assert_swiglu(y.detach(), gate.grad, up.grad, gate.detach(), up.detach(), grad)
+    assert_swiglu(y.detach(), gate.grad, up.grad, gate.detach(), up.detach(), grad, activation)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(5, 3, 32), (1, 1), (3, 1000), (2, 4099)])
-def test_forward_and_backward(shape: tuple[int, ...], dtype: torch.dtype, backend: Backend) -> None:
-    _check(shape, dtype, backend)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_forward_and_backward(
+    activation: Activation, shape: tuple[int, ...], dtype: torch.dtype, backend: Backend
+) -> None:
+    _check(shape, dtype, backend, activation)
 
 
 @settings(max_examples=20)
-@given(shape=st.lists(st.integers(1, 50), min_size=1, max_size=3), dtype=st.sampled_from(DTYPES))
-def test_any_shape(shape: list[int], dtype: torch.dtype) -> None:
-    _check(tuple(shape), dtype, "triton")
+@given(
+    shape=st.lists(st.integers(1, 50), min_size=1, max_size=3),
+    dtype=st.sampled_from(DTYPES),
+    activation=st.sampled_from(ACTIVATIONS),
+)
+def test_any_shape(shape: list[int], dtype: torch.dtype, activation: Activation) -> None:
+    _check(tuple(shape), dtype, "triton", activation)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_gradients_by_differences(backend: Backend) -> None:
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_gradients_by_differences(activation: Activation, backend: Backend) -> None:
     gate, up = (random(2, 5, dtype=torch.float64, seed=seed).requires_grad_() for seed in range(2))
-    assert torch.autograd.gradcheck(swiglu, (gate, up, backend))
+    assert torch.autograd.gradcheck(swiglu, (gate, up, backend, activation))
+
+
+def test_gelu_is_that_of_pytorch() -> None:
+    gate, up = (random(2, 5, dtype=torch.float64, seed=seed, scale=3.0) for seed in range(2))
+    expected = torch.nn.functional.gelu(gate, approximate="tanh") * up
+    torch.testing.assert_close(swiglu(gate, up, "triton", "gelu"), expected, rtol=1e-13, atol=1e-13)
 
 
 def test_registered_ops() -> None:
     gate, up = (random(3, 40, dtype=torch.float32, seed=seed).requires_grad_() for seed in range(2))
-    torch.library.opcheck(torch.ops.megalite.swiglu.default, (gate, up))
-    torch.library.opcheck(torch.ops.megalite.swiglu_backward.default, (gate.detach(), up.detach(), up.detach()))
+    torch.library.opcheck(torch.ops.megalite.swiglu.default, (gate, up, True))
+    torch.library.opcheck(torch.ops.megalite.swiglu_backward.default, (gate.detach(), up.detach(), up.detach(), True))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -60,9 +75,10 @@ def test_inputs_and_incoming_gradient_are_left_alone(backend: Backend) -> None:
 
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp")
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_extreme_gates(backend: Backend) -> None:
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_extreme_gates(activation: Activation, backend: Backend) -> None:
     gate = torch.tensor([-200.0, 200.0], device=DEVICE, requires_grad=True)
-    y = swiglu(gate, torch.ones(2, device=DEVICE), backend)
+    y = swiglu(gate, torch.ones(2, device=DEVICE), backend, activation)
     y.sum().backward()
     assert y.tolist() == [0.0, 200.0]
     assert gate.grad is not None
@@ -89,7 +105,7 @@ def test_rows_farther_apart_than_int32_counts() -> None:
     far = far_apart(*near)
     assert torch.equal(swiglu(*far[:2], "triton"), swiglu(*near[:2], "triton"))
     backward = torch.ops.megalite.swiglu_backward
-    assert torch.equal(backward(*far), backward(*near))
+    assert torch.equal(backward(*far, False), backward(*near, False))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

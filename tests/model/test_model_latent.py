@@ -76,7 +76,7 @@ def reference(
 def test_latent_attention_is_that_of_the_paper(case: str, rotary: bool, alone: Mesh) -> None:
     kind, kernel, documents = CASES[case]
     device, generator = torch.device("cpu"), torch.Generator().manual_seed(0)
-    module = LatentAttention(LatentPart(WIDTH, kind), alone.tp, Kernels.all("torch")).to(torch.float64)
+    module = LatentAttention(LatentPart(WIDTH, kind), False, alone.tp, Kernels.all("torch")).to(torch.float64)
     module = module.to_empty(device=device)
     leaves, weights = {}, {}
     for name, param in module.named_parameters():

@@ -127,11 +127,13 @@ def _config(options: argparse.Namespace) -> Config:
     model = config.model
     another = model.norm != "pre" or model.qk_norm or model.qkv_bias or model.rope_scaling or model.rotary_width
     another = another or model.out_bias or model.parametrization != "standard" or multipliers(model) != Multipliers()
+    another = another or model.norm_gain != "weight" or model.activation != "silu" or model.logits_softcap
     if another or model.attention != Attention():
         raise InputError(
-            "model.norm must be pre, model.parametrization standard without multipliers, and model.qk_norm, "
-            "model.qkv_bias, model.out_bias, model.rope_scaling, model.rotary_width and what is in model.attention "
-            "must be off, as in transformers' Llama"
+            "model.norm must be pre, model.parametrization standard without multipliers, model.norm_gain and "
+            "model.activation as they are by default, and model.qk_norm, model.qkv_bias, model.out_bias, "
+            "model.rope_scaling, model.rotary_width, model.logits_softcap and what is in model.attention must be off, "
+            "as in transformers' Llama"
         )
     if config.train.precision not in TOLERANCES or config.optim.clip_norm == 0:
         raise InputError(f"train.precision must be {listing([*TOLERANCES])}, and optim.clip_norm above 0")

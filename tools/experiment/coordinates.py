@@ -75,7 +75,7 @@ def _hooks(stage: Decoder, mesh: Mesh, add: Add) -> Iterator[Any]:
         assert stage.embed is not None
         yield stage.embed.register_forward_hook(partial(_output, add, "embedding", 1.0))
     # A branch is seen before it is made smaller for the residual stream, as CompleteP's shrinks by design.
-    branch = 1.0 if stage.model.norm == "post" else 1 / multipliers(stage.model).branch
+    branch = 1.0 if stage.model.norm != "pre" else 1 / multipliers(stage.model).branch
     for layer, kind in zip(stage.layers.values(), stage.kinds, strict=True):
         assert isinstance(layer, Layer)
         heads = kind.attention.heads

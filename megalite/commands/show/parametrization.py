@@ -52,7 +52,7 @@ def _roles(config: Config) -> RenderableType:
 
 def _initial(model: Model, role: Role) -> str:
     if role.kind is RoleKind.NORM:
-        return "all 1"
+        return "all 1" if model.norm_gain == "weight" else "all 0"
     return "all 0" if role.kind in (RoleKind.BIAS, RoleKind.MAGNITUDE) else f"{standard_deviation(model, role):.4g}"
 
 

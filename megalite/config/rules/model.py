@@ -36,6 +36,10 @@ def model_rules(model: Model) -> Iterator[Problem]:
         if (value := getattr(attention, key)) is not None and attention.window is None:
             rule = "has no meaning without model.attention.window"
             yield Problem(f"model.attention.{key}", rule, "set model.attention.window, or use null", value)
+    scaled = model.parametrization != "standard" and model.base is not None and model.base.head_width is not None
+    if attention.scale is not None and scaled:
+        fix = "use null, or leave model.base.head_width out"
+        yield Problem("model.attention.scale", "cannot be used with model.base.head_width", fix, attention.scale)
     yield from _latent(model)
     yield from _experts(model)
     yield from _base(model)
@@ -65,6 +69,9 @@ def _latent(model: Model) -> Iterator[Problem]:
     for key, used in {**flags, "model.attention.sinks": model.attention.sinks}.items():
         if used:
             yield Problem(key, f"cannot be used with {section}", "use false", True)
+    if model.attention.scale is not None:
+        rule = f"cannot be used with {section}, whose scores model.rope_scaling.mscale_all_dim scales"
+        yield Problem("model.attention.scale", rule, "use null", model.attention.scale)
     if model.parametrization != "standard":
         rule = f"cannot be used with {section}: nobody has shown how the rates of its matrices go with the width"
         yield Problem("model.parametrization", rule, "use standard", model.parametrization)
@@ -74,6 +81,9 @@ def _experts(model: Model) -> Iterator[Problem]:
     experts, section = model.experts, "model.experts"
     if experts is None:
         return
+    if model.activation != "silu":
+        rule = f"cannot be used with {section}, whose gates are SwiGLU's, or clamped as {section}.gate says"
+        yield Problem("model.activation", rule, "use silu", model.activation)
     if experts.active > experts.count >= 1:
         rule, fix = f"must be at most {section}.count = {experts.count}", f"use {experts.count} or fewer"
         yield Problem(f"{section}.active", rule, fix, experts.active)

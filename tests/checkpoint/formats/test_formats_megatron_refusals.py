@@ -169,6 +169,12 @@ def test_what_megatron_lacks_is_refused_by_name(folder: Path) -> None:
     found = megatron.open_folder(folder)
     for model, told in {
         "softcap = 30": replace(SMALL, attention=Attention(softcap=30.0)),
+        "norm = both": replace(SMALL, norm="both"),
+        "norm_gain = one_plus_weight": replace(SMALL, norm_gain="one_plus_weight"),
+        "activation = gelu": replace(SMALL, activation="gelu"),
+        "logits_softcap = 30": replace(SMALL, logits_softcap=30.0),
+        "attention.scale = 0.5": replace(SMALL, attention=Attention(scale=0.5)),
+        "window_rope_theta = 50": replace(SMALL, attention=Attention(9, window_rope_theta=50.0)),
         "sinks = True": replace(SMALL, attention=Attention(sinks=True)),
         "out_bias = True": replace(SMALL, out_bias=True),
         "rope_scaling.low_frequency_factor = 2": replace(SMALL, rope_scaling=RopeScaling("llama3", 8.0, 2.0)),

@@ -42,6 +42,10 @@ ADAPTERS: dict[str, tuple[str, dict[str, Any]]] = {
     "all of qwen2": ("qwen2", {"target_modules": "all-linear", "use_rslora": True}),
     "tied": ("llama tied, all heads", {"target_modules": ["k_proj", "o_proj", "gate_proj"]}),
     "ends": ("llama", {"target_modules": ["q_proj", "embed_tokens", "lm_head"]}),
+    "gemma, with the embedding": (
+        "gemma3, every second, capped, untied",
+        {"target_modules": ["up_proj", "embed_tokens"]},
+    ),
     "fused": ("phi3", FUSED),
     "dora": ("llama", {"target_modules": ["q_proj", "o_proj", "up_proj", "down_proj"], "use_dora": True}),
     "dora, biases": ("qwen2", {"target_modules": "all-linear", "use_dora": True, "use_rslora": True}),

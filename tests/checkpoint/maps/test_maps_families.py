@@ -1,15 +1,17 @@
 """Every family in both directions: what transformers saved computes the same here, and what we write the same there."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from hf_families import CASES, LONG, SIZES, Case, transformers
+from hf_families import CASES, GEMMA, LINEAR, LONG, SIZES, Case, transformers
 from hypothesis import given
 from hypothesis import strategies as some
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from toy_jobs import one_rank
 
@@ -96,6 +98,75 @@ def test_what_we_write_computes_the_same_in_transformers(name: str, tmp_path: Pa
     ours = {key: value for key, value in loaded.state_dict().items() if value.dtype == torch.float32}
     assert all(torch.equal(value, theirs.state_dict()[key]) for key, value in ours.items())
     assert read_config(tmp_path / "ours")[1] == found.model
+
+
+@pytest.mark.parametrize("begins", ["language_model.", ""])
+def test_the_text_part_of_a_model_with_images_is_read_alone(begins: str, tmp_path: Path) -> None:
+    """Published files begin the names of its tensors otherwise than transformers' memory does."""
+    text = transformers.Gemma3TextConfig(**SIZES | GEMMA)
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    vision = transformers.SiglipVisionConfig(**sizes, image_size=16, patch_size=8)
+    theirs = transformers.Gemma3ForConditionalGeneration(
+        transformers.Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4)
+    ).eval()
+    theirs.save_pretrained(tmp_path / "theirs")
+    if not begins:
+        tensors = {name: value.contiguous() for name, value in theirs.state_dict().items() if name != "lm_head.weight"}
+        save_file(tensors, tmp_path / "theirs" / "model.safetensors")
+    names = load_file(tmp_path / "theirs" / "model.safetensors").keys()
+    assert any(name.startswith(begins or "model.language_model.") for name in names)
+    with one_rank(), torch.no_grad():
+        ours = decoder_of(str(tmp_path / "theirs"))(TOKENS.T).transpose(0, 1)
+    assert distance(ours, theirs(input_ids=TOKENS).logits) < TOLERANCE
+    found = open_weights(str(tmp_path / "theirs"))
+    convert(found, huggingface.plan(found, None, None), tmp_path / "ours", {})
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours", attn_implementation="eager")
+    assert isinstance(loaded, transformers.Gemma3ForCausalLM)
+    with torch.no_grad():
+        assert distance(loaded(input_ids=TOKENS).logits, ours) < TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"hidden_activation": "relu"}, "hidden_activation = 'relu': is another activation than gelu_pytorch_tanh"),
+        ({"query_pre_attn_scalar": 0}, "query_pre_attn_scalar = 0: must be above 0"),
+        ({"attn_logit_softcapping": 5.0}, "attn_logit_softcapping = 5.0: caps scores, which transformers does not"),
+        ({"use_bidirectional_attention": True}, "lets tokens attend to later ones, which megalite lacks"),
+        ({"num_attention_heads": 3, "num_key_value_heads": 3}, "hidden_size = 32: must be a multiple of"),
+        (
+            {"rope_parameters": {"sliding_attention": LINEAR}},
+            "of sliding_attention scales RoPE, which megalite's layers with windows lack",
+        ),
+        ({"rope_parameters": {"full_attention": 7}}, "must have an object for full_attention"),
+    ],
+)
+def test_what_gemma_may_have_and_megalite_lacks_is_refused(change: dict[str, Any], told: str, tmp_path: Path) -> None:
+    CASES["gemma3"].save(tmp_path)
+    fields = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(fields | change))
+    with pytest.raises(InputError, match=re.escape(told)):
+        read_config(tmp_path)
+
+
+def test_the_config_json_of_a_published_gemma3_is_read(tmp_path: Path) -> None:
+    """It is of transformers 4, and leaves out what is the default there."""
+    text = {
+        "hidden_size": 5376,
+        "intermediate_size": 21504,
+        "model_type": "gemma3_text",
+        "num_attention_heads": 32,
+        "num_hidden_layers": 62,
+        "num_key_value_heads": 16,
+        "head_dim": 128,
+        "query_pre_attn_scalar": 168,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        "sliding_window": 1024,
+    }
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma3", "text_config": text}))
+    family, model = read_config(tmp_path)
+    assert family.model_type == "gemma3_text"
+    assert replace(model, sequence_length=32768) == load(["configs/model/gemma3_27b.yaml"]).model
 
 
 @pytest.mark.parametrize("old", [False, True])
@@ -227,7 +298,10 @@ def test_every_preset_has_a_family() -> None:
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        ({"model_type": "gemma2"}, "needs norms after attention and feed-forward, GELU"),
+        (
+            {"model_type": "llama4_text"},
+            "needs attention in chunks, queries that are scaled by their positions, norms of",
+        ),
         ({"model_type": "madeup"}, "is a family that megalite does not know; known are llama, mistral"),
         ({"model_type": None}, "is a family that megalite does not know"),
         ({"hidden_act": "gelu"}, "hidden_act = 'gelu': is another activation than SwiGLU's"),
@@ -296,7 +370,7 @@ def test_what_families_lack_is_what_transformers_says_of_them() -> None:
             assert ("relu2" in told) == ("squared ReLU" in lacks), name
 
 
-@pytest.mark.parametrize("name", ["olmo", "falcon", "llama4", "gemma3", "qwen2_moe"])
+@pytest.mark.parametrize("name", ["olmo", "falcon", "llama4", "gemma3n", "qwen2_moe"])
 def test_a_folder_of_a_family_that_lacks_something_is_refused_with_it(name: str, tmp_path: Path) -> None:
     transformers.AutoConfig.for_model(name).save_pretrained(tmp_path)
     with pytest.raises(

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from oracle import LLAMA, OLMO2, Float64Everywhere
+from oracle import GEMMA2, LLAMA, OLMO2, Float64Everywhere
 from torch import Tensor
 from toy_jobs import config_of, make, save
 
@@ -37,6 +37,7 @@ MODELS = {
     "phi3": replace(LLAMA, attention=Attention(window=5), **FACTORS),
     "mup": replace(LLAMA, **FACTORS | {"parametrization": "mup"}),
     "standard": replace(LLAMA, embedding_multiplier=3.0),
+    "scale of scores": replace(LLAMA, attention=Attention(scale=0.9)),
 }
 
 
@@ -58,6 +59,12 @@ def weights_of(decoder: Decoder) -> dict[str, Tensor]:
     return {name: param.to_local().detach().clone() for name, param in decoder.named_parameters()}
 
 
+def test_multipliers_that_a_family_has_stay() -> None:
+    assert folded(GEMMA2) == (GEMMA2, {})
+    with pytest.raises(InputError, match="one_plus_weight has multipliers, which other programs lack and which cannot"):
+        folded(replace(GEMMA2, logits_multiplier=2.0))
+
+
 def tokens_of(model: Model) -> Tensor:
     return torch.randint(model.vocab_size, (10, 2), generator=torch.Generator().manual_seed(1))
 
@@ -72,8 +79,14 @@ def gradients(decoder: Decoder) -> dict[str, Tensor]:
 def test_a_folded_model_computes_the_same(case: str, alone: Mesh) -> None:
     model = MODELS[case]
     plain, factors = folded(model)
+    attention = replace(model.attention, scale=None)
     assert plain == replace(
-        model, parametrization="standard", base=None, embedding_multiplier=1.0, logits_multiplier=1.0
+        model,
+        parametrization="standard",
+        base=None,
+        embedding_multiplier=1.0,
+        logits_multiplier=1.0,
+        attention=attention,
     )
     decoder = decoder_of(model, alone)
     weights = weights_of(decoder)

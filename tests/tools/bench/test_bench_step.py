@@ -66,6 +66,7 @@ def test_other_losses_are_refused(loss: float) -> None:
     [
         ("model.qk_norm=true", "model.qk_norm"),
         ("model.norm=post", "model.norm"),
+        ("model.activation=gelu", "model.activation"),
         ("model.attention.nope_every=2", "model.attention"),
         ("train.precision=fp64", "train.precision must be fp32 or bf16"),
         ("optim.clip_norm=0", "optim.clip_norm"),

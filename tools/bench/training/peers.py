@@ -109,6 +109,8 @@ def check_comparable(config: Config, name: str) -> None:
     model, layout = config.model, config.parallel.layout
     if model.norm != "pre" or model.qk_norm or model.qkv_bias or model.out_bias or model.attention != Attention():
         raise InputError(f"{name} is compared on plain Llamas: model.norm pre, no qk_norm, biases, model.attention")
+    if model.norm_gain != "weight" or model.activation != "silu" or model.logits_softcap is not None:
+        raise InputError(f"{name} is compared on plain Llamas: no model.norm_gain, activation or logits_softcap")
     if model.parametrization != "standard" or multipliers(model) != Multipliers():
         raise InputError(f"{name} has no model.parametrization but standard, and no multipliers")
     if layout.dp != layout.world_size:

@@ -4,6 +4,7 @@ import json
 import os
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from megalite.checkpoint.weights.formats.output import Output, OutputPlan, Put, 
 from megalite.checkpoint.weights.formats.safetensors import INDEX, ONE_FILE, Files, find, header, listed
 from megalite.checkpoint.weights.formats.tokenizer import tokenizer_files
 from megalite.checkpoint.weights.maps.experts import are_stacked
-from megalite.checkpoint.weights.maps.families import CONFIG, MAX_CONFIG_BYTES, family_of, read_config
+from megalite.checkpoint.weights.maps.families import CONFIG, MAX_CONFIG_BYTES, TEXT_PARTS, family_of, read_config
 from megalite.checkpoint.weights.maps.family import Family
 from megalite.checkpoint.weights.maps.models import dtype_of, has_experts, lost
 from megalite.checkpoint.weights.maps.strips import PREFIX, Table, under_our_names
@@ -29,6 +30,8 @@ HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 PIECE = 1 << 22  # bytes compared at a time
 SHARD_BYTES = 5_000_000_000  # bytes of a file, as the hub advises
 IGNORED_TENSORS = re.compile(r"(model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq)")  # older files have these
+IMAGE_TENSORS = re.compile(r"(model\.)?(vision_tower|multi_modal_projector)\..+")  # in folders of models with images
+TEXT_TENSORS = re.compile(r"(?:language_model\.model|model\.language_model)\.(.+)|language_model\.(lm_head\..+)")
 LAYER_TENSOR = re.compile(r"model\.layers\.(\d{1,6})\.")
 COMPANIONS = re.compile(
     r"config\.json|generation_config\.json|tokenizer.*|special_tokens_map\.json|added_tokens\.json|vocab\.(json|txt)|merges\.txt"
@@ -39,7 +42,7 @@ COMPANIONS = re.compile(
 def open_folder(path: Path) -> Weights:
     """The weights in a folder. Raises InputError for a model that megalite lacks, DamagedError for damaged files."""
     family, model = read_config(path)
-    files = find(path)
+    files = _of_text(find(path))
     stacked = family.woven or are_stacked(files.index.tensors)
     _refuse_too_few(path, files, model, stacked)
     table = family.table(model, stacked)
@@ -70,6 +73,17 @@ def open_folder(path: Path) -> Weights:
         companions=companions(path),
         woven=woven,
     )
+
+
+def _of_text(files: Files) -> Files:
+    """The files without tensors for images; those of the text part have the names that they have in a model of text."""
+
+    def name(theirs: str) -> str:
+        found = TEXT_TENSORS.fullmatch(theirs)
+        return theirs if found is None else found[2] or f"model.{found[1]}"
+
+    tensors = {name(each): at for each, at in files.index.tensors.items() if not IMAGE_TENSORS.fullmatch(each)}
+    return replace(files, index=Index(files.index.files, tensors))
 
 
 def _is_beyond(name: str, family: Family, model: Model) -> bool:
@@ -167,7 +181,8 @@ def _family(found: Weights, config: Path | None) -> tuple[Family, dict[str, Any]
             return family_of(found.model), None
         if not lost(found.model, model):
             fields = read_object(config, MAX_CONFIG_BYTES)
-            return family, None if fields.get("quantization_config") else fields
+            other = fields.get("quantization_config") or fields["model_type"] in TEXT_PARTS  # the weights are not so
+            return family, None if other else fields
         return family_of(found.model, family.model_type), None
     return family_of(found.model, found.family), None
 

@@ -8,6 +8,7 @@ from megalite.base.files import read_object
 from megalite.checkpoint.weights.maps.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from megalite.checkpoint.weights.maps.family import Family
 from megalite.checkpoint.weights.maps.fields import Fields
+from megalite.checkpoint.weights.maps.gemma import GEMMA, GEMMA2, GEMMA3
 from megalite.checkpoint.weights.maps.glm4_moe import GLM4_MOE
 from megalite.checkpoint.weights.maps.gpt_oss import GPT_OSS
 from megalite.checkpoint.weights.maps.llama import LLAMA
@@ -15,8 +16,8 @@ from megalite.checkpoint.weights.maps.mistral import MISTRAL
 from megalite.checkpoint.weights.maps.mixtral import MIXTRAL
 from megalite.checkpoint.weights.maps.models import checked, lost
 from megalite.checkpoint.weights.maps.olmo2 import OLMO2
-from megalite.checkpoint.weights.maps.olmoe import OLMOE
 from megalite.checkpoint.weights.maps.olmo3 import OLMO3
+from megalite.checkpoint.weights.maps.olmoe import OLMOE
 from megalite.checkpoint.weights.maps.phi3 import PHI3
 from megalite.checkpoint.weights.maps.qwen2 import QWEN2
 from megalite.checkpoint.weights.maps.qwen3 import QWEN3
@@ -37,6 +38,9 @@ FAMILIES = {
         OLMO2,
         OLMO3,
         PHI3,
+        GEMMA,
+        GEMMA2,
+        GEMMA3,
         MIXTRAL,
         QWEN3_MOE,
         OLMOE,
@@ -46,6 +50,11 @@ FAMILIES = {
         DEEPSEEK_V2,
     )
 }  # the first that fits is taken
+TEXT_PARTS = {"gemma3": "gemma3_text"}  # families with images, and those of their text part, which alone is read
+LLAMA4 = (
+    "attention in chunks, queries that are scaled by their positions, norms of queries and keys without weights, RoPE "
+    "of neighbouring features, and experts whose inputs are multiplied by scores"
+)
 UNSUPPORTED_FAMILIES = {  # families that people may try, and what of theirs megalite's layers do not have
     "arcee": "squared ReLU without a gate",
     "bitnet": "squared ReLU, norms inside of attention and feed-forward, and weights of three values",
@@ -55,13 +64,9 @@ UNSUPPORTED_FAMILIES = {  # families that people may try, and what of theirs meg
     "ernie4_5": "RoPE of neighbouring features",
     "falcon": "parallel attention and feed-forward, layer norms with biases, and GELU",
     "falcon_h1": "state-space layers",
-    "gemma": "GELU, scaled embeddings and norms of 1 + weight",
-    "gemma2": "norms after attention and feed-forward, GELU, scaled embeddings, capped logits and norms of 1 + weight",
-    "gemma3": "images, norms after attention and feed-forward, GELU, scaled embeddings and two bases of RoPE",
-    "gemma3_text": "norms after attention and feed-forward, GELU, scaled embeddings and two bases of RoPE",
-    "gemma3n": "images, sound, an embedding for every layer, and GELU",
+    "gemma3n": "images, sound, an embedding for every layer, and GELU of a few features",
     "glm": "RoPE of neighbouring features",
-    "glm4": "norms before and after attention and feed-forward, and RoPE of neighbouring features",
+    "glm4": "RoPE of neighbouring features",
     "gpt2": "learned positions, layer norms with biases, and GELU",
     "gpt_neox": "parallel attention and feed-forward, layer norms with biases, and GELU",
     "gptj": "parallel attention and feed-forward, layer norms with biases, GELU, and RoPE of neighbouring features",
@@ -69,8 +74,8 @@ UNSUPPORTED_FAMILIES = {  # families that people may try, and what of theirs meg
     "granitemoe": "multipliers of embeddings, residuals and logits",
     "helium": "RoPE of neighbouring features",
     "jamba": "state-space layers",
-    "llama4": "images, shared experts, attention in chunks, and queries that are scaled by their positions",
-    "llama4_text": "shared experts, attention in chunks, and queries that are scaled by their positions",
+    "llama4": f"images, {LLAMA4}",
+    "llama4_text": LLAMA4,
     "mamba": "state-space layers",
     "mamba2": "state-space layers",
     "ministral3": "queries that are scaled by their positions",
@@ -98,6 +103,9 @@ def read_config(path: Path) -> tuple[Family, Model]:
     file = path / CONFIG
     values = read_object(file, MAX_CONFIG_BYTES)
     kind = values.get("model_type")
+    if isinstance(kind, str) and kind in TEXT_PARTS:
+        text, how = Fields(str(file), values).section("text_config"), "quantization_config"
+        kind, values = TEXT_PARTS[kind], {how: values.get(how), **(text or {})}
     family = FAMILIES.get(kind) if isinstance(kind, str) else None
     if family is None:
         lacks = UNSUPPORTED_FAMILIES.get(kind) if isinstance(kind, str) else None

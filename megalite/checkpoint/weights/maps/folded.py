@@ -4,6 +4,8 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 
+from megalite.base.errors import InputError
+from megalite.checkpoint.weights.maps.families import family_of
 from megalite.config.parametrization import multipliers
 from megalite.config.schema import Model
 
@@ -12,10 +14,28 @@ def folded(model: Model) -> tuple[Model, dict[str, float]]:
     """Return a model without multipliers, and by name the factors from the weights of `model` to its own; others stay.
 
     Its logits are those of `model`. It is not trained as `model` is: its learning rates and initial weights would have
-    to differ.
+    to differ. A model whose multipliers some family of transformers has, such as Gemma's, stays as it is. Raises
+    InputError where a factor belongs into a norm to whose weight 1 is added.
     """
+    factors = {name: factor for name, factor in _factors(model) if factor != 1}
+    if factors and _is_known(model):
+        return model, {}
+    if model.norm_gain == "one_plus_weight" and any(name.endswith("norm.weight") for name in factors):
+        rule = (
+            "has multipliers, which other programs lack and which cannot go into weights of norms to which 1 is added"
+        )
+        raise InputError(f"a model with model.norm_gain = one_plus_weight {rule}")
     plain = replace(model, parametrization="standard", base=None, embedding_multiplier=1.0, logits_multiplier=1.0)
-    return plain, {name: factor for name, factor in _factors(model) if factor != 1}
+    return replace(plain, attention=replace(model.attention, scale=None)), factors
+
+
+def _is_known(model: Model) -> bool:
+    """Return whether a family of transformers has the model with its multipliers."""
+    try:
+        family_of(model)
+    except InputError:
+        return False
+    return True
 
 
 def _factors(model: Model) -> Iterator[tuple[str, float]]:
@@ -26,11 +46,15 @@ def _factors(model: Model) -> Iterator[tuple[str, float]]:
     scores = 1.0 if found.scores is None else found.scores * math.sqrt(model.head_size)
     # A norm of queries undoes what is before it, and RoPE turns what comes after it.
     queries = ("q_norm.weight",) if model.qk_norm else ("q.weight", *(("q.bias",) if model.qkv_bias else ()))
-    last = ("attention_norm", "mlp_norm") if model.norm == "post" else ("attention.o", "mlp.down")
+    last = {
+        "pre": ("attention.o", "mlp.down"),
+        "post": ("attention_norm", "mlp_norm"),
+        "both": ("attention_output_norm", "mlp_output_norm"),
+    }[model.norm]
     for number in range(model.layers):
         for name in queries:
             yield f"layers.{number}.attention.{name}", scores
         for name in last:
             yield f"layers.{number}.{name}.weight", found.branch
-        if model.out_bias and model.norm != "post":
+        if model.out_bias and model.norm == "pre":
             yield f"layers.{number}.attention.o.bias", found.branch

@@ -145,10 +145,10 @@ class Model:
     rope_theta: float = 10_000.0
     rope_scaling: RopeScaling | None = None
     rotary_width: int | None = None  # features of every head that its position turns; null: all
-    norm: Literal["pre", "post", "both"] = "pre"  # of what attention and MLP take; post: of what they return
+    norm: Literal["pre", "post", "both"] = "pre"  # before attention and MLP, after them, or both
     norm_eps: float = 1e-5
     norm_gain: Literal["weight", "one_plus_weight"] = "weight"  # factor of what norms return
-    activation: Literal["silu", "gelu"] = "silu"  # of the gate of a feed-forward; gelu: in its tanh form, as in Gemma
+    activation: Literal["silu", "gelu"] = "silu"  # function of the gate of a feed-forward; gelu: in its tanh form
     tie_embeddings: bool = False  # the output layer uses the embedding's weight
     qk_norm: bool = False  # RMSNorm of queries and keys
     qk_norm_width: Literal["head", "all"] = "head"  # each head by itself, as in Qwen3; all: all together, as in OLMo 2

@@ -27,7 +27,7 @@ class NormKind:
         return NormKind(model.norm_eps, model.norm_gain == "one_plus_weight")
 
     def gains(self, weight: Tensor) -> Tensor:
-        """Factors of normalized features. Those near 1 are not rounded to the weight's data type, if that is narrow."""
+        """Factors of normalized features. Sums with 1 are not rounded to a weight's narrow data type."""
         return weight.to(wide_dtype(weight.dtype)) + 1 if self.one_plus else weight
 
 

@@ -26,7 +26,6 @@ SCALE, IGNORED = 0.37, -7
 BACKENDS = ["torch", "triton"]
 OPTIONS: list[dict[str, Any]] = [
     {},
-    {"ignore_index": IGNORED, "label_smoothing": 0.1, "z_loss": 0.03},
     {"ignore_index": IGNORED, "label_smoothing": 0.1, "z_loss": 0.03, "softcap": 3.0},
 ]
 
@@ -106,10 +105,10 @@ def test_shapes(count: int, width: int, classes: int, chunk: int, dtype: torch.d
 @pytest.mark.parametrize("chunk", [3, 11])
 def test_float64_is_exact(chunk: int) -> None:
     x, weight, targets = problem(11, 24, 70, torch.float64)
-    loss, dx, dw = exact(x, weight, targets, OPTIONS[2])
+    loss, dx, dw = exact(x, weight, targets, OPTIONS[1])
     memory = memory_of(chunk, 70, torch.float64)
     found = linear_cross_entropy(
-        x.requires_grad_(), weight.requires_grad_(), targets, memory=memory, backend="triton", **OPTIONS[2]
+        x.requires_grad_(), weight.requires_grad_(), targets, memory=memory, backend="triton", **OPTIONS[1]
     )
     (found * SCALE).backward()
     torch.testing.assert_close(found.detach(), loss, rtol=1e-13, atol=0)

@@ -127,7 +127,7 @@ def _config(options: argparse.Namespace) -> Config:
     model = config.model
     another = model.norm != "pre" or model.qk_norm or model.qkv_bias or model.rope_scaling or model.rotary_width
     another = another or model.out_bias or model.parametrization != "standard" or multipliers(model) != Multipliers()
-    another = another or model.norm_gain != "weight" or model.activation != "silu" or model.logits_softcap
+    another = another or model.norm_gain != "weight" or model.activation != "silu" or model.logits_softcap is not None
     if another or model.attention != Attention():
         raise InputError(
             "model.norm must be pre, model.parametrization standard without multipliers, model.norm_gain and "

@@ -32,6 +32,11 @@ MSCALE = RopeScaling("yarn", mscale=1.0)
             "model.attention.latent.query_rank = 0: must be at least 1",
         ),
         ({"qk_norm": True}, {}, "model.qk_norm = true: cannot be used with model.attention.latent"),
+        (
+            {"attention": Attention(latent=Latent(7, 5, 6), scale=0.5)},
+            {},
+            "model.attention.scale = 0.5: cannot be used with model.attention.latent",
+        ),
         ({"qkv_bias": True}, {}, "model.qkv_bias = true: cannot be used with model.attention.latent"),
         ({"out_bias": True}, {}, "model.out_bias = true: cannot be used with model.attention.latent"),
         (

@@ -96,6 +96,21 @@ def test_the_defaults_are_valid() -> None:
             'model.qk_norm_width = "all": has no meaning without model.qk_norm; set model.qk_norm=true, or use head',
         ),
         (
+            ["model.attention.window_rope_theta=500"],
+            "model.attention.window_rope_theta = 500.0: has no meaning without model.attention.window; "
+            "set model.attention.window, or use null",
+        ),
+        (
+            ["model.attention.scale=0.1", "model.parametrization=mup", "model.base={width: 64, head_width: 16}"],
+            "model.attention.scale = 0.1: cannot be used with model.base.head_width; use null, or leave "
+            "model.base.head_width out",
+        ),
+        (
+            ["model.activation=gelu", "model.experts.count=4"],
+            'model.activation = "gelu": cannot be used with model.experts, whose gates are SwiGLU\'s, or clamped as '
+            "model.experts.gate says; use silu",
+        ),
+        (
             ["model.rope_scaling.kind=linear", "model.rope_scaling.original_length=4096"],
             "model.rope_scaling.original_length = 4096: has no meaning with model.rope_scaling.kind = linear; "
             "leave it out, or use kind llama3, yarn, longrope or dynamic",

@@ -35,6 +35,14 @@ def computed(config: Config) -> tuple[float, dict[str, Tensor]] | None:
 KINDS = {
     "head": {"qk_norm": True},
     "all": {"qk_norm": True, "qk_norm_width": "all"},
+    "gemma": {
+        "norm": "both",
+        "norm_gain": "one_plus_weight",
+        "activation": "gelu",
+        "qk_norm": True,
+        "logits_softcap": 2.0,
+        "attention": Attention(5, scale=0.3, window_rope_theta=50.0),
+    },
     "latent": {
         "kv_heads": 4,
         "qkv_bias": False,

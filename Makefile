@@ -16,11 +16,11 @@ $(VENV)/constraints.txt: pyproject.toml tools/cpu_build.py
 	$(BIN)/python tools/cpu_build.py >$@
 
 $(VENV)/installed-run: $(VENV)/constraints.txt
-	$(BIN)/python -m pip install -c $(VENV)/constraints.txt -e '.[plot]'
+	$(BIN)/python -m pip install $(PIP_FLAGS) -c $(VENV)/constraints.txt -e '.[plot]'
 	touch $@
 
 $(VENV)/installed-dev: $(VENV)/constraints.txt
-	$(BIN)/python -m pip install -c $(VENV)/constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip install $(PIP_FLAGS) -c $(VENV)/constraints.txt -e '.[dev]'
 	touch $@ $(VENV)/installed-run
 
 quickstart: $(VENV)/installed-run

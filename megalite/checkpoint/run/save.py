@@ -74,7 +74,7 @@ class Planner(DefaultSavePlanner):
     """Plans with DTensors, those in files cut into buckets, and writes the tensors that are staged for them."""
 
     staged: Mapping[str, Tensor]
-    rows: dict[MetadataIndex, slice]  # of a staged tensor, which an item holds
+    rows: dict[MetadataIndex, slice]  # the rows of its staged tensor that an item holds
 
     def create_local_plan(self) -> SavePlan:
         plan, self.rows = super().create_local_plan(), {}

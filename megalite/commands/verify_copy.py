@@ -111,8 +111,9 @@ def _shrink_model(model: Model, layers: int, parallel: Parallel) -> Model:
             attention = replace(attention, **{key: min(every, layers)})
     if attention.window is not None and attention.window < model.sequence_length:
         # The same share of a rank's chunk as at full size, so that the same ranks exchange keys and values.
+        # A window of a token alone would leave nothing of queries and keys.
         share = attention.window * length / model.sequence_length
-        attention = replace(attention, window=max(1, min(round(share), length - 1)))
+        attention = replace(attention, window=max(min(2, attention.window), min(round(share), length - 1)))
     width, own = up(8 * heads), model.heads * model.head_size
     # Heads together are as wide as the model, wider or narrower, as they are at full size.
     head_width = None if model.head_width is None else 8 if own == model.width else 12 if own > model.width else 6

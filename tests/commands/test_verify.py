@@ -279,7 +279,9 @@ def test_what_is_not_compared_is_told() -> None:
     assert "how batches grow, as --steps is 1" in not_compared(config, 1)
 
 
-@pytest.mark.parametrize(("window", "small"), [(4096, 3), (32_768, 24), (1, 1), (100_000, 73), (131_072, 131_072)])
+@pytest.mark.parametrize(
+    ("window", "small"), [(4096, 3), (32_768, 24), (1, 1), (1000, 2), (100_000, 73), (131_072, 131_072)]
+)
 def test_a_window_keeps_its_share_of_a_chunk(window: int, small: int) -> None:
     """At full size a rank of 8 has chunks of 8,192 tokens, and in the copy of 6."""
     model = replace(configuration().model, sequence_length=131_072, attention=Attention(window))

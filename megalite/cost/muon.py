@@ -34,7 +34,7 @@ class Shared:
     matrix: Matrix
     replicas: int  # ranks with the same part
     parts: int  # parts that one replica has, each on a rank
-    position: int = EVERYWHERE  # of an expert's: position of its ranks among those that share out experts
+    position: int = EVERYWHERE  # experts': position of their ranks among those that share out experts
 
     @property
     def elements(self) -> int:
@@ -95,9 +95,7 @@ class Exchanges:
     owned: Counter[int] = field(default_factory=Counter)  # by owner: elements of its matrices
     returned: Counter[int] = field(default_factory=Counter)  # by owner: elements of all updates that it sends
     sent: Counter[Holder] = field(default_factory=Counter)  # elements of parts that each holder sends to owners
-    got: Counter[Holder] = field(
-        default_factory=Counter
-    )  # elements of updates that come back, the same in all replicas
+    got: Counter[Holder] = field(default_factory=Counter)  # elements that come back, the same in all replicas
 
     def __add__(self, other: "Exchanges") -> "Exchanges":
         return Exchanges(
@@ -105,7 +103,7 @@ class Exchanges:
         )
 
     def add(self, one: Shared, owner: int, ranks: int) -> None:
-        """Add a matrix. Of its replicas, that of the owner sends; all get the update."""
+        """Add a matrix. The owner's replica of it sends, and all get the update."""
         part = one.elements // one.parts
         self.owned[owner] += one.elements
         self.returned[owner] += one.replicas * one.elements

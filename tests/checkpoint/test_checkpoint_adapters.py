@@ -178,7 +178,7 @@ def test_a_run_begins_with_the_factors_of_another(
         job = make(adapted(Layout(), base))
         restorer(job).factors(str(trained[0]))
         mine = state_of(job).held()
-        with pytest.raises(InputError, match=r"adapter.weights = .*: has rank 3, alpha 6, targets all"):
+        with pytest.raises(InputError, match=r"adapter.weights = .*: has rank 3, alpha 6, dora false, targets all"):
             restorer(make(adapted(Layout(), base, replace(ADAPTER, alpha=5.0)))).factors(str(trained[0]))
         with pytest.raises(InputError, match=r"adapter.weights = .*: has no adapter"):
             refuse_other_factors("somewhere", open_weights(str(base)), job.config)

@@ -178,7 +178,8 @@ def test_the_device_updates_at_least_as_fast_as_the_host_whatever_the_bandwidths
     timer = Timer(replace(cluster, gpu=replace(cluster.gpu, host=link)))
     with patch("megalite.cost.predict.HOST_BANDWIDTH", memory):
         device, host = (
-            state_seconds(1e9, 0.0, Optim(placement="host", update_on=where), 8, timer) for where in ("device", "host")
+            state_seconds(1e9, 0.0, Config(optim=Optim(placement="host", update_on=where)), 8, timer)
+            for where in ("device", "host")
         )
     assert device < host
 

@@ -472,6 +472,8 @@ class Log:
     interval: int = 1  # steps between reports
     tensorboard: bool = True
     wandb: str | None = None  # project of Weights & Biases that reports go to as well
+    mlflow: str | None = None  # experiment of mlflow that reports go to as well
+    prometheus: int | str | None = None  # port, HOST:PORT or file at which Prometheus finds metrics
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""The numbers that a run reports, under the same names on the console, in metrics.jsonl, TensorBoard and W&B."""
+"""The numbers that a run reports, under the same names on the console, in metrics.jsonl and in trackers."""
 
 import re
 import resource

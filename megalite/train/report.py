@@ -1,4 +1,4 @@
-"""Writes a run's numbers to the console, metrics.jsonl, TensorBoard and Weights & Biases, under the same names."""
+"""Writes a run's numbers to the console, metrics.jsonl and trackers, under the same names."""
 
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -18,12 +18,11 @@ from megalite.base.terminal import escaping
 from megalite.checkpoint.store.progress import Progress
 from megalite.checkpoint.store.save_events import Failed, FailedLocally, LocalOff, Outcome, Saved, SavedLocally
 from megalite.config.schema import Config
-from megalite.train.board import Board
 from megalite.train.folder.records import line_of, mend
 from megalite.train.guard import Guard, Judged
 from megalite.train.load_metrics import LoadMeter
 from megalite.train.stragglers import Straggler
-from megalite.train.wandb_run import WandbRun
+from megalite.train.tracking.trackers import trackers_of
 from megalite_launch.base.events import append_event
 from megalite_launch.base.run_folder import RunFolder
 from megalite_launch.base.texts import scaled
@@ -40,7 +39,7 @@ WARNINGS = (  # events
     "nothing_trained",
 )
 LOADS_OF_RUN = 100  # loads of experts that a run keeps for a picture: those of 60 layers with 256 take 60 kB
-SENDING_SECONDS = 60.0  # seconds that the end of a run waits for Weights & Biases
+SENDING_SECONDS = 60.0  # seconds that the end of a run waits for its trackers
 
 
 def duration(seconds: float) -> str:
@@ -124,13 +123,7 @@ class Report(Silent):
             check_owner()
             cut = mend(self.path)
             resumed = self.path.exists() and self.path.stat().st_size > 0
-        self.boards: list[tuple[Outlet, Board | WandbRun]] = []
-        if config.log.tensorboard:
-            board = Board(folder / "tensorboard")
-            self.boards.append((Outlet(str(board.path)), board))
-        self.wandb = WandbRun(folder, config) if config.log.wandb is not None else None
-        if self.wandb is not None:
-            self.boards.append((Outlet("wandb"), self.wandb))
+        self.trackers = trackers_of(folder, config, first_step)
         self.sending = min(SENDING_SECONDS, config.train.timeout / 2)  # the watchdog is awake
         self.progress = Bar(
             TextColumn("{task.description}", style="bold", markup=False),
@@ -156,10 +149,14 @@ class Report(Silent):
         if error is not None:  # the user is told where the rank ends
             reason = str(error) or type(error).__name__
             self.note(self.step, "failed", reason, reason=reason)
-        if self.wandb is not None:
-            code, patience = (0, self.sending) if error is None else (1, PATIENCE)
-            with Outlet("wandb"):
-                self.wandb.close(code, patience)
+        code, patience = (0, self.sending) if error is None else (1, PATIENCE)
+        for outlet, tracker in self.trackers:
+            with outlet:
+                tracker.end(code)
+        last = time.monotonic() + patience  # they send at the same time
+        for outlet, tracker in self.trackers:
+            with Outlet(outlet.name):
+                tracker.wait(last - time.monotonic())
 
     def say(self, text: str, style: str = "") -> None:
         self.console.print(Text(text, style), soft_wrap=True)
@@ -171,9 +168,9 @@ class Report(Silent):
     def record(self, step: int, values: Record) -> None:
         """Report `values`, which hold after `step` optimizer steps."""
         self._write(step, values)
-        for outlet, board in self.boards:
+        for outlet, tracker in self.trackers:
             with outlet:
-                board.scalars(step, values)
+                tracker.scalars(step, values)
         hidden = "tflops_per_device" if "mfu" in values else ""
         shown = [show(values[name]) for name, show in CONSOLE_FIELDS.items() if name in values and name != hidden]
         self.say(f"step {step:>{len(str(self.steps))}}/{self.steps}  " + "  ".join(shown) + self._remaining(step))
@@ -269,9 +266,9 @@ class Report(Silent):
         """Report an event everywhere but on the console."""
         self.step = step
         self._write(step, {"event": name, **details}, lasting=True)
-        for outlet, board in self.boards:
+        for outlet, tracker in self.trackers:
             with outlet:
-                board.event(step, name, text)
+                tracker.event(step, name, text)
 
     def _write(self, step: int, values: Mapping[str, Any], lasting: bool = False) -> None:
         """Add a line to metrics.jsonl. If there is no room, a lasting line waits for it."""

@@ -6,6 +6,7 @@ import math
 import os
 import time
 from dataclasses import replace
+from itertools import chain, repeat
 from pathlib import Path
 
 import pytest
@@ -140,7 +141,7 @@ def test_text_is_never_markup(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 def test_the_time_left_counts_from_where_the_run_was_resumed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    clock = iter([100.0, 140.0, 180.0])
+    clock = chain([100.0, 140.0], repeat(180.0))
     with Report(tmp_path, CONFIG, 10) as report:
         report.began = next(clock)
         monkeypatch.setattr("megalite.train.report.time.monotonic", lambda: next(clock))
@@ -232,7 +233,7 @@ def test_a_full_disk_costs_what_is_reported_meanwhile_but_no_event(
             report.record(step, loss(step))
         with monkeypatch.context() as disk:
             disk.setattr("megalite.train.report.append", full)
-            disk.setattr("megalite.train.board.append", full)
+            disk.setattr("megalite.train.tracking.board.append", full)
             report.event(1, "rollback", "back to step 1")
             report.record(2, loss(10))
             report.event(2, "spike", "a spike")

@@ -18,7 +18,7 @@ from megalite.config.rules.validate import validate
 from megalite.config.schema import Config, Log, Run, Train
 from megalite.train.folder.records import read_records
 from megalite.train.report import Report
-from megalite.train.wandb_run import run_id
+from megalite.train.tracking.run_id import kept_id
 
 CONFIG = Config(run=Run(name="toy"), train=Train(steps=20), log=Log(tensorboard=False, wandb="toys"))
 
@@ -101,7 +101,7 @@ def test_a_damaged_id_is_told_and_left_alone(
 ) -> None:
     (tmp_path / "wandb.json").write_text(text)
     with pytest.raises(InputError, match=r"wandb\.json: "):
-        run_id(tmp_path / "wandb.json", "toys")
+        kept_id(tmp_path / "wandb.json", "toys")
     with Report(tmp_path, CONFIG, 0) as report:
         report.record(1, {"loss": 1.0})
     told = capsys.readouterr().err
@@ -133,7 +133,7 @@ def test_a_server_that_hangs_holds_up_nothing(
     entered, released = threading.Event(), threading.Event()
     monkeypatch.setattr(wandb, method, lambda *_, **__: entered.set() or released.wait(60))
     monkeypatch.setattr("megalite.train.report.SENDING_SECONDS", 0.1)
-    monkeypatch.setattr("megalite.train.wandb_run.MAX_REPORTS", 5)
+    monkeypatch.setattr("megalite.train.tracking.served.MAX_REPORTS", 5)
     with Report(tmp_path, CONFIG, 0) as report:
         for step in range(1, 9):
             report.record(step, {"loss": 1.0})

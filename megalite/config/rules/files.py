@@ -35,9 +35,16 @@ def validate_files(config: Config) -> list[Problem]:
         fix = "correct the path, or use null"
         path = str(split_kind(weights)[1])
         problems += _missing("checkpoint.weights", path, exists, "no such checkpoint", fix)
-    if config.log.wandb is not None and not _installed("wandb"):
-        rule = "needs the package wandb, which is not installed"
-        problems.append(Problem("log.wandb", rule, "pip install 'megalite[wandb]', or use null", config.log.wandb))
+    log = config.log
+    trackers = (
+        ("wandb", "wandb", log.wandb),
+        ("mlflow", "mlflow", log.mlflow),
+        ("prometheus", "prometheus_client", log.prometheus),
+    )
+    for name, package, value in trackers:
+        if value is not None and not _installed(package):
+            rule = f"needs the package {package}, which is not installed"
+            problems.append(Problem(f"log.{name}", rule, f"pip install 'megalite[{name}]', or use null", value))
     return problems
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from megalite.base.errors import Problem
 from megalite.config.convert import keys, options
+from megalite.config.exposition import MAX_PORT
 
 MAX_RANKS = 1 << 24
 ANY_MODEL, ANY_CLUSTER, ANY_RUN = "more than any model has", "more than any cluster has", "more than any run takes"
@@ -106,6 +107,7 @@ MINIMA: dict[str, float | tuple[float, str]] = {  # and why, where that does not
     "checkpoint.local.interval": 1,
     "checkpoint.local.replicas": 0,
     "log.interval": 1,
+    "log.prometheus": 1,
     "eval.interval": 0,
     "eval.steps": 0,
     "profile.start": 0,
@@ -190,6 +192,7 @@ MAXIMA: dict[str, tuple[float, str]] = {  # and why; whole numbers that are not 
     "optim.muon.steps": (100, "singular values come no nearer to 1"),
     "checkpoint.local.replicas": (1, "with one, any node may be lost"),
     "schedule.floor": (1, "it is a share of optim.lr"),
+    "log.prometheus": (MAX_PORT, "it is a port of TCP"),
     "profile.steps": (100, "the traces of more fill memory and disks"),
 }
 DEFAULT_MAXIMUM = 10**12, ANY_RUN

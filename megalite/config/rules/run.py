@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megalite.base.errors import Problem
+from megalite.config.exposition import exposed_at
 from megalite.config.schema import Log, Profile, Run
 
 MAX_NAME_BYTES = 255
@@ -31,12 +32,17 @@ def _bytes(name: str) -> int:
 
 
 def log_rules(log: Log) -> Iterator[Problem]:
-    """Every broken rule of a project's name at Weights & Biases."""
-    project = log.wandb
-    if project is not None and not (project.strip() and project.isprintable() and len(project) <= 128):
-        yield Problem("log.wandb", "must be 1 to 128 printable characters", "name a project, or use null", project)
-    elif project is not None and set(project) & set("/\\#?%:"):
-        yield Problem("log.wandb", "must be the name of a project, without / \\ # ? % :", "leave these out", project)
+    """Every broken rule of the names of tracked projects, and of where metrics are offered."""
+    for key, project in (("log.wandb", log.wandb), ("log.mlflow", log.mlflow)):
+        if project is not None and not (project.strip() and project.isprintable() and len(project) <= 128):
+            yield Problem(key, "must be 1 to 128 printable characters", "name a project, or use null", project)
+        elif key == "log.wandb" and project is not None and set(project) & set("/\\#?%:"):
+            yield Problem(key, "must be the name of a project, without / \\ # ? % :", "leave these out", project)
+    if log.prometheus is not None:
+        try:
+            exposed_at(log.prometheus)
+        except ValueError as error:
+            yield Problem("log.prometheus", str(error), "as in 9400, or null", log.prometheus)
 
 
 def profile_rules(profile: Profile, steps: int, ranks: int) -> Iterator[Problem]:

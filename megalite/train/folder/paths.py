@@ -11,11 +11,12 @@ from megalite.distributed.start.local import log_file
 from megalite_launch.base.files import foreign
 from megalite_launch.base.run_folder import ATTEMPT
 
-FILES = ("metrics.jsonl", "config.yaml", "wandb.json", "events.jsonl", "interval.json")
+FILES = ("metrics.jsonl", "config.yaml", "wandb.json", "mlflow.json", "events.jsonl", "interval.json")
 FOLDERS = (
     "lock",
     "attempts",
     "logs",
+    "mlflow",
     "checkpoints",
     "export",
     "profile",

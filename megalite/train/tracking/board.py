@@ -10,12 +10,13 @@ from typing import Any
 
 from megalite.base.output import append
 from megalite.train.folder.records import RETURN_EVENTS
+from megalite.train.tracking.tracker import Tracker
 
 PROTO = "tensorboard.compat.proto"
 VERSION = "brain.Event:2"  # files that take records back by a session log
 
 
-class Board:
+class Board(Tracker):
     """An event file in `folder`.
 
     Methods raise OSError. TensorBoard is imported by name, so that only the reporting rank waits for that.

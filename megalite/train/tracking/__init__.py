@@ -1,0 +1,1 @@
+"""Trackers: TensorBoard, Weights & Biases, mlflow and Prometheus behind one interface."""

@@ -51,11 +51,19 @@ def read_prompts(file: str) -> list[Prompt]:
 def read_lines(file: str) -> list[tuple[str, bytes]]:
     """The lines of a file of prompts that are not blank, at least one, each with its place. Raises InputError."""
     where = STDIN if file == "-" else f"--prompts {file}"
-    with _opened(file, where, "--prompts") as stream:
-        lines = list(_lines(stream, where))
+    lines = file_lines(file, where, "--prompts")
     if not lines:
         raise InputError(f"{where}: has no prompt")
     return lines
+
+
+def file_lines(file: str, where: str, instead: str) -> list[tuple[str, bytes]]:
+    """Every line of a file that is not blank, with its place. Raises InputError.
+
+    where: the file, in messages. instead: the option to be used where standard input is closed.
+    """
+    with _opened(file, where, instead) as stream:
+        return list(_lines(stream, where))
 
 
 def requests(

@@ -15,6 +15,7 @@ from megalite.inference.draw import Draw
 from megalite.inference.engine import Engine
 from megalite.inference.flat import Stem
 from megalite.inference.generate import Request, generate
+from megalite.inference.logprobs import Completion, logprobs
 from megalite.model.init import initialize
 from megalite.parallel.parameter import cut, parameters
 
@@ -155,4 +156,23 @@ def answers_in_layouts(layouts: list[Layout], model: Model) -> list[Answers | No
         scores = [*crew.score([*asked, *likely]), *crew.score(asked[:3])]
         found.append(([(*score,) for of_stem in scores for score in of_stem], written))
         crew.release()
+    return found
+
+
+def completions(vocabulary: int) -> list[Completion]:
+    """Completions after prompts of several lengths, and some without any."""
+    found = [
+        Completion("", tuple(stem.tokens), tuple(branch)) for stem in stems(vocabulary) for branch in stem.branches
+    ]
+    return [*found, Completion("", (), (3, 1, 2)), Completion("", (), (5,) * 30)]
+
+
+def logprobs_in_layouts(layouts: list[Layout], model: Model) -> list[list[list[float | None]] | None]:
+    """The log-probabilities of all completions in every layout, on the rank that leads."""
+    group = HostGroup()
+    found = []
+    for layout in layouts:
+        mesh = Mesh.build(layout, torch.device("cpu"), sharded=False)
+        assert mesh is not None
+        found.append(logprobs(engine_of(mesh, model), group, completions(model.vocab_size)))
     return found

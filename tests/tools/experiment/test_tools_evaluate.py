@@ -146,7 +146,7 @@ def test_without_the_harness_the_command_says_what_to_install(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "give --tasks, --data or both"),
+        ([], "give --tasks, --data or --logprobs, or several of them"),
         (["--data", "a", "a"], "--data: names a token store twice"),
         (["--data", "nowhere"], "nowhere.idx: no such file"),
         (["--data", "a", "--limit", "0"], "--limit 0: must be at least 1"),

@@ -13,7 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemaini
 from rich.progress import Progress as Bar
 from rich.text import Text
 
-from megalite.base.output import PATIENCE, Outlet, append
+from megalite.base.output import PATIENCE, Outlet, append, go_on
 from megalite.base.terminal import escaping
 from megalite.checkpoint.store.progress import Progress
 from megalite.checkpoint.store.save_events import Failed, FailedLocally, LocalOff, Outcome, Saved, SavedLocally
@@ -45,6 +45,10 @@ SENDING_SECONDS = 60.0  # seconds that the end of a run waits for its trackers
 def duration(seconds: float) -> str:
     """The duration of a step as text."""
     return f"{seconds * 1e3:#.3g}".rstrip(".") + " ms" if seconds < 0.9995 else f"{seconds:#.4g}".rstrip(".") + " s"
+
+
+def _pass_over(name: str, error: Exception) -> None:
+    """Say nothing about an output that is lost."""
 
 
 # The console shows these fields of a record, in this order, each in its width; see docs/metrics.md.
@@ -151,7 +155,7 @@ class Report(Silent):
             self.note(self.step, "failed", reason, reason=reason)
         code, patience = (0, self.sending) if error is None else (1, PATIENCE)
         for outlet, tracker in self.trackers:
-            with outlet:
+            with Outlet(outlet.name, _pass_over if outlet.lost else go_on, outlet.failures):  # has been told once
                 tracker.end(code)
         last = time.monotonic() + patience  # they send at the same time
         for outlet, tracker in self.trackers:

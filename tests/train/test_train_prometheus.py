@@ -143,6 +143,18 @@ def test_a_port_that_is_taken_and_a_folder_that_is_missing_are_told_once(
     assert not (tmp_path / "missing").exists()
 
 
+def test_a_file_that_cannot_be_written_any_more_is_told_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "metrics/toy.prom"
+    path.parent.mkdir()
+    with caplog.at_level("INFO", logger="megalite"), Report(tmp_path, config_for(str(path)), 0) as report:
+        shutil.rmtree(path.parent)
+        reported(report)
+    assert capsys.readouterr().err.count(f"log.prometheus = {path}: No such file or directory; the run goes on") == 1
+    assert "works again" not in caplog.text
+
+
 @pytest.mark.parametrize(
     "where", [0, 65536, "", "toy.txt", "host:0", "host:65536", "host:", ":9400", "9400", "a\n.prom"]
 )

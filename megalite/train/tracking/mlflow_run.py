@@ -37,7 +37,7 @@ class MlflowRun(Service):
         self._entities: Any = importlib.import_module("mlflow.entities")
         store = os.environ.get("MLFLOW_TRACKING_URI")
         if not store:
-            os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # from 3.13 on, mlflow asks for that
+            os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # newer versions of mlflow ask for that
             store = (folder / "mlflow").absolute().as_uri()
         self._client: Any = tracking.MlflowClient(tracking_uri=store)
         path, project = folder / "mlflow.json", config.log.mlflow

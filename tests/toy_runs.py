@@ -1,6 +1,6 @@
 """Whole training runs of toy jobs, on tokens made up on the spot."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -29,6 +29,9 @@ class RandomSamples:
     def __getitem__(self, index: int) -> Sample:
         tokens = np.random.default_rng(index).integers(self.vocab_size, size=self.sequence_length + 1)
         return Sample(tokens, document_begins(tokens[:-1], None))
+
+    def read(self, indices: Sequence[int]) -> list[Sample]:
+        return [self[index] for index in indices]
 
 
 class Notebook(Loader):

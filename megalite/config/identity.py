@@ -17,7 +17,8 @@ UNHASHED_KEYS = {
     "log": (),
     "profile": (),
 }  # say nothing of what is trained
-NODE_KEYS = re.compile(r"data\.((train|valid)\[\d+\]\.path|tokenizer)")  # where a node may keep its own copy
+# Paths at which a node may keep its own copy.
+NODE_KEYS = re.compile(r"data\.((train|valid)\[\d+\]\.path|tokenizer|remote\.cache)")
 
 
 def digest_of(text: str, digits: int = 64) -> str:
@@ -33,12 +34,14 @@ def same_everywhere(config: Config) -> dict[str, Any]:
 def run_id(plain: Mapping[str, Any], keeps_layout: bool) -> str:
     """The id of a run of an experiment: digits of the SHA-256 of its resolved configuration, as canonical JSON.
 
-    Keys that do not affect the result are left out: where it is written and shown, checkpoints but for the weights that
-    a run begins with, and, unless layouts are compared, the layout, as all layouts train alike. Values at their
-    defaults are left out as well, so that a key which a later version adds does not change the id of a finished run.
+    Keys that do not affect the result are left out: where it is written and shown, how remote data is read, checkpoints
+    but for the weights that a run begins with, and, unless layouts are compared, the layout, as all layouts train
+    alike. Values at their defaults are left out as well, so that a key which a later version adds does not change the
+    id of a finished run.
     """
     kept = {section: value for section, value in plain.items() if section not in UNHASHED_KEYS}
     kept["run"] = {key: value for key, value in plain["run"].items() if key not in UNHASHED_KEYS["run"]}
+    kept["data"] = {key: value for key, value in plain["data"].items() if key != "remote"}
     kept["checkpoint"] = {"weights": plain["checkpoint"]["weights"]}
     if not keeps_layout:
         del kept["parallel"]

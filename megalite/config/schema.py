@@ -428,8 +428,15 @@ class LearningRate:
 
 @dataclass
 class Source:
-    path: str = ""  # prefix of a token store: PATH.bin and PATH.idx
+    path: str = ""  # prefix of a token store: PATH.bin and PATH.idx; or its URL: s3://, gs://, https:// or http://
     weight: float = 1.0  # share of tokens, relative to the other sources
+
+
+@dataclass
+class Remote:
+    cache: str = "~/.cache/megalite"  # a folder on a local disk, for blocks of stores on servers, and their indices
+    cache_size: float = 64.0  # GiB that blocks fill
+    timeout: float = 300.0  # seconds that a read is tried again for
 
 
 @dataclass
@@ -440,6 +447,7 @@ class Data:
     mask_documents: bool = False  # attention stays inside a document of a packed sequence
     reset_positions: bool = False  # positions start anew at every document; needs mask_documents
     end_of_document: int | None = None  # id of the token that ends documents; null: as the tokenizer says
+    remote: Remote = field(default_factory=Remote)
 
 
 @dataclass

@@ -53,7 +53,7 @@ class Scans:
 
     def of(self, store: TokenStore, tick: Callable[[], None]) -> Scan:
         """The result for `store`, which is read unless that has been done and it has not changed since."""
-        modified = [path.stat().st_mtime_ns for path in store.files]
+        modified = [file.version for file in store.files]
         key = store.fingerprint()
         entry = self.stores.get(key)
         if isinstance(entry, dict) and entry.get("modified") == modified:
@@ -85,7 +85,7 @@ def check_data(data: Data, model: Model, scans: Scans, tick: Callable[[], None] 
     tokenizer = None if data.tokenizer is None else open_tokenizer_file(data.tokenizer)
     lists = {"data.train": data.train, "data.valid": data.valid}
     sources = [(f"{key}[{i}].path", source.path) for key, listed in lists.items() for i, source in enumerate(listed)]
-    stores = {path: TokenStore(path) for _, path in sources}
+    stores = {path: TokenStore(path, data.remote) for _, path in sources}
     known = {path: _know(store, scans, tick) for path, store in stores.items()}
     end = _end_of_document(data, known, tokenizer)
     problems = [*_tokenizer_problems(data, tokenizer, vocab_size), *_end_problems(data, end, stores, vocab_size)]
@@ -99,7 +99,7 @@ def check_data(data: Data, model: Model, scans: Scans, tick: Callable[[], None] 
 
 def checked_description(store: TokenStore) -> Description | None:
     """The description of a store that has one. Raises InputError if the store contradicts it."""
-    found, path = Description.read(store.prefix), description_file(store.prefix)
+    found, path = Description.read(store.description_prefix), description_file(store.description_prefix)
     if found is None:
         return None
     inspect = f"megalite-inspect-data {store.prefix}"
@@ -112,7 +112,7 @@ def checked_description(store: TokenStore) -> Description | None:
         rule = f"says which tokens are trained is in {mask_file(store.prefix).name}, which is not there"
         raise InputError(f"{path}: {rule}; copy that file too, or, to train all tokens, use {inspect} --describe")
     if found.fingerprint != store.fingerprint():
-        names = listing([file.suffix for file in store.files], "and")
+        names = listing([Path(file.name).suffix for file in store.files], "and")
         rule = f"does not fit {names} any more: one of them has changed since they were written"
         fix = f"copy all of them again, or, if {inspect} --verify finds nothing wrong, use --describe"
         raise InputError(f"{path}: {rule}; {fix}")

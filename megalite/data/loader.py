@@ -80,7 +80,7 @@ class Loader:
                 f" times {self.dp} data-parallel ranks"
             )
         count = batch.samples // self.dp
-        mine = [self.samples[index] for index in batch.ids[self.dp_rank * count :][:count]]
+        mine = self.samples.read(batch.ids[self.dp_rank * count :][:count])
         length = self.samples.sequence_length // batch.pieces
         tokens = torch.from_numpy(np.stack([sample.tokens for sample in mine])).unfold(1, length + 1, length)
         micros = tokens.reshape(-1, self.micro_batch * batch.pieces, length + 1)
@@ -99,7 +99,7 @@ class Loader:
         if not masks:
             return None
         targets = torch.from_numpy(np.stack(masks)).reshape(*shape[:2], shape[2] - 1)
-        return Trained(self._pinned(targets), sum(map(self.samples.trained_targets, batch.ids)))
+        return Trained(self._pinned(targets), self.samples.trained_targets(batch.ids))
 
     def _pinned(self, tensor: Tensor) -> Tensor:
         return tensor.pin_memory() if self._pin_memory else tensor

@@ -4,13 +4,14 @@ Bits fill bytes from the lowest; those after the last token are 0. A store witho
 tokens are trained.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megalite.base.errors import InputError
-from megalite.base.files import is_file
+from megalite.data.data_file import DataFile
 
 
 def mask_file(prefix: str | Path) -> Path:
@@ -19,26 +20,28 @@ def mask_file(prefix: str | Path) -> Path:
 
 
 class Mask:
-    """A memory-mapped mask of `tokens` tokens. Raises InputError if the file is not one."""
+    """A mask of `tokens` tokens. Raises InputError if the file is not one."""
 
-    def __init__(self, path: Path, tokens: int) -> None:
-        if not is_file(path):
-            raise InputError(f"{path}: not a regular file; a mask beside a token store has one bit per token")
-        self.path, self.tokens = path, tokens
-        size, expected = path.stat().st_size, -(-tokens // 8)
+    def __init__(self, file: DataFile, tokens: int) -> None:
+        self.file, self.tokens = file, tokens
+        size, expected = file.size, -(-tokens // 8)
         if size != expected:
             raise self._broken(f"{size} bytes", f"{expected} for {tokens} tokens")
-        self._bytes = np.memmap(path, "u1", "r") if size else np.empty(0, "u1")
-        if tokens % 8 and self._bytes[-1] >> tokens % 8:
-            raise self._broken(f"last byte 0x{self._bytes[-1]:02x}", f"0 in the bits after token {tokens - 1}")
+        if tokens % 8:
+            (last,) = file.read([(size - 1, size)])
+            if last[0] >> tokens % 8:
+                raise self._broken(f"last byte 0x{last[0]:02x}", f"0 in the bits after token {tokens - 1}")
 
-    def read(self, start: int, count: int) -> NDArray[np.bool_]:
-        """The bits of the `count` tokens from `start`: whether each is trained."""
-        first, end = start // 8, -(-(start + count) // 8)
-        return np.unpackbits(self._bytes[first:end], bitorder="little")[start % 8 :][:count].view(np.bool_)
+    def read(self, starts: Sequence[int], count: int) -> list[NDArray[np.bool_]]:
+        """The bits of the `count` tokens from each start: whether each is trained."""
+        found = self.file.read([(start // 8, -(-(start + count) // 8)) for start in starts])
+        bits = (np.unpackbits(each, bitorder="little") for each in found)
+        return [each[start % 8 :][:count].view(np.bool_) for start, each in zip(starts, bits, strict=True)]
 
     def _broken(self, found: str, expected: str) -> InputError:
-        return InputError(f"{self.path}: found {found}, expected {expected}; the mask is damaged or of another store")
+        return InputError(
+            f"{self.file.name}: found {found}, expected {expected}; the mask is damaged or of another store"
+        )
 
 
 class MaskBits:

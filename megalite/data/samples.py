@@ -1,14 +1,14 @@
 """Training samples: sample i is a pure function of (sources, seed, i), whatever the layout of the run."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megalite.base.errors import InputError
-from megalite.config.schema import Source
+from megalite.config.schema import Remote, Source
 from megalite.data.documents import document_begins
 from megalite.data.order import integer_weights, mixture, mixture_counts, order_key, permute
 from megalite.data.store import TokenStore
@@ -50,36 +50,42 @@ class Samples:
         sequence_length: int,
         vocab_size: int,
         end_of_document: int | None = None,
+        remote: Remote | None = None,
     ) -> None:
         self.seed = seed
         self.end_of_document = end_of_document
         self.sequence_length = sequence_length
         self.vocab_size = vocab_size
         self._weights = integer_weights(_checked_weights(sources))
-        self._stores = [TokenStore(source.path) for source in sources]
+        self._stores = [TokenStore(source.path, remote) for source in sources]
         self._masked = any(store.mask is not None for store in self._stores)
         self.parts = tuple(self._cut(store) for store in self._stores)
 
     def __getitem__(self, index: int) -> Sample:
         """Sample `index`, counted from 0; there is no last one."""
-        store, start = self._place(index)
-        tokens = store.read(start, self.sequence_length + 1).astype(np.int64)
-        if tokens.min() < 0 or tokens.max() >= self.vocab_size:
-            worst = tokens.min() if tokens.min() < 0 else tokens.max()
-            raise InputError(
-                f"{store.prefix}.bin: token id {worst} within tokens {start} to {start + len(tokens)}"
-                f" is outside model.vocab_size = {self.vocab_size}; was the store made with another tokenizer?"
-            )
-        if store.documents > 1:
-            begins = store.begins(start, self.sequence_length)
-        else:
-            begins = document_begins(tokens[:-1], self.end_of_document)
-        return Sample(tokens, begins, store.trained(start + 1, self.sequence_length) if self._masked else None)
+        return self.read([index])[0]
 
-    def trained_targets(self, index: int) -> int:
-        """Count the targets of sample `index` that are trained."""
-        store, start = self._place(index)
-        return int(store.trained(start + 1, self.sequence_length).sum())
+    def read(self, indices: Sequence[int]) -> list[Sample]:
+        """The samples of these numbers. Their tokens are asked of a remote store all at once."""
+        length = self.sequence_length
+        found: list[Sample | None] = [None] * len(indices)
+        for store, places in self._placed(indices):
+            starts = list(places.values())
+            masks = (
+                store.trained_from([start + 1 for start in starts], length) if self._masked else [None] * len(starts)
+            )
+            read = store.read_from(starts, length + 1)
+            for at, start, tokens, mask in zip(places, starts, read, masks, strict=True):
+                found[at] = self._sample(store, start, tokens.astype(np.int64), mask)
+        return [sample for sample in found if sample is not None]
+
+    def trained_targets(self, indices: Sequence[int]) -> int:
+        """Count the targets of these samples that are trained."""
+        return sum(
+            int(mask.sum())
+            for store, places in self._placed(indices)
+            for mask in store.trained_from([start + 1 for start in places.values()], self.sequence_length)
+        )
 
     def counts(self, count: int) -> list[int]:
         """Count how many of the first `count` samples come from each source."""
@@ -94,13 +100,36 @@ class Samples:
         """The fingerprint of each source: equal for equal tokens."""
         return [store.fingerprint() for store in self._stores]
 
-    def _place(self, index: int) -> tuple[TokenStore, int]:
-        """The store that a sample comes from, and the number of its first token there."""
+    def _sample(
+        self, store: TokenStore, start: int, tokens: NDArray[np.int64], trained: NDArray[np.bool_] | None
+    ) -> Sample:
+        if tokens.min() < 0 or tokens.max() >= self.vocab_size:
+            worst = tokens.min() if tokens.min() < 0 else tokens.max()
+            raise InputError(
+                f"{store.prefix}.bin: token id {worst} within tokens {start} to {start + len(tokens)}"
+                f" is outside model.vocab_size = {self.vocab_size}; was the store made with another tokenizer?"
+            )
+        if store.documents > 1:
+            begins = store.begins(start, self.sequence_length)
+        else:
+            begins = document_begins(tokens[:-1], self.end_of_document)
+        return Sample(tokens, begins, trained)
+
+    def _placed(self, indices: Sequence[int]) -> Iterator[tuple[TokenStore, dict[int, int]]]:
+        """For each store that samples come from: the first token of each there, by its position in `indices`."""
+        places: dict[int, dict[int, int]] = {}
+        for at, index in enumerate(indices):
+            source, start = self._place(index)
+            places.setdefault(source, {})[at] = start
+        return ((self._stores[source], starts) for source, starts in places.items())
+
+    def _place(self, index: int) -> tuple[int, int]:
+        """The number of the source that a sample comes from, and of its first token there."""
         source, nth = mixture(index, self._weights)
         samples = self.parts[source].samples
         epoch, within = divmod(nth, samples)
         position = permute(within, samples, order_key(self.seed, source, epoch))
-        return self._stores[source], position * self.sequence_length
+        return source, position * self.sequence_length
 
     def _cut(self, store: TokenStore) -> SourceSamples:
         samples = (store.tokens - 1) // self.sequence_length

@@ -5,10 +5,9 @@ and unpadded: 9 bytes magic · u64 version · u8 dtype code · u64 sequences S �
 tokens · i64[S] byte offsets · i64[D] document boundaries, in sequences.
 """
 
-import hashlib
 import struct
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,8 +15,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megalite.base.errors import InputError, counted
-from megalite.base.files import exists, is_file
-from megalite.data.mask import Mask, mask_file
+from megalite.config.schema import Remote
+from megalite.data.data_file import DataFile, fingerprint
+from megalite.data.mask import Mask
+from megalite.data.store_files import open_files
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -26,17 +27,11 @@ MAX_VOCABULARY = 1 << 31  # ids of a vocabulary: Megatron's largest type of a to
 DTYPES = {code: np.dtype(name) for code, name in {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}.items()}
 
 _CHUNK = 1 << 22  # entries verified at a time
-_PAGES, _PAGE = 32, 4096  # pages of each file that make up a fingerprint; bytes of a page
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
     """The dtype that Megatron picks for a vocabulary: uint16 below 65,500, else int32."""
     return np.dtype("<u2") if vocab_size < 65_500 else np.dtype("<i4")
-
-
-def store_files(prefix: str | Path) -> tuple[Path, Path]:
-    """The `.bin` and the `.idx` of a store; the prefix may contain dots."""
-    return Path(f"{prefix}.bin"), Path(f"{prefix}.idx")
 
 
 @dataclass(frozen=True)
@@ -49,37 +44,47 @@ class Scan:
 
 
 class TokenStore:
-    """A memory-mapped store, read as one stream of tokens.
+    """A store, read as one stream of tokens: memory-mapped where `prefix` is a path, by ranges where it is a URL.
 
     To open a store costs the same for any size: only the header and the ends of the tables are read; `verify` reads
-    everything. Raises InputError where files are missing or do not belong together.
+    everything. A remote one has its `.idx` copied first. Raises InputError where files are missing or do not belong
+    together.
     """
 
-    def __init__(self, prefix: str | Path) -> None:
+    def __init__(self, prefix: str | Path, remote: Remote | None = None) -> None:
         self.prefix = str(prefix)
-        self._bin, self._idx = store_files(prefix)
-        for path in (self._idx, self._bin):
-            if not is_file(path):
-                raise InputError(f"{path}: no such file; a token store is the pair PREFIX.bin and PREFIX.idx")
+        files = open_files(self.prefix, remote or Remote())
+        self._bin, self._idx, self.files, self.description_prefix = (
+            files.bin,
+            files.idx,
+            files.all,
+            files.description_prefix,
+        )
         try:
-            self._open()
+            self._open(files.mask)
         except OSError as error:
             raise InputError(f"{self.prefix}: cannot read the token store: {error}") from error
 
-    @property
-    def files(self) -> tuple[Path, ...]:
-        """The `.bin`, the `.idx` and, where there is one, the mask."""
-        return (self._bin, self._idx) if self.mask is None else (self._bin, self._idx, self.mask.path)
-
     def trained(self, start: int, count: int) -> NDArray[np.bool_]:
         """The bits of the `count` tokens from `start`: whether each is trained."""
-        return np.ones(count, np.bool_) if self.mask is None else self.mask.read(start, count)
+        return self.trained_from([start], count)[0]
+
+    def trained_from(self, starts: Sequence[int], count: int) -> list[NDArray[np.bool_]]:
+        """The bits of the `count` tokens from each start, all at once."""
+        return [np.ones(count, np.bool_) for _ in starts] if self.mask is None else self.mask.read(starts, count)
 
     def read(self, start: int, count: int) -> NDArray[np.integer]:
-        """Tokens `start` to `start + count` of the concatenated stream, without a copy."""
-        if not 0 <= start <= start + count <= self.tokens:
-            raise ValueError(f"{self.prefix}: tokens {start} to {start + count} of a store of {self.tokens}")
-        return np.asarray(self._stream[start : start + count])
+        """Tokens `start` to `start + count` of the concatenated stream; without a copy where the store is local."""
+        return self.read_from([start], count)[0]
+
+    def read_from(self, starts: Sequence[int], count: int) -> list[NDArray[np.integer]]:
+        """The `count` tokens from each start, which a remote store asks for all at once."""
+        for start in starts:
+            if not 0 <= start <= start + count <= self.tokens:
+                raise ValueError(f"{self.prefix}: tokens {start} to {start + count} of a store of {self.tokens}")
+        size = self.dtype.itemsize
+        found = self._bin.read([(start * size, (start + count) * size) for start in starts])
+        return [each.view(self.dtype) for each in found]
 
     def document(self, index: int) -> NDArray[np.integer]:
         """All tokens of one document."""
@@ -129,7 +134,7 @@ class TokenStore:
         self._verify_boundaries()
         return self._verify_ids(vocab_size, advanced)
 
-    def _open(self) -> None:
+    def _open(self, mask: DataFile | None) -> None:
         self.dtype, self.sequences, boundaries = self._header()
         self.documents = boundaries - 1
         lengths_end = HEADER.size + 4 * self.sequences
@@ -137,11 +142,9 @@ class TokenStore:
         self.lengths = self._table("<i4", HEADER.size, self.sequences)  # tokens in each sequence
         self._offsets = self._table("<i8", lengths_end, self.sequences)  # bytes into the .bin
         self._boundaries = self._table("<i8", offsets_end, boundaries)
-        self.tokens = self._bin.stat().st_size // self.dtype.itemsize
+        self.tokens = self._bin.size // self.dtype.itemsize
         self._check_ends()
-        mask = mask_file(self.prefix)
-        self.mask = Mask(mask, self.tokens) if exists(mask, follow=False) else None
-        self._stream = np.memmap(self._bin, self.dtype, "r") if self.tokens else np.empty(0, self.dtype)
+        self.mask = None if mask is None else Mask(mask, self.tokens)
 
     def _verify_sequences(self) -> None:
         start = 0
@@ -173,18 +176,18 @@ class TokenStore:
             largest = max(largest, int(ids.max()))
             if ids.min() < 0 or largest >= limit:
                 bad = int(np.argmax((ids < 0) | (ids >= limit)))
-                raise InputError(f"{self._bin}: token {at + bad} is {ids[bad]}, outside a vocabulary of {limit}")
+                raise InputError(f"{self._bin.name}: token {at + bad} is {ids[bad]}, outside a vocabulary of {limit}")
             if len(last_of_documents) < 2:
                 last_of_documents.update(np.unique(ids[self.begins(at, len(ids) + 1) - 1])[:2].tolist())
             trained += int(self.trained(at, len(ids)).sum())
             advanced(len(ids))
         if self.tokens:
-            last_of_documents.add(int(self._stream[-1]))
+            last_of_documents.add(int(self.read(self.tokens - 1, 1)[0]))
         end = last_of_documents.pop() if len(last_of_documents) == 1 else None
         return Scan(largest, end, None if self.mask is None else trained)
 
     def _header(self) -> tuple[np.dtype, int, int]:
-        with self._idx.open("rb") as file:
+        with self._idx.path.open("rb") as file:
             raw = file.read(HEADER.size)
         if len(raw) < HEADER.size:
             raise self._broken(self._idx, f"{len(raw)} bytes", f"a header of {HEADER.size}")
@@ -198,7 +201,7 @@ class TokenStore:
             raise self._broken(self._idx, f"dtype code {code}", f"an integer type ({known})")
         if boundaries < 1:
             raise self._broken(self._idx, "0 document boundaries", "at least 1")
-        size, expected = self._idx.stat().st_size, HEADER.size + 12 * sequences + 8 * boundaries
+        size, expected = self._idx.size, HEADER.size + 12 * sequences + 8 * boundaries
         if size != expected:
             ends = counted(boundaries, "document boundary", "document boundaries")
             counts = f"{counted(sequences, 'sequence')} and {ends}"
@@ -213,14 +216,14 @@ class TokenStore:
         if self.sequences and self._offsets[0] != 0:
             raise self._broken(self._idx, f"first offset {self._offsets[0]}", "0")
         end = int(self._offsets[-1]) + int(self.lengths[-1]) * self.dtype.itemsize if self.sequences else 0
-        size = self._bin.stat().st_size
+        size = self._bin.size
         if size != end:
-            raise self._broken(self._bin, f"{size} bytes", f"{end} according to {self._idx.name}")
+            raise self._broken(self._bin, f"{size} bytes", f"{end} according to {Path(self._idx.name).name}")
         if size % self.dtype.itemsize:
             raise self._broken(self._bin, f"{size} bytes", f"a multiple of {self.dtype.itemsize} ({self.dtype.name})")
 
     def _table(self, dtype: str, offset: int, count: int) -> NDArray[np.integer]:
-        return np.memmap(self._idx, dtype, "r", offset, (count,)) if count else np.empty(0, dtype)
+        return np.memmap(self._idx.path, dtype, "r", offset, (count,)) if count else np.empty(0, dtype)
 
     def _token_of_sequence(self, sequence: int) -> int:
         if sequence == self.sequences:
@@ -228,21 +231,8 @@ class TokenStore:
         return int(self._offsets[sequence]) // self.dtype.itemsize
 
     @staticmethod
-    def _broken(path: Path, found: str, expected: str) -> InputError:
-        return InputError(f"{path}: found {found}, expected {expected}; the store is damaged or incomplete")
-
-
-def fingerprint(*paths: Path) -> str:
-    """A hash that identifies files, wherever they lie: of their sizes, and of pages spread over them."""
-    digest = hashlib.sha256()
-    for path in paths:
-        size = path.stat().st_size
-        digest.update(size.to_bytes(8, "little"))
-        with path.open("rb") as file:
-            for page in range(_PAGES):
-                file.seek(max(0, size - _PAGE) * page // (_PAGES - 1))
-                digest.update(file.read(_PAGE))
-    return digest.hexdigest()
+    def _broken(file: DataFile, found: str, expected: str) -> InputError:
+        return InputError(f"{file.name}: found {found}, expected {expected}; the store is damaged or incomplete")
 
 
 def _first_false(holds: NDArray[np.bool_]) -> int | None:

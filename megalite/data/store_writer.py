@@ -14,10 +14,12 @@ from numpy.typing import ArrayLike, DTypeLike
 
 from megalite.base.errors import InputError
 from megalite.base.files import exists
+from megalite.data.data_file import LocalFile, fingerprint
 from megalite.data.description import MAX_SOURCES, Description, SourceFile, TokenizerFile, description_file
 from megalite.data.exclusive_file import claim
 from megalite.data.mask import MaskBits, mask_file
-from megalite.data.store import DTYPES, HEADER, MAGIC, VERSION, fingerprint, store_files, token_dtype
+from megalite.data.store import DTYPES, HEADER, MAGIC, VERSION, token_dtype
+from megalite.data.store_files import store_files
 
 
 class StoreWriter:
@@ -169,7 +171,7 @@ class StoreWriter:
     def _describe(self) -> Description:
         return Description(
             version("megalite"),
-            fingerprint(*self.hidden[:2], *self.hidden[3:][: self._mask is not None]),
+            fingerprint(*map(LocalFile, (*self.hidden[:2], *self.hidden[3:][: self._mask is not None]))),
             self.documents,
             self.tokens,
             self.largest_id,

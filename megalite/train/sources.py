@@ -9,8 +9,8 @@ from megalite.data.samples import Samples
 
 def open_samples(config: Config, sources: Sequence[Source]) -> Samples:
     """The samples of these sources. Raises InputError if a store is missing, damaged or too small."""
-    model, end = config.model, config.data.end_of_document
-    return Samples(sources, config.run.seed, model.sequence_length, model.vocab_size, end)
+    model, data = config.model, config.data
+    return Samples(sources, config.run.seed, model.sequence_length, model.vocab_size, data.end_of_document, data.remote)
 
 
 def as_remembered(sources: Sequence[Source], samples: Samples) -> tuple[SourceRead, ...]:

@@ -1,5 +1,5 @@
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import chain, islice
 
 import numpy as np
@@ -92,6 +92,9 @@ class Counting:
 
     def __getitem__(self, index: int) -> Sample:
         return Sample(np.arange(4 * index, 4 * index + 5), np.empty(0, np.int64))
+
+    def read(self, indices: Sequence[int]) -> list[Sample]:
+        return [self[index] for index in indices]
 
 
 LAYOUTS = [(dp, micro) for dp in (1, 2, 3, 6) for micro in (1, 2, 3) if 6 % (dp * micro) == 0]

@@ -1,5 +1,6 @@
 """The loss is the mean over the trained targets of the global batch, in every layout."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -146,10 +147,8 @@ class ThirdsTrained(RandomSamples):
         bits = np.arange(self.sequence_length) % 3 == index % 3
         return replace(super().__getitem__(index), trained=bits & (index // 8 != 1))
 
-    def trained_targets(self, index: int) -> int:
-        trained = self[index].trained
-        assert trained is not None
-        return int(trained.sum())
+    def trained_targets(self, indices: Sequence[int]) -> int:
+        return sum(int(sample.trained.sum()) for sample in self.read(indices) if sample.trained is not None)
 
 
 def test_a_run_tells_the_share_of_trained_tokens_and_batches_without_any(tmp_path: Path) -> None:
@@ -159,7 +158,7 @@ def test_a_run_tells_the_share_of_trained_tokens_and_batches_without_any(tmp_pat
         loader = Loader(samples, 4, 1, 0)  # type: ignore[arg-type]
         with saver(job, tmp_path) as writer:
             train(job, Batches(loader, None), Progress(), writer, lambda: None, notes)
-    trained = [sum(map(samples.trained_targets, range(8 * step, 8 * step + 8))) for step in range(6)]
+    trained = [samples.trained_targets(range(8 * step, 8 * step + 8)) for step in range(6)]
     assert trained[1] == 0
     assert notes.curve("trained_share") == {step: count / 64 for step, count in enumerate(trained, 1)}
     assert notes.named("nothing_trained") == [(2, {})]

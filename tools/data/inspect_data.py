@@ -12,8 +12,10 @@ import numpy as np
 from megalite.base.entry import exit_code
 from megalite.base.errors import InputError, counted
 from megalite.base.files import write_whole
+from megalite.config.remote import scheme_of
 from megalite.data.check import checked_description
 from megalite.data.description import Description, TokenizerFile, description_file
+from megalite.data.hashes import write_hashes
 from megalite.data.store import Scan, TokenStore
 from megalite.data.tokenizer import Tokenizer, tokenizer_hash
 from megalite.data.trial import open_tokenizer_file
@@ -44,6 +46,11 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="read everything and write PREFIX.json anew, with the name of --tokenizer",
     )
+    parser.add_argument(
+        "--hashes",
+        action="store_true",
+        help="write PREFIX.hashes, with which training checks every block that it reads from a server",
+    )
     parser.add_argument("--verify", action="store_true", help="read every length, offset, boundary and token")
     return parser
 
@@ -52,8 +59,13 @@ def _inspect(options: argparse.Namespace) -> None:
     if options.samples < 0:
         raise InputError(f"--samples {options.samples}: must be at least 0")
     tokenizer = open_tokenizer_file(options.tokenizer) if options.tokenizer else None
+    if (options.describe or options.hashes) and scheme_of(options.prefix) is not None:
+        raise InputError(f"{options.prefix}: --describe and --hashes write on this machine; run them before the upload")
     store = TokenStore(options.prefix)
     facts = _facts(store)
+    if options.hashes:
+        with bar("hashing", sum(file.size for file in store.files)) as advanced:
+            write_hashes(store.prefix, store.files, advanced)
     if options.describe or options.verify:
         with bar("reading", store.tokens * store.dtype.itemsize) as advanced:
             limit = tokenizer.vocab_size if tokenizer else None
@@ -75,7 +87,7 @@ def _inspect(options: argparse.Namespace) -> None:
 
 
 def _facts(store: TokenStore) -> list[tuple[str, str]]:
-    files = [f"{path.name} {path.stat().st_size:,} bytes" for path in store.files]
+    files = [f"{Path(file.name).name} {file.size:,} bytes" for file in store.files]
     facts = [
         ("files", ", ".join(files)),
         ("tokens", f"{store.tokens:,} of {store.dtype.name}"),

@@ -1,9 +1,11 @@
 """Rules of the data section."""
 
 from collections.abc import Iterator
+from urllib.parse import urlsplit
 
 from megalite.base.errors import Problem
-from megalite.config.schema import Data, Source
+from megalite.config.remote import scheme_of
+from megalite.config.schema import Data, Remote, Source
 
 MAX_SOURCES = 1000
 MIN_WEIGHT, MAX_WEIGHT = 1e-15, 1e15
@@ -14,6 +16,7 @@ def data_rules(data: Data, vocab_size: int) -> Iterator[Problem]:
     yield from _sources("data.train", data.train)
     yield from _sources("data.valid", data.valid)
     yield from _documents(data, vocab_size)
+    yield from _remote(data.remote)
 
 
 def _documents(data: Data, vocab_size: int) -> Iterator[Problem]:
@@ -26,6 +29,11 @@ def _documents(data: Data, vocab_size: int) -> Iterator[Problem]:
         yield Problem("data.end_of_document", rule, value=end)
 
 
+def _remote(remote: Remote) -> Iterator[Problem]:
+    if not remote.cache:
+        yield Problem("data.remote.cache", "is empty", "name a folder on a local disk")
+
+
 def _sources(key: str, sources: list[Source]) -> Iterator[Problem]:
     if len(sources) > MAX_SOURCES:
         rule = f"has {len(sources):,} sources, and {MAX_SOURCES:,} are the most: every rank opens the files of each"
@@ -33,6 +41,9 @@ def _sources(key: str, sources: list[Source]) -> Iterator[Problem]:
     for i, source in enumerate(sources):
         if not source.path:
             yield Problem(f"{key}[{i}].path", "is missing", "give the prefix of a token store: PATH.bin and PATH.idx")
+        if scheme_of(source.path) is not None and (set(source.path) & set("?#") or "@" in urlsplit(source.path).netloc):
+            rule = "must have no query, fragment or password: it is the prefix of several URLs, and stands in records"
+            yield Problem(f"{key}[{i}].path", rule, "leave it out; credentials come from the environment")
         if not MIN_WEIGHT <= source.weight <= MAX_WEIGHT:
             rule = f"must be from {MIN_WEIGHT} to {MAX_WEIGHT:g}: it is a share, relative to the other sources"
             yield Problem(f"{key}[{i}].weight", rule, "remove the source from the list to leave it out", source.weight)

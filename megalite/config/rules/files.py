@@ -7,6 +7,7 @@ from pathlib import Path
 
 from megalite.base.errors import InputError, Problem, listing
 from megalite.base.files import UnreachableError, exists, is_file, look, read_object
+from megalite.config.remote import SCHEMES, scheme_of
 from megalite.config.schema import SCHEDULES, Config, Source
 from megalite.config.sources import split_kind
 
@@ -65,6 +66,13 @@ def _missing(key: str, path: str, there: Callable[[str], bool], rule: str, fix: 
 
 def _stores(key: str, sources: list[Source]) -> Iterator[Problem]:
     for i, source in enumerate(sources):
+        scheme = scheme_of(source.path)
+        if scheme is not None:  # its objects are looked at when it is opened
+            package, extra = SCHEMES[scheme]
+            if not _installed(package):
+                rule, fix = f"needs the package {package}, which is not installed", f"pip install 'megalite[{extra}]'"
+                yield Problem(f"{key}[{i}].path", rule, f"{fix}, or copy the store to a disk", source.path)
+            continue
         try:
             missing = [source.path + end for end in (".bin", ".idx") if not is_file(source.path + end)]
             wrong = None if missing else _wrong_mask(source.path)

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from dataclasses import asdict
 
 from megalite.base.errors import Problem
+from megalite.config.remote import scheme_of
 from megalite.config.schema import Config, Experts, Train
 
 MAX_TOKENS = (1 << 63) - 1
@@ -22,6 +23,7 @@ def train_rules(config: Config) -> Iterator[Problem]:
     yield from _export(config)
     yield from _at(config)
     yield from _local(config)
+    yield from _stalls(config)
     tokens = config.train.steps * config.batch.global_ * config.model.sequence_length
     if tokens > MAX_TOKENS:
         rule = f"with batch.global and model.sequence_length makes {tokens:,} tokens, more than 64 bits can count"
@@ -79,6 +81,14 @@ def _local(config: Config) -> Iterator[Problem]:
     if local is not None and not (local.path.startswith("/") and local.path.isprintable()):
         rule = "must be an absolute path of printable characters, as every node looks for it by itself"
         yield Problem("checkpoint.local.path", rule, "use /dev/shm, or a folder on a disk of each node", local.path)
+
+
+def _stalls(config: Config) -> Iterator[Problem]:
+    timeout, data = config.train.timeout, config.data
+    remote = any(scheme_of(source.path) is not None for source in (*data.train, *data.valid))
+    if remote and data.remote.timeout >= timeout:
+        rule = f"must be below train.timeout = {timeout:g}, which ends a job that waits as long for its data"
+        yield Problem("data.remote.timeout", rule, "lower it, or raise train.timeout", data.remote.timeout)
 
 
 def _product(train: Train) -> Iterator[Problem]:

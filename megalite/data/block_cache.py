@@ -55,11 +55,10 @@ class BlockCache:
         name = key.to_bytes(KEY_BYTES, "little")
         try:
             entries, first = self._entries(key)
-            for way in range(WAYS):
-                entry = entries[way * ENTRY_BYTES :][:ENTRY_BYTES]
-                if entry[:KEY_BYTES] == name:
-                    found = os.preadv(self._file, [into], self._place(first + way))
-                    return found == len(into) and entry[KEY_BYTES:] == _hash(name, into)
+            at = entries.find(name)
+            if at >= 0 and at % ENTRY_BYTES == 0:
+                length = os.preadv(self._file, [into], self._place(first + at // ENTRY_BYTES))
+                return length == len(into) and _hash(key, into) == entries[at + KEY_BYTES :][:KEY_BYTES]
         except OSError as error:
             self._warn(error)
         return False
@@ -67,7 +66,7 @@ class BlockCache:
     def write(self, key: int, block: memoryview) -> None:
         """Keep a block, in place of another if need be. Warns once if the disk does not take it."""
         name = key.to_bytes(KEY_BYTES, "little")
-        check = _hash(name, block)
+        check = _hash(key, block)
         try:
             entries, first = self._entries(key)
             names = [entries[at : at + KEY_BYTES] for at in range(0, len(entries), ENTRY_BYTES)]
@@ -98,7 +97,5 @@ def open_cache(folder: Path, size: int) -> BlockCache:
     return BlockCache(folder, size)
 
 
-def _hash(name: bytes, block: memoryview) -> bytes:
-    digest = xxhash.xxh3_128(name)
-    digest.update(block)
-    return digest.digest()
+def _hash(key: int, block: memoryview) -> bytes:
+    return xxhash.xxh3_128_digest(block, seed=key % 2**64)

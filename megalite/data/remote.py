@@ -28,8 +28,8 @@ REQUEST_BLOCKS = 256  # blocks in one request at the most
 REQUEST_SECONDS = 30.0  # a request without an answer counts as failed
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0  # seconds between tries
 HASH_TRIES = 3  # answers with a wrong hash before the object counts as damaged
-VERSION_FIELDS = ("ETag", "etag", "generation", "LastModified", "Last-Modified")  # of what fsspec tells of objects
-ABSENT, REFUSED = (404, 410), (401, 403)  # of HTTP
+VERSION_FIELDS = ("ETag", "etag", "generation", "LastModified", "Last-Modified")  # in fsspec's facts about an object
+ABSENT, REFUSED = (404, 410), (401, 403)  # statuses of HTTP
 
 
 @dataclass(frozen=True)
@@ -187,7 +187,7 @@ class RemoteFile:
 
 
 class _Tries:
-    """What failed of one read, for how long, and the pause before the next try."""
+    """The tries of one read: their errors, the time since the first, and the pause before the next."""
 
     def __init__(self, url: str, timeout: float) -> None:
         self._url, self._timeout = url, timeout
@@ -246,7 +246,7 @@ def _status(error: BaseException) -> int | None:
     Over HTTP, fsspec's `info` raises FileNotFoundError for all that fails, with the reason as its cause.
     """
     for each in (error, error.__cause__):
-        told = getattr(each, "response", None)  # of botocore
+        told = getattr(each, "response", None)  # botocore has it
         status = told["ResponseMetadata"].get("HTTPStatusCode") if isinstance(told, dict) else None
         if isinstance(status := status or getattr(each, "status", None), int):
             return status

@@ -116,7 +116,7 @@ class Samples:
         return Sample(tokens, begins, trained)
 
     def _placed(self, indices: Sequence[int]) -> Iterator[tuple[TokenStore, dict[int, int]]]:
-        """For each store that samples come from: the first token of each there, by its position in `indices`."""
+        """Each store that samples come from, with the first token of each of its samples by position in `indices`."""
         places: dict[int, dict[int, int]] = {}
         for at, index in enumerate(indices):
             source, start = self._place(index)

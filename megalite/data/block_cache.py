@@ -5,6 +5,7 @@ key and a hash of key and block, checked at every read: a block that was half wr
 by two at once, or that the disk has lost, counts as absent. Pages of a file that was never written to take no disk.
 """
 
+import mmap
 import os
 from functools import cache
 from pathlib import Path
@@ -36,6 +37,8 @@ class BlockCache:
             self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
             if os.fstat(self._file).st_size == 0:
                 os.ftruncate(self._file, total)
+                # So that no full disk can fail a look at them, which are mapped to memory.
+                os.posix_fallocate(self._file, 0, self._sets * WAYS * ENTRY_BYTES)
             found = os.fstat(self._file).st_size
         except OSError as error:
             raise InputError(
@@ -49,19 +52,18 @@ class BlockCache:
                 f"{total / 2**30:.6g} GiB; use that size, name another folder in data.remote.cache, "
                 "or remove the file while no run reads it"
             )
+        self._mapped = memoryview(mmap.mmap(self._file, total, prot=mmap.PROT_READ))
 
     def read(self, key: int, into: memoryview) -> bool:
         """Fill `into` with the block `key` if it is there; return whether it is."""
         name = key.to_bytes(KEY_BYTES, "little")
-        try:
-            entries, first = self._entries(key)
-            at = entries.find(name)
-            if at >= 0 and at % ENTRY_BYTES == 0:
-                length = os.preadv(self._file, [into], self._place(first + at // ENTRY_BYTES))
-                return length == len(into) and _hash(key, into) == entries[at + KEY_BYTES :][:KEY_BYTES]
-        except OSError as error:
-            self._warn(error)
-        return False
+        entries, first = self._entries(key)
+        at = entries.find(name)
+        if at < 0 or at % ENTRY_BYTES:
+            return False
+        place = self._place(first + at // ENTRY_BYTES)
+        into[:] = self._mapped[place : place + len(into)]  # copied first: another process may write there
+        return _hash(key, into) == entries[at + KEY_BYTES :][:KEY_BYTES]
 
     def write(self, key: int, block: memoryview) -> None:
         """Keep a block, in place of another if need be. Warns once if the disk does not take it."""
@@ -80,7 +82,7 @@ class BlockCache:
     def _entries(self, key: int) -> tuple[bytes, int]:
         """The entries of a block's set, and the number of the first. Successive keys are in successive sets."""
         first = key % self._sets * WAYS
-        return os.pread(self._file, WAYS * ENTRY_BYTES, first * ENTRY_BYTES), first
+        return bytes(self._mapped[first * ENTRY_BYTES :][: WAYS * ENTRY_BYTES]), first
 
     def _place(self, slot: int) -> int:
         return self._sets * WAYS * ENTRY_BYTES + slot * BLOCK_BYTES

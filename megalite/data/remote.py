@@ -62,8 +62,9 @@ class RemoteFile:
             first = start // BLOCK_BYTES
             begin, end = first * BLOCK_BYTES, min(-(-stop // BLOCK_BYTES) * BLOCK_BYTES, self.size)
             whole = np.empty(max(0, end - begin), np.uint8)
+            view = whole.data
             for at in range(0, len(whole), BLOCK_BYTES):
-                number, into = first + at // BLOCK_BYTES, whole[at : at + BLOCK_BYTES].data
+                number, into = first + at // BLOCK_BYTES, view[at : at + BLOCK_BYTES]
                 if not self._cache.read(self._block_key(number), into):
                     missing.setdefault(number, []).append(into)
             found.append(whole[start - begin : stop - begin])

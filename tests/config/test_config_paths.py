@@ -159,3 +159,21 @@ def test_a_mask_is_there_and_as_long_as_its_store(fault: str, rule: str | None, 
 
 def test_training_needs_data() -> None:
     assert [problem.key for problem in validate_files(Config())] == ["data.train"]
+
+
+def test_sources_on_servers_need_their_package_and_a_timeout_below_that_of_the_job(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = load([], ["data.train=[{path: 's3://bucket/a'}, {path: 'https://me:pw@host/b?c'}]", "train.timeout=300"])
+    told = [f"{problem.key}: {problem.rule}" for problem in validate(config)]
+    assert told == [
+        "data.remote.timeout: must be below train.timeout = 300, which ends a job that waits as long for its data",
+        "data.train[1].path: must have no query, fragment or password: it is the prefix of several URLs, "
+        "and stands in records",
+    ]
+    assert validate_files(config) == []
+    monkeypatch.setattr("megalite.config.rules.files.find_spec", lambda package: None)
+    assert [str(problem.fix) for problem in validate_files(config)] == [
+        "pip install 'megalite[s3]', or copy the store to a disk",
+        "pip install 'megalite[http]', or copy the store to a disk",
+    ]

@@ -68,9 +68,9 @@ def _stores(key: str, sources: list[Source]) -> Iterator[Problem]:
     for i, source in enumerate(sources):
         scheme = scheme_of(source.path)
         if scheme is not None:  # its objects are looked at when it is opened
-            package, extra = SCHEMES[scheme]
+            package, needed = SCHEMES[scheme]
             if not _installed(package):
-                rule, fix = f"needs the package {package}, which is not installed", f"pip install 'megalite[{extra}]'"
+                rule, fix = f"needs the package {package}, which is not installed", f"pip install 'megalite[{needed}]'"
                 yield Problem(f"{key}[{i}].path", rule, f"{fix}, or copy the store to a disk", source.path)
             continue
         try:

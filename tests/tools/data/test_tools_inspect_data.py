@@ -226,3 +226,13 @@ def test_a_store_described_anew_keeps_its_mask(masked: str, capsys: pytest.Captu
     assert before is not None
     assert after is not None
     assert (after.trained_tokens, after.fingerprint) == (5, before.fingerprint)
+
+
+def test_hashes_of_every_block_are_written_beside_the_store(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with StoreWriter(tmp_path / "store", "uint16") as writer:
+        writer.add(np.arange(20_000))
+    assert main([str(tmp_path / "store"), "--hashes"]) == 0
+    blocks = 3 + 1  # of 40,000 bytes and of an index of one document
+    assert (tmp_path / "store.hashes").stat().st_size == 16 * (1 + blocks)
+    assert main(["s3://bucket/store", "--hashes"]) == 2
+    assert "run them before the upload" in capsys.readouterr().err

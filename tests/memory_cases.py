@@ -311,8 +311,8 @@ CASES: dict[str, tuple[Overrides, int]] = {  # name -> overrides and the pipelin
     "head in chunks, tp": ({**CHUNKED, "parallel.tp": 2, "parallel.dp_shard": 2}, 0),
     "head in chunks, last of 2 stages": ({**CHUNKED, "parallel.pp": 2, "batch.global": 96}, 1),
     "experts": (EXPERTS, 0),
-    "experts, 8 of 128": (
-        {"model.experts.count": 128, "model.experts.active": 8, "model.experts.width": 64, **BALANCED},
+    "experts, 8 of 32": (
+        {"model.experts.count": 32, "model.experts.active": 8, "model.experts.width": 64, **BALANCED},
         0,
     ),
     "gpt-oss": ({**EXPERTS, **GPT_OSS}, 0),

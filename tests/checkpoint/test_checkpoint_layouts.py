@@ -176,7 +176,6 @@ WHOLE = Layout(pp=2, dp_shard=2, cp=2)  # four ranks share out all experts
     ("optimizer", "momentum", "count", "before", "after"),
     [
         ("adamw", "exp_avg", 8, APART, OTHER),
-        ("muon", "momentum_buffer", 8, APART, OTHER),
         ("adamw", "exp_avg", 12, APART, WHOLE),
         ("muon", "momentum_buffer", 12, WHOLE, APART),
     ],

@@ -146,7 +146,7 @@ def answers_in_layouts(layouts: list[Layout], model: Model) -> list[Answers | No
             crew.serve()
             found.append(None)
             continue
-        written = crew.write(Writing(requests(9, 2, model), Draw(1.0, 20, 0.9), ("5",)))
+        written = crew.write(Writing(requests(9, 2, model), Draw(1.0, 20, 0.9), (":",)))
         likely = [
             Stem(prompt, [text])
             for prompt, text in zip(

@@ -42,7 +42,9 @@ LAYOUTS = [Layout(tp=2), Layout(pp=2), Layout(pp=2, tp=2), Layout(tp=4), Layout(
 
 
 @pytest.mark.parametrize(
-    "change", [{}, {"tie_embeddings": True}, {"vocab_size": 61}, {"experts": EXPERTS}, LATENT, GPT_OSS, GEMMA], ids=str
+    "change",
+    [{}, {"tie_embeddings": True, "vocab_size": 61}, {"experts": EXPERTS}, LATENT, GPT_OSS, GEMMA],
+    ids=str,
 )
 def test_every_layout_writes_the_same_texts(change: dict[str, Any], ranks: Ranks) -> None:
     """Greedily and at random; with windows in some layers, whose prompts come in several lengths at once."""

@@ -30,8 +30,10 @@ from megalite.distributed.mesh import Mesh
 
 # Files that take half a minute or more, the longest first.
 LONGEST = (
-    "experiment/test_real_ladder.py",
+    "parallel/test_experts_apart.py",
     "dry_run/test_dryrun.py",
+    "checkpoint/test_checkpoint_layouts.py",
+    "experiment/test_real_ladder.py",
     "test_layouts.py",
     "soak/test_soak.py",
     "dry_run/test_dryrun_adapters.py",
@@ -39,7 +41,11 @@ LONGEST = (
     "test_readme.py",
     "tools/bench/test_bench_ranks.py",
     "test_library_example.py",
-    "checkpoint/test_checkpoint_layouts.py",
+    "parallel/test_experts_layouts.py",
+    "parallel/test_copies.py",
+    "parallel/test_gpt_oss_layouts.py",
+    "parallel/test_float8.py",
+    "parallel/test_latent_layouts.py",
     "train/test_train_elastic.py",
     "train/test_train_stop_phases.py",
     "train/test_train_signals.py",

@@ -7,9 +7,11 @@ import shutil
 import socket
 import subprocess
 import time
+import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -217,11 +219,9 @@ def test_prometheus_scrapes_a_run_and_evaluates_the_dashboard(tmp_path: Path) ->
             try:
                 last = time.monotonic() + SCRAPED_WITHIN
                 while time.monotonic() < last:
-                    try:
+                    with suppress(urllib.error.URLError):  # it is not up yet
                         if asked("megalite_events_total[1m]") and len(asked("megalite_loss[1m]")[0]["values"]) > 1:
                             break
-                    except OSError:  # it is not up yet
-                        pass
                     time.sleep(0.2)
                 (loss,) = asked("megalite_loss")
                 assert (loss["metric"]["run"], loss["value"][1]) == ("toy", "2.5")

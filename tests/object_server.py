@@ -10,6 +10,7 @@ from typing import Any
 from unittest.mock import patch
 
 import boto3
+from fsspec import get_filesystem_class
 from moto.server import DomainDispatcherApplication, create_backend_app
 from werkzeug.serving import make_server
 
@@ -68,6 +69,7 @@ class ObjectServer:
             "AWS_DEFAULT_REGION": "us-east-1",
             "AWS_MAX_ATTEMPTS": "1",  # s3fs and megalite try again themselves
         }
+        get_filesystem_class("s3").clear_instance_cache()  # one of an earlier server would ask at its address
         try:
             with patch.dict(os.environ, settings):
                 boto3.client("s3").create_bucket(Bucket=BUCKET)

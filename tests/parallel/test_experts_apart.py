@@ -85,11 +85,11 @@ WORST_CASES = [  # the same with buffers of a fixed size
 def configuration(case: tuple, buffers: Buffers) -> Config:
     ep, layout, mode, schedule, kind, recompute, optimizer = case
     return Config(
-        model=Model(4, 12, 2, 2, None, 20, 40, 16, experts=KINDS[kind], init_std=0.2),
+        model=Model(2 if layout.pp == 1 else 4, 12, 2, 2, None, 20, 40, 16, experts=KINDS[kind], init_std=0.2),
         parallel=Parallel(
             *layout.shape, ep, Pipeline(schedule), data=DataParallel(mode), experts=ExpertParallel(buffers)
         ),
-        batch=Batch(1, layout.dp * (3 if layout.pp == 1 else 4)),
+        batch=Batch(1, layout.dp * (2 if layout.pp == 1 else 4)),
         train=Train(3, "fp64", recompute=recompute),
         optim=Optim(optimizer, lr=0.01, weight_decay=0.3, clip_norm=0.01),
     )

@@ -37,9 +37,9 @@ def configuration(mode: str, cp: int, schedule: str, kind: str, recompute: str, 
     layout = replace(layout, pp=SCHEDULES[schedule], cp=cp)
     pipeline = Pipeline(schedule or "1f1b")
     return Config(
-        model=Model(4, 12, 2, 2, None, 20, 40, 16, experts=KINDS[kind], init_std=0.2),
+        model=Model(2 if layout.pp == 1 else 4, 12, 2, 2, None, 20, 40, 16, experts=KINDS[kind], init_std=0.2),
         parallel=Parallel(*layout.shape, pipeline=pipeline, data=DataParallel(how)),
-        batch=Batch(1, layout.dp * (3 if layout.pp == 1 else 4)),
+        batch=Batch(1, layout.dp * (2 if layout.pp == 1 else 4)),
         train=Train(3, "fp64", recompute=recompute),
         optim=Optim(optimizer, lr=0.01, weight_decay=0.3, clip_norm=0.01),
     )

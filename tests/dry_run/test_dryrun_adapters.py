@@ -15,7 +15,8 @@ from megalite.plan.memory.walk import HOST_MEMORY
 from megalite.plan.resolved import resolve
 from megalite.plan.traffic.step import step_traffic
 
-LAYERS = {"model.vocab_size": 256, "model.layers": 4}  # which take more than the head does
+LAYERS = {"model.vocab_size": 64, "model.layers": 2}  # which take more than the head does
+DEEP = {**LAYERS, "model.layers": 4}  # what lives for a moment takes less
 ADAPTER = {"adapter.rank": 8, "adapter.alpha": 16}
 SOME = {"adapter.targets": "[query,value]"}
 ROWS = {"adapter.targets": "[attention_output,down]"}
@@ -44,7 +45,7 @@ CASES: dict[str, tuple[dict[str, Any], int]] = {
     "some, zb_h1": ({**LAYERS, **SOME, **pipeline("zb_h1"), **data("zero1", dp_shard=2)}, 0),
     "dropout": ({**LAYERS, **DROPPING, **data("zero3", dp_shard=2)}, 0),
     "dropout, tp, selective": ({**LAYERS, **DROPPING, **TP, **SELECTIVE}, 0),
-    "dropout, tp, full": ({**LAYERS, **DROPPING, **TP, **FULL}, 0),
+    "dropout, tp, full": ({**DEEP, **DROPPING, **TP, **FULL}, 0),
     "dropout, latent": ({**LAYERS, **DROPPING, **memory_cases.LATENT}, 0),
     "ends": ({**ENDS, "model.layers": 2}, 0),
     "ends, head takes most": ({**ENDS, "model.layers": 1, "model.vocab_size": 8192}, 0),
@@ -57,12 +58,12 @@ CASES: dict[str, tuple[dict[str, Any], int]] = {
     "experts alone, narrow": ({**memory_cases.NARROW_APART, **OF_EXPERTS}, 0),
     "experts alone, full": ({**memory_cases.APART, **OF_EXPERTS, **FULL}, 0),
     # Weights take more than tokens do.
-    "few tokens, zero3": ({**LAYERS, **FEW_TOKENS, **FULL, **data("zero3", dp_shard=2)}, 0),
+    "few tokens, zero3": ({**DEEP, **FEW_TOKENS, **FULL, **data("zero3", dp_shard=2)}, 0),
     "few tokens, large head": ({**FEW_TOKENS, **data("zero3", dp_shard=2)}, 0),
     "few tokens, zb_h1, tp": ({**LAYERS, **FEW_TOKENS, **TP, **pipeline("zb_h1"), **data("zero1", dp_shard=2)}, 0),
     "nf4": ({**LAYERS, **NF4, **FEW_TOKENS}, 0),
     "nf4, tokens take more": ({**LAYERS, **NF4, **TP, **data("zero3", dp_shard=2)}, 0),
-    "nf4, tp, full": ({**LAYERS, **NF4, **FEW_TOKENS, **TP, **FULL, **data("zero3", dp_shard=2)}, 0),
+    "nf4, tp, full": ({**DEEP, **NF4, **FEW_TOKENS, **TP, **FULL, **data("zero3", dp_shard=2)}, 0),
     "zbv, tp": ({**LAYERS, **TP, **pipeline("zbv"), **data("zero2", dp_shard=2)}, 0),
     "zb_h1, tp": ({**LAYERS, **TP, **pipeline("zb_h1"), **data("zero1", dp_shard=2)}, 0),
     "nf4, dropout, muon": ({**LAYERS, **NF4, **FEW_TOKENS, **TP, **DROPPING, **MUON}, 0),

@@ -38,7 +38,7 @@ GEMMA = {
     "logits_softcap": 4.0,
     "attention": Attention(7, 2, window_rope_theta=50.0, scale=0.2, softcap=2.0),
 }
-LAYOUTS = [Layout(tp=2), Layout(pp=2), Layout(pp=2, tp=2), Layout(tp=4), Layout(pp=4), Layout(dp_shard=2, pp=2, tp=2)]
+LAYOUTS = [Layout(tp=4), Layout(pp=4), Layout(dp_shard=2, pp=2, tp=2)]
 
 
 @pytest.mark.parametrize(

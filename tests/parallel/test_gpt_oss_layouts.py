@@ -50,11 +50,11 @@ def configuration(
     attention = Attention(window=5, full_every=2, sinks=True)
     return Config(
         model=Model(
-            4, 12, 4, 2, 6, 20, 40, 16, qkv_bias=True, out_bias=True, attention=attention, experts=KINDS[kind],
-            init_std=0.2,
+            2 if layout.pp == 1 else 4, 12, 4, 2, 6, 20, 40, 16, qkv_bias=True, out_bias=True, attention=attention,
+            experts=KINDS[kind], init_std=0.2,
         ),
         parallel=Parallel(*layout.shape, ep, Pipeline(schedule), Context(method), DataParallel(mode)),
-        batch=Batch(1, layout.dp * (3 if layout.pp == 1 else 4)),
+        batch=Batch(1, layout.dp * (2 if layout.pp == 1 else 4)),
         train=Train(3, "fp64", recompute=recompute),
         optim=Optim(optimizer, lr=0.01, weight_decay=0.3, clip_norm=0.01),
         data=Data(mask_documents=documents, end_of_document=3),

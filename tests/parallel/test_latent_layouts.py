@@ -69,7 +69,7 @@ def test_training_is_that_of_one_process(case: str, documents: bool, ranks: Rank
     layout, schedule, mode, method, latent, recompute, optimizer, more = CASES[case]
     parallel = Parallel(*layout.shape, pipeline=Pipeline(schedule), context=Context(method), data=DataParallel(mode))
     config = Config(
-        model=replace(MODEL, attention=Attention(latent=latent, **more)),
+        model=replace(MODEL, layers=2 if layout.pp == 1 else 4, attention=Attention(latent=latent, **more)),
         parallel=parallel,
         batch=Batch(2, 2 * layout.dp * (2 if layout.pp == 1 else 4)),
         train=Train(3, "fp64", recompute=recompute),

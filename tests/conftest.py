@@ -91,7 +91,13 @@ SLOW = (
     "tools/",
     "train/",
 )
-SLOW += ("test_layouts.py", "test_library_example.py", "test_readme.py", "dry_run/test_dryrun", "layout_search/test_search.py")
+SLOW += (
+    "test_layouts.py",
+    "test_library_example.py",
+    "test_readme.py",
+    "dry_run/test_dryrun",
+    "layout_search/test_search.py",
+)
 SLOW += tuple(f"distributed/test_{name}.py" for name in ("local", "start", "watchdog"))
 SLURM = tuple(f"launch/test_{name}slurm.py" for name in ("", "disk_full_", "supervisor_", "sweep_"))
 

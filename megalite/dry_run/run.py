@@ -24,7 +24,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megalite.base.errors import InputError
 from megalite.base.exit_codes import ExitCode
-from megalite.checkpoint.run.save import local_parts
+from megalite.checkpoint.run.save_plan import local_parts
 from megalite.checkpoint.store.state import State, is_state
 from megalite.checkpoint.weights.argument import without_weights
 from megalite.config.load import files_and_overrides, load

@@ -1,30 +1,27 @@
 """Saving: the state is staged to the host, written in the background, and published by one rename when on the disk."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 from time import monotonic
 from types import TracebackType
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import (
-    DefaultSavePlanner,
     create_default_global_save_plan,
     create_default_local_save_plan,
 )
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex
-from torch.distributed.checkpoint.planner import SavePlan, WriteItem
+from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
-from torch.distributed.tensor import DTensor
 
 from megalite.base.errors import InputError, Unhealthy
 from megalite.checkpoint.local.tier import Tier, WrittenFolders
 from megalite.checkpoint.publish import Publisher
+from megalite.checkpoint.run.save_plan import Planner, WriterPlan, local_parts, written_bytes
 from megalite.checkpoint.run.staging import Staging
 from megalite.checkpoint.store.disk import File
 from megalite.checkpoint.store.files import METADATA, Writer
@@ -40,23 +37,12 @@ from megalite.checkpoint.weights.merged import BASE
 from megalite.config.convert import to_plain
 from megalite.config.layout import AXES
 from megalite.config.schema import Config
-from megalite.optim.file_pieces import buckets, in_memory
 from megalite.optim.interface import rate_of
 from megalite.optim.scratch_file import ScratchFile
-from megalite.parallel.parameter import box
 from megalite.plan.state_streams import padded
 
 VERSIONS = ("megalite", "torch")
 CONTINUATION_HINT = "when that is mended, the same command continues from the newest"
-
-
-@dataclass
-class WriterPlan:
-    """Assignment of tensors to writing ranks. It is made once, as a run's tensors keep their names and shapes."""
-
-    planner: "Planner"
-    mine: SavePlan
-    metadata: Metadata | None  # on the first rank
 
 
 @dataclass(frozen=True)
@@ -68,48 +54,6 @@ class EndedWrites:
 
 
 Part = tuple[list[WriteResult], Index, dict[str, File]]  # results, index and files of what a rank has written
-
-
-class Planner(DefaultSavePlanner):
-    """Plans with DTensors, those in files cut into buckets, and writes the tensors that are staged for them."""
-
-    staged: Mapping[str, Tensor]
-    rows: dict[MetadataIndex, slice]  # the rows of its staged tensor that an item holds
-
-    def create_local_plan(self) -> SavePlan:
-        plan, self.rows = super().create_local_plan(), {}
-        return replace(plan, items=[each for item in plan.items for each in self._placed(item)])
-
-    def lookup_object(self, index: MetadataIndex) -> Any:
-        part = self.staged[index.fqn]
-        rows = self.rows.get(index)
-        return in_memory(part if rows is None else part[rows]).contiguous()  # the index tells of whole rows
-
-    def _placed(self, item: WriteItem) -> Iterator[WriteItem]:
-        """Give `item` the place of this rank's part of a DTensor, which DCP does not know if the DTensor is `cut`."""
-        tensor = self.state_dict[item.index.fqn]
-        if not isinstance(tensor, DTensor):
-            yield item
-            return
-        assert item.tensor_data is not None
-        sizes, offsets = box(tensor)
-        for rows in buckets(tensor.to_local()):
-            first = torch.Size([offsets[0] + rows.start, *offsets[1:]])
-            chunk = ChunkStorageMetadata(first, torch.Size([rows.stop - rows.start, *sizes[1:]]))
-            index = MetadataIndex(item.index.fqn, first)
-            self.rows[index] = rows
-            yield replace(item, index=index, tensor_data=replace(item.tensor_data, chunk=chunk))
-
-
-def _bytes_of(plan: SavePlan) -> int:
-    """The bytes of the tensors that a rank writes."""
-    found = (item.tensor_data for item in plan.items if item.tensor_data is not None)
-    return sum(data.chunk.sizes.numel() * data.properties.dtype.itemsize for data in found)
-
-
-def local_parts(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return this rank's part of weights and moments. A save copies all of it, whichever rank writes it."""
-    return {name: tensor.to_local() for name, tensor in tensors.items() if isinstance(tensor, DTensor)}
 
 
 class Saver:
@@ -183,7 +127,7 @@ class Saver:
             tier.begin()
         if tier.on:
             self._plan = self._make_plan(self.state.tensors())
-            tier.check_room(_bytes_of(self._plan.mine), self.state.device.type == "cuda")
+            tier.check_room(written_bytes(self._plan.mine), self.state.device.type == "cuda")
 
     def _rehearse(self) -> None:
         """Raises InputError if a checkpoint could not hold this configuration, or not be read again."""

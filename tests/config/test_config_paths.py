@@ -98,7 +98,7 @@ def test_files_are_looked_for_beside_the_rules(tmp_path: Path) -> None:
     bad = load(
         [],
         [
-            f"data.train=[{{path: {half}}}, {{path: {there}.bin}}]",
+            f"data.train=[{{path: {half}}}, {{path: {there}.bin}}, {{path: ftp://host/store}}]",
             "eval.steps=1",
             f"data.tokenizer={tmp_path / 'none.model'}",
             f"checkpoint.resume={tmp_path / 'none'}",
@@ -111,6 +111,8 @@ def test_files_are_looked_for_beside_the_rules(tmp_path: Path) -> None:
         f'data.train[0].path = "{half}": no such file: {half}.idx; '
         "correct the path, or make it with megalite-prepare-data",
         f'data.train[1].path = "{there}.bin": no such file: {there}.bin.bin and {there}.bin.idx; leave out the .bin',
+        'data.train[2].path = "ftp://host/store": is no URL that can be read, which begins with s3, gs, https, http; '
+        "copy the store to a server with one of these, or to a disk",
         "eval.steps = 1: evaluation needs data.valid; list token stores there, or use 0",
         f'data.tokenizer = "{tmp_path}/none.model": no such file; correct the path, or use null',
         f'checkpoint.resume = "{tmp_path}/none": no such checkpoint; use auto, never or the path of a checkpoint',

@@ -73,6 +73,11 @@ def _stores(key: str, sources: list[Source]) -> Iterator[Problem]:
                 rule, fix = f"needs the package {package}, which is not installed", f"pip install 'megalite[{needed}]'"
                 yield Problem(f"{key}[{i}].path", rule, f"{fix}, or copy the store to a disk", source.path)
             continue
+        if "://" in source.path:
+            rule = f"is no URL that can be read, which begins with {', '.join(SCHEMES)}"
+            fix = "copy the store to a server with one of these, or to a disk"
+            yield Problem(f"{key}[{i}].path", rule, fix, source.path)
+            continue
         try:
             missing = [source.path + end for end in (".bin", ".idx") if not is_file(source.path + end)]
             wrong = None if missing else _wrong_mask(source.path)

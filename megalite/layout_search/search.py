@@ -270,15 +270,17 @@ def _checked(space: Space, plan: Plan) -> Plan | None:
 def _likely_fullest(plan: Plan, limit: float) -> int:
     """Bytes of the pipeline rank that most likely is the fullest; or of the first that needs more than `limit`.
 
-    Looked at are both ends, and of the others those that keep most for backward passes, and that have most layers.
+    Looked at are both ends, and of the others the two that keep most for backward passes, and the one that has most
+    layers.
     """
     config = plan.config
     pp, m = config.parallel.pp, filled(config, micro_batches(config))
     kept = _kept_at_once(plan, m)
     layers = [sum(len(plan.layers[stage]) for stage in plan.stages_of(rank)) for rank in range(pp)]
-    ranks = {0, pp - 1, kept.index(max(kept)), layers.index(max(layers))}
+    fullest = sorted(range(pp), key=lambda rank: -kept[rank])
+    ranks = {0, pp - 1, *fullest[:2], layers.index(max(layers))}
     most, inputs = 0, micro_batches(config) * plan.sizes.inputs
-    for rank in sorted(ranks, key=lambda rank: -kept[rank]):
+    for rank in sorted(ranks, key=fullest.index):
         most = max(most, Total(plan, m, rank).most_bytes() + inputs)
         if most > limit:
             break

@@ -38,7 +38,7 @@ MAX_MICRO_SIZE = 32  # sequences in a micro-batch
 LARGE_MICRO_SIZE = 1 << 16  # sequences, of which products have more than a hundred waves of tiles
 ROUNDED_SHARE = 0.99  # share of their time that is left if the last wave is full
 MAX_CP = 64
-MIN_RANK_POSITIONS = 1024  # positions of a sequence that a context-parallel rank has at least
+MIN_RANK_POSITIONS = 2048  # positions of a sequence that a context-parallel rank has at least
 
 
 class Scheduled(NamedTuple):

@@ -428,7 +428,7 @@ class LearningRate:
 
 @dataclass
 class Source:
-    path: str = ""  # prefix of a token store: PATH.bin and PATH.idx; or its URL: s3://, gs://, https:// or http://
+    path: str = ""  # prefix of a token store, PATH.bin and PATH.idx, or of a list of them, PATH.shards; or its URL
     weight: float = 1.0  # share of tokens, relative to the other sources
 
 

@@ -4,6 +4,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ from megalite.base.errors import InputError, Problem, counted, listing, printabl
 from megalite.base.files import read_object, write_object
 from megalite.base.output import warn
 from megalite.config.schema import Data, Model
-from megalite.data.description import Description, description_file
+from megalite.data.description import Description, description_file, join_descriptions
+from megalite.data.joined_store import at_once, open_store
 from megalite.data.mask import mask_file
 from megalite.data.store import Scan, TokenStore
 from megalite.data.tokenizer import Tokenizer, tokenizer_hash
@@ -85,12 +87,12 @@ def check_data(data: Data, model: Model, scans: Scans, tick: Callable[[], None] 
     tokenizer = None if data.tokenizer is None else open_tokenizer_file(data.tokenizer)
     lists = {"data.train": data.train, "data.valid": data.valid}
     sources = [(f"{key}[{i}].path", source.path) for key, listed in lists.items() for i, source in enumerate(listed)]
-    stores = {path: TokenStore(path, data.remote) for _, path in sources}
+    stores = {path: open_store(path, data.remote) for _, path in sources}
     known = {path: _know(store, scans, tick) for path, store in stores.items()}
     end = _end_of_document(data, known, tokenizer)
     problems = [*_tokenizer_problems(data, tokenizer, vocab_size), *_end_problems(data, end, stores, vocab_size)]
     for key, path in sources:
-        problems += _problems(key, path, known[path], data, vocab_size)
+        problems += _problems(key, stores[path], known[path], data, vocab_size)
     if problems:
         raise InputError(problems)
     warnings = [*_cut_warnings(known, model.sequence_length), *_warnings(data, end, stores, known)]
@@ -98,7 +100,20 @@ def check_data(data: Data, model: Model, scans: Scans, tick: Callable[[], None] 
 
 
 def checked_description(store: TokenStore) -> Description | None:
-    """The description of a store that has one. Raises InputError if the store contradicts it."""
+    """The description of a store that has one. Raises InputError if the store contradicts it.
+
+    A list of shards has one made of theirs, if all of them have one.
+    """
+    sampled = -(-SAMPLED_DOCUMENTS // len(store.shards))
+    described = at_once(partial(_checked_description, sampled), store.shards)
+    found = [description for description in described if description is not None]
+    if len(found) < len(described):
+        return None
+    return found[0] if store.shards == (store,) else join_descriptions(found, store.fingerprint())
+
+
+def _checked_description(sampled: int, store: TokenStore) -> Description | None:
+    """sampled: documents whose last token is read."""
     found, path = Description.read(store.description_prefix), description_file(store.description_prefix)
     if found is None:
         return None
@@ -117,11 +132,13 @@ def checked_description(store: TokenStore) -> Description | None:
         fix = f"copy all of them again, or, if {inspect} --verify finds nothing wrong, use --describe"
         raise InputError(f"{path}: {rule}; {fix}")
     if found.end_of_document is not None and store.documents:
-        for index in np.unique(np.linspace(0, store.documents - 1, SAMPLED_DOCUMENTS, dtype=np.int64)):
-            document = store.document(int(index))
-            if len(document) and document[-1] != found.end_of_document:
+        numbers = np.unique(np.linspace(0, store.documents - 1, sampled, dtype=np.int64)).tolist()
+        bounds = {number: store.bounds(number) for number in numbers}
+        ends = {number: end - 1 for number, (start, end) in bounds.items() if end > start}
+        for number, last in zip(ends, store.read_from([*ends.values()], 1), strict=True):
+            if last[0] != found.end_of_document:
                 rule = f"says that documents end with token {found.end_of_document}"
-                raise InputError(f"{path}: {rule}, but document {index} of the .idx ends with {document[-1]}")
+                raise InputError(f"{path}: {rule}, but document {number} of the .idx ends with {last[0]}")
     return found
 
 
@@ -149,23 +166,25 @@ def _tokenizer_problems(data: Data, tokenizer: Tokenizer | None, vocab_size: int
 
 
 def _end_problems(data: Data, end: int | None, stores: dict[str, TokenStore], vocab_size: int) -> Iterator[Problem]:
-    unmarked = [path for path, store in stores.items() if store.documents <= 1]
+    unmarked = [store.index.file.name for store in stores.values() if store.documents <= 1]
     if data.mask_documents and end is None and unmarked:
-        rule = f"{unmarked[0]}.idx tells of no documents, and which token ends one is not known"
+        rule = f"{unmarked[0]} tells of no documents, and which token ends one is not known"
         yield Problem("data.mask_documents", rule, "set data.end_of_document to its id, or data.tokenizer", True)
     if data.mask_documents and end is not None and end >= vocab_size:
         rule = f"the end-of-document token {end} is outside model.vocab_size = {vocab_size}"
         yield Problem("data.mask_documents", rule, "was the store made with another tokenizer?", True)
 
 
-def _problems(key: str, path: str, known: Known, data: Data, vocab_size: int) -> Iterator[Problem]:
+def _problems(key: str, store: TokenStore, known: Known, data: Data, vocab_size: int) -> Iterator[Problem]:
     """Yield the reasons why a store cannot be trained on."""
-    largest, description = known.scan.largest_id, known.description
+    path, largest, description = store.prefix, known.scan.largest_id, known.description
     if largest >= vocab_size:
-        rule = f"{path}.bin holds token id {largest}, outside model.vocab_size = {vocab_size}"
+        rule = f"{store.bin.name} holds token id {largest}, outside model.vocab_size = {vocab_size}"
         yield Problem(key, rule, f"use model.vocab_size={largest + 1} or more; was another tokenizer meant?", path)
-    if known.scan.trained_tokens == 0:
-        yield Problem(key, f"{path}.mask says that no token is trained", "prepare the data anew, or leave it out", path)
+    if store.mask is not None and known.scan.trained_tokens == 0:
+        yield Problem(
+            key, f"{store.mask.file.name} says that no token is trained", "prepare the data anew, or leave it out", path
+        )
     if description is None:
         return
     made_with, end = description.tokenizer, description.end_of_document
@@ -193,7 +212,8 @@ def _warnings(data: Data, end: int | None, stores: dict[str, TokenStore], known:
             continue
         if store.documents > 1:
             found = "with several tokens" if theirs is None else f"with token {theirs}"
-            yield f"{path}: documents end {found}, not with {end}; where they begin is taken from {path}.idx"
+            taken = f"where they begin is taken from {store.index.file.name}"
+            yield f"{path}: documents end {found}, not with {end}; {taken}"
         else:
             yield f"{path}: does not end with the end-of-document token {end}; is it the right one?"
 
@@ -214,5 +234,5 @@ class _Telling:
             self.told = now
             left = (now - self.began) * (self.store.tokens - self.done) / self.done
             share = f"{self.done / self.store.tokens:.0%} done, {left:,.0f} s left"
-            what = "once for its largest token id, which no .json beside it tells"
-            print(printable(f"megalite: reading {self.store.prefix}.bin {what}: {share}"), file=sys.stderr)
+            what = "once for its largest token id, which no .json tells"
+            print(printable(f"megalite: reading {self.store.bin.name} {what}: {share}"), file=sys.stderr)

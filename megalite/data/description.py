@@ -4,7 +4,9 @@ megalite writes it with every store. Megatron's stores have none.
 """
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +95,29 @@ class Description:
             rule = f"has version {repr(version)[:20]}{more}; this megalite reads the number {VERSION}"
             raise InputError(f"{path}: {rule}")
         return _checked(path, {"end_of_document": None, **found})
+
+
+def join_descriptions(described: Sequence[Description], fingerprint: str) -> Description:
+    """The description of the store that has the documents of stores of one tokenizer, one after the other.
+
+    A source file that several of them name counts once.
+    """
+    ends = {each.end_of_document for each in described}
+    sources = tuple(dict.fromkeys(source for each in described for source in each.sources))
+    trained = [each.trained_tokens for each in described if each.trained_tokens is not None]
+    return Description(
+        version("megalite"),
+        fingerprint,
+        sum(each.documents for each in described),
+        sum(each.tokens for each in described),
+        max(each.largest_id for each in described),
+        ends.pop() if len(ends) == 1 else None,
+        described[0].tokenizer,
+        sources[:MAX_SOURCES],
+        len(sources) + sum(each.source_files - len(each.sources) for each in described),
+        sum(trained) if trained else None,
+        described[0].packed if len(described) == 1 else None,
+    )
 
 
 def description_file(prefix: str | Path) -> Path:

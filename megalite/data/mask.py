@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megalite.base.errors import InputError
-from megalite.data.data_file import DataFile
+from megalite.data.data_file import DataFile, Range
 
 
 def mask_file(prefix: str | Path) -> Path:
@@ -32,11 +32,12 @@ class Mask:
             if last[0] >> tokens % 8:
                 raise self._broken(f"last byte 0x{last[0]:02x}", f"0 in the bits after token {tokens - 1}")
 
-    def read(self, starts: Sequence[int], count: int) -> list[NDArray[np.bool_]]:
-        """The bits of the `count` tokens from each start: whether each is trained."""
-        found = self.file.read([(start // 8, -(-(start + count) // 8)) for start in starts])
+    def read(self, ranges: Sequence[Range]) -> list[NDArray[np.bool_]]:
+        """The bits of the tokens in each range: whether each is trained."""
+        found = self.file.read([(start // 8, -(-stop // 8)) for start, stop in ranges])
         bits = (np.unpackbits(each, bitorder="little") for each in found)
-        return [each[start % 8 :][:count].view(np.bool_) for start, each in zip(starts, bits, strict=True)]
+        cut = zip(ranges, bits, strict=True)
+        return [each[start % 8 :][: stop - start].view(np.bool_) for (start, stop), each in cut]
 
     def _broken(self, found: str, expected: str) -> InputError:
         return InputError(

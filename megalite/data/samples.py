@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from megalite.base.errors import InputError
 from megalite.config.schema import Remote, Source
 from megalite.data.documents import document_begins
+from megalite.data.joined_store import open_store
 from megalite.data.order import integer_weights, mixture, mixture_counts, order_key, permute
 from megalite.data.store import TokenStore
 
@@ -57,7 +58,7 @@ class Samples:
         self.sequence_length = sequence_length
         self.vocab_size = vocab_size
         self._weights = integer_weights(_checked_weights(sources))
-        self._stores = [TokenStore(source.path, remote) for source in sources]
+        self._stores = [open_store(source.path, remote) for source in sources]
         self._masked = any(store.mask is not None for store in self._stores)
         self.parts = tuple(self._cut(store) for store in self._stores)
 
@@ -106,7 +107,7 @@ class Samples:
         if tokens.min() < 0 or tokens.max() >= self.vocab_size:
             worst = tokens.min() if tokens.min() < 0 else tokens.max()
             raise InputError(
-                f"{store.prefix}.bin: token id {worst} within tokens {start} to {start + len(tokens)}"
+                f"{store.bin.name}: token id {worst} within tokens {start} to {start + len(tokens)}"
                 f" is outside model.vocab_size = {self.vocab_size}; was the store made with another tokenizer?"
             )
         if store.documents > 1:
@@ -135,7 +136,7 @@ class Samples:
         samples = (store.tokens - 1) // self.sequence_length
         if samples < 1:
             raise InputError(
-                f"{store.prefix}.bin: {store.tokens} tokens are too few for one sample, which needs"
+                f"{store.bin.name}: {store.tokens} tokens are too few for one sample, which needs"
                 f" model.sequence_length + 1 = {self.sequence_length + 1}; prepare more text, or use shorter sequences"
             )
         return SourceSamples(store.prefix, store.tokens, samples, store.tokens - samples * self.sequence_length - 1)

@@ -12,9 +12,13 @@ from megalite.config.schema import Remote
 from megalite.data.data_file import DataFile, LocalFile
 from megalite.data.hashes import split_hashes
 from megalite.data.mask import mask_file
-from megalite.data.remote import RemoteFile, find
+from megalite.data.remote import find
 
-PAIR = "a token store is the pair PREFIX.bin and PREFIX.idx"
+PAIR = "a token store is the pair PREFIX.bin and PREFIX.idx, or a list of such pairs, PREFIX.shards"
+
+
+class AbsentError(InputError):
+    """There is neither a `.bin` nor an `.idx`."""
 
 
 @dataclass(frozen=True)
@@ -25,11 +29,6 @@ class StoreFiles:
     idx: LocalFile
     mask: DataFile | None
     description_prefix: str  # the description's path without its suffix: of the store, or of a local copy
-
-    @property
-    def all(self) -> tuple[DataFile, ...]:
-        """The files that tokens come from, in the order of the store's fingerprint."""
-        return (self.bin, self.idx) if self.mask is None else (self.bin, self.idx, self.mask)
 
 
 def store_files(prefix: str | Path) -> tuple[Path, Path]:
@@ -44,9 +43,10 @@ def open_files(prefix: str, remote: Remote) -> StoreFiles:
 
 def _open_local(prefix: str) -> StoreFiles:
     tokens, index = store_files(prefix)
-    for path in (index, tokens):
-        if not is_file(path):
-            raise InputError(f"{path}: no such file; {PAIR}")
+    missing = [path for path in (index, tokens) if not is_file(path)]
+    if missing:
+        kind = InputError if any(map(exists, (index, tokens))) else AbsentError
+        raise kind(f"{missing[0]}: no such file; {PAIR}")
     mask = mask_file(prefix)
     masked = exists(mask, follow=False)
     if masked and not is_file(mask):
@@ -58,13 +58,10 @@ def _open_local(prefix: str) -> StoreFiles:
 
 
 def _open_remote(prefix: str, remote: Remote) -> StoreFiles:
-    def there(suffix: str) -> RemoteFile:
-        found = find(prefix + suffix, remote)
-        if found is None:
-            raise InputError(f"{prefix}{suffix}: no such object; {PAIR}")
-        return found
-
-    index, tokens = there(".idx"), there(".bin")
+    index, tokens = (find(prefix + suffix, remote) for suffix in (".idx", ".bin"))
+    if index is None or tokens is None:
+        kind = AbsentError if index is tokens else InputError
+        raise kind(f"{prefix}{'.idx' if index is None else '.bin'}: no such object; {PAIR}")
     mask, description, hashes = (find(prefix + suffix, remote) for suffix in (".mask", ".json", ".hashes"))
     if hashes is not None:
         files = [tokens, index] if mask is None else [tokens, index, mask]

@@ -2,7 +2,7 @@
 
 import os
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from importlib.metadata import version
 from pathlib import Path
@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import BinaryIO, Self
 
 import numpy as np
-from numpy.typing import ArrayLike, DTypeLike
+from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from megalite.base.errors import InputError
 from megalite.base.files import exists
@@ -18,8 +18,12 @@ from megalite.data.data_file import LocalFile, fingerprint
 from megalite.data.description import MAX_SOURCES, Description, SourceFile, TokenizerFile, description_file
 from megalite.data.exclusive_file import claim
 from megalite.data.mask import MaskBits, mask_file
-from megalite.data.store import DTYPES, HEADER, MAGIC, VERSION, token_dtype
+from megalite.data.shards import shards_file
+from megalite.data.store import TokenStore, token_dtype
 from megalite.data.store_files import store_files
+from megalite.data.store_index import render_header
+
+COPIED_DOCUMENTS, COPIED_TOKENS = 1 << 20, 1 << 22  # at a time
 
 
 class StoreWriter:
@@ -83,7 +87,7 @@ class StoreWriter:
         with self._explained():
             self.prefix.parent.mkdir(parents=True, exist_ok=True)
             self._tokens = claim(self.hidden[0], str(self.prefix))
-        for path in self._final:
+        for path in (*self._final, shards_file(self.prefix)):
             if os.path.lexists(path):
                 self._discard()
                 raise InputError(f"{path}: exists already; remove it or choose another name")
@@ -107,6 +111,31 @@ class StoreWriter:
         tokens = np.asarray(tokens)
         if (trained is None) != (self._mask is None):
             raise ValueError(f"{self.prefix}: a mask goes with the tokens of a store that has one, and with no others")
+        self._append(tokens, trained)
+        self._open += tokens.size
+
+    def copy(self, store: TokenStore, first: int, last: int, advanced: Callable[[int], None] = lambda _: None) -> None:
+        """Append the documents from `first` to before `last` of a store of the same kind, each as one sequence.
+
+        The store's index has been verified. advanced: called with the number of tokens written. Raises InputError for a
+        token below 0, and for a document with more tokens than the format can count.
+        """
+        for at in range(first, last, COPIED_DOCUMENTS):
+            end = min(at + COPIED_DOCUMENTS, last)
+            lengths = store.index.document_lengths(at, end)
+            begin, stop = store.bounds(at)[0], store.bounds(end - 1)[1]
+            for start in range(begin, stop, COPIED_TOKENS):
+                count = min(COPIED_TOKENS, stop - start)
+                tokens = store.read(start, count)
+                if tokens.min() < 0:
+                    raise InputError(f"{store.bin.name}: holds the token id {tokens.min()}; is it a store of tokens?")
+                self._append(tokens, None if self._mask is None else store.trained(start, count))
+                advanced(count)
+            for each in lengths.tolist():
+                self._open = each
+                self.end_document()
+
+    def _append(self, tokens: NDArray[np.integer], trained: ArrayLike | None) -> None:
         limits = np.iinfo(self._dtype)
         if tokens.size:
             if tokens.min() < 0 or tokens.max() > limits.max:
@@ -119,7 +148,6 @@ class StoreWriter:
                 if bits.shape != tokens.shape:
                     raise ValueError(f"{self.prefix}: a mask of {bits.shape} for tokens of {tokens.shape}")
                 self._bits.write(self._mask.add(bits))
-        self._open += tokens.size
         self.tokens += tokens.size
 
     def end_document(self) -> None:
@@ -135,7 +163,6 @@ class StoreWriter:
         """Put everything on disk without publishing it, so that several stores can be published at once."""
         lengths = np.array(self._lengths, "<i4")
         offsets = (np.cumsum(lengths, dtype="<i8") - lengths) * self._dtype.itemsize
-        code = next(code for code, dtype in DTYPES.items() if dtype == self._dtype)
         with self._explained():
             self._tokens.flush()
             os.fsync(self._tokens.fileno())
@@ -146,7 +173,7 @@ class StoreWriter:
             for path in self.hidden[1:3]:  # deletes what a killed writer has left, or a link or pipe of that name
                 path.unlink(missing_ok=True)
             with self.hidden[1].open("xb") as index:
-                index.write(HEADER.pack(MAGIC, VERSION, code, len(lengths), len(lengths) + 1))
+                index.write(render_header(self._dtype, len(lengths), len(lengths) + 1))
                 for table in (lengths, offsets, np.arange(len(lengths) + 1, dtype="<i8")):
                     index.write(table.tobytes())
                 index.flush()

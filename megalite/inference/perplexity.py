@@ -13,6 +13,7 @@ from megalite.base.files import is_file
 from megalite.checkpoint.store.host_group import HostGroup
 from megalite.data.check import checked_description
 from megalite.data.description import Description
+from megalite.data.joined_store import open_store
 from megalite.data.store import TokenStore
 from megalite.data.tokenizer import Tokenizer, tokenizer_hash
 from megalite.inference.engine import Engine
@@ -51,7 +52,7 @@ def measure(
     training; documents without one are left out. A document longer than the model's sequence is scored in windows, each
     of which sees one token of the one before. limit: so many documents, evenly spaced. Raises InputError.
     """
-    store = TokenStore(prefix)
+    store = open_store(prefix)
     described = group.once(lambda: _described(store, tokenizer))
     if described is not None and described.end_of_document is not None:
         end = described.end_of_document
@@ -150,7 +151,7 @@ def _checked(store: TokenStore, number: int, vocabulary: int) -> list[int]:
     tokens = store.document(number)
     if len(tokens) and not 0 <= int(tokens.min()) <= int(tokens.max()) < vocabulary:
         rule = f"document {number} has a token id outside model.vocab_size = {vocabulary}"
-        raise InputError(f"{store.prefix}.bin: {rule}; was the store made with another tokenizer?")
+        raise InputError(f"{store.bin.name}: {rule}; was the store made with another tokenizer?")
     return [int(token) for token in tokens]
 
 

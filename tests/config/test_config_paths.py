@@ -92,13 +92,15 @@ def test_files_are_looked_for_beside_the_rules(tmp_path: Path) -> None:
     (tmp_path / "there.bin").touch()
     (tmp_path / "there.idx").touch()
     (tmp_path / "half.bin").touch()
-    there, half = tmp_path / "there", tmp_path / "half"
-    good = load([], [f"data.train=[{{path: {there}}}]", f"data.valid=[{{path: {there}}}]", "eval.steps=1"])
+    for name in ("half", "list"):
+        (tmp_path / f"{name}.shards").touch()
+    there, half, listed = tmp_path / "there", tmp_path / "half", tmp_path / "list"
+    good = load([], [f"data.train=[{{path: {there}}}]", f"data.valid=[{{path: {listed}}}]", "eval.steps=1"])
     assert validate_files(good) == []
     bad = load(
         [],
         [
-            f"data.train=[{{path: {half}}}, {{path: {there}.bin}}, {{path: ftp://host/store}}]",
+            f"data.train=[{{path: {half}}}, {{path: {there}.bin}}, {{path: {listed}.shards}}, {{path: ftp://host/store}}]",
             "eval.steps=1",
             f"data.tokenizer={tmp_path / 'none.model'}",
             f"checkpoint.resume={tmp_path / 'none'}",
@@ -111,7 +113,9 @@ def test_files_are_looked_for_beside_the_rules(tmp_path: Path) -> None:
         f'data.train[0].path = "{half}": no such file: {half}.idx; '
         "correct the path, or make it with megalite-prepare-data",
         f'data.train[1].path = "{there}.bin": no such file: {there}.bin.bin and {there}.bin.idx; leave out the .bin',
-        'data.train[2].path = "ftp://host/store": is no URL that can be read, which begins with s3, gs, https, http; '
+        f'data.train[2].path = "{listed}.shards": no such file: {listed}.shards.bin and {listed}.shards.idx; '
+        "leave out the .shards",
+        'data.train[3].path = "ftp://host/store": is no URL that can be read, which begins with s3, gs, https, http; '
         "copy the store to a server with one of these, or to a disk",
         "eval.steps = 1: evaluation needs data.valid; list token stores there, or use 0",
         f'data.tokenizer = "{tmp_path}/none.model": no such file; correct the path, or use null',

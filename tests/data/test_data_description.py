@@ -17,7 +17,8 @@ from test_data_store import packed, put
 
 from megalite.base.errors import InputError
 from megalite.data.description import MAX_DESCRIPTION_BYTES, Description, SourceFile, TokenizerFile
-from megalite.data.store import HEADER, MAGIC, TokenStore
+from megalite.data.store import TokenStore
+from megalite.data.store_index import HEADER, MAGIC
 from megalite.data.store_writer import StoreWriter
 
 TOKENIZER = TokenizerFile("tokenizer.model", "0" * 64)
@@ -167,6 +168,7 @@ def test_any_index_is_used_or_refused(
     index += np.array(offsets, "<i8").tobytes() + np.array(ends, "<i8").tobytes()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("megalite.data.store._CHUNK", 3)
+        patch.setattr("megalite.data.store_index._CHUNK", 3)
         with suppress(InputError):
             use(put(tmp_path, bytes(size), index))
 

@@ -15,8 +15,10 @@ from megalite.data.block_cache import BLOCK_BYTES, open_cache
 from megalite.data.check import Scans, check_data
 from megalite.data.description import Description
 from megalite.data.hashes import write_hashes
+from megalite.data.joined_store import open_store
 from megalite.data.loader import Loader
 from megalite.data.samples import Samples
+from megalite.data.shards import Shard, write_shards
 from megalite.data.store import TokenStore
 from megalite.data.store_writer import StoreWriter
 from megalite.plan.batches import GlobalBatch
@@ -101,6 +103,39 @@ def test_a_remote_store_is_as_one_on_a_disk(
     read, expected = (Loader(each, 2, 2, 1).read(batch) for each in (samples_of(prefix, remote), samples_of(local)))
     assert bool((read.tokens == expected.tokens).all())
     assert read.documents == expected.documents
+
+
+@pytest.mark.parametrize("scheme", ["s3", "http"])
+def test_a_list_of_remote_shards_is_as_the_merged_store_on_a_disk(
+    server: ObjectServer, local: str, remote: Remote, scheme: str, tmp_path: Path
+) -> None:
+    store, shards = TokenStore(local), []
+    for number, (first, last) in enumerate(((0, 20), (20, 21), (21, DOCUMENTS))):
+        with StoreWriter(tmp_path / f"part{number}", "uint16", masked=True) as writer:
+            for at in range(first, last):
+                start, end = store.bounds(at)
+                writer.add(store.read(start, end - start), store.trained(start, end - start))
+        part = TokenStore(tmp_path / f"part{number}")
+        write_hashes(part.prefix, part.files)
+        shards.append(Shard(f"parts/{number}", part.documents, part.tokens))
+        for suffix in ALL:
+            server.put(f"{tmp_path.name}/parts/{number}{suffix}", Path(part.prefix + suffix).read_bytes())
+    write_shards(tmp_path / "list", shards)
+    server.put(f"{tmp_path.name}/list.shards", (tmp_path / "list.shards").read_bytes())
+    prefix = f"s3://{BUCKET}/{tmp_path.name}/list"
+    if scheme == "http":
+        prefix = prefix.replace("s3:/", server.url)
+    server.faults = {"bin": ["503", "wrong"]}
+    assert open_store(prefix, remote).fingerprint() == store.fingerprint()
+    assert_same(samples_of(prefix, remote), samples_of(local))
+    assert not server.faults["bin"]
+    checked = [
+        check_data(Data(train=[Source(each)], remote=remote), Model(vocab_size=VOCABULARY), Scans(tmp_path / "scans"))
+        for each in (prefix, local)
+    ]
+    assert checked[0] == checked[1]
+    with pytest.raises(InputError, match=r"lost\.idx: no such object; a token store is .* list"):
+        open_store(prefix.replace("list", "lost"), remote)
 
 
 @pytest.mark.parametrize("hashed", [True, False])

@@ -16,6 +16,7 @@ from megalite.config.remote import scheme_of
 from megalite.data.check import checked_description
 from megalite.data.description import Description, TokenizerFile, description_file
 from megalite.data.hashes import write_hashes
+from megalite.data.joined_store import JoinedStore, open_store
 from megalite.data.store import Scan, TokenStore
 from megalite.data.tokenizer import Tokenizer, tokenizer_hash
 from megalite.data.trial import open_tokenizer_file
@@ -36,7 +37,9 @@ def main(argv: list[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog=COMMAND, description=__doc__)
-    parser.add_argument("prefix", metavar="PREFIX", help="the store is PREFIX.bin and PREFIX.idx")
+    parser.add_argument(
+        "prefix", metavar="PREFIX", help="the store is PREFIX.bin and PREFIX.idx, or the list PREFIX.shards"
+    )
     parser.add_argument(
         "--tokenizer", metavar="FILE", help="decode the samples with it; with --verify, check ids against it"
     )
@@ -44,12 +47,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--describe",
         action="store_true",
-        help="read everything and write PREFIX.json anew, with the name of --tokenizer",
+        help="read everything and write PREFIX.json anew, or those of all shards, with the name of --tokenizer",
     )
     parser.add_argument(
         "--hashes",
         action="store_true",
-        help="write PREFIX.hashes, with which training checks every block that it reads from a server",
+        help="write PREFIX.hashes, or those of all shards, with which training checks every block that it reads from"
+        " a server",
     )
     parser.add_argument("--verify", action="store_true", help="read every length, offset, boundary and token")
     return parser
@@ -61,18 +65,20 @@ def _inspect(options: argparse.Namespace) -> None:
     tokenizer = open_tokenizer_file(options.tokenizer) if options.tokenizer else None
     if (options.describe or options.hashes) and scheme_of(options.prefix) is not None:
         raise InputError(f"{options.prefix}: --describe and --hashes write on this machine; run them before the upload")
-    store = TokenStore(options.prefix)
+    store = open_store(options.prefix)
     facts = _facts(store)
     if options.hashes:
         with bar("hashing", sum(file.size for file in store.files)) as advanced:
-            write_hashes(store.prefix, store.files, advanced)
+            for shard in store.shards:
+                write_hashes(shard.prefix, shard.files, advanced)
     if options.describe or options.verify:
         with bar("reading", store.tokens * store.dtype.itemsize) as advanced:
             limit = tokenizer.vocab_size if tokenizer else None
-            scan = store.verify(limit, lambda tokens: advanced(tokens * store.dtype.itemsize))
-        facts.append(("verified", f"everything read; largest token id {scan.largest_id:,}"))
+            scans = [shard.verify(limit, lambda n: advanced(n * store.dtype.itemsize)) for shard in store.shards]
+        facts.append(("verified", f"everything read; largest token id {max(scan.largest_id for scan in scans):,}"))
         if options.describe:
-            _describe(store, scan, options.tokenizer)
+            for shard, scan in zip(store.shards, scans, strict=True):
+                _describe(shard, scan, options.tokenizer)
     described = checked_description(store)
     facts += _described(store, described)
     padding = None if described is None or described.packed is None else described.end_of_document
@@ -89,6 +95,7 @@ def _inspect(options: argparse.Namespace) -> None:
 def _facts(store: TokenStore) -> list[tuple[str, str]]:
     files = [f"{Path(file.name).name} {file.size:,} bytes" for file in store.files]
     facts = [
+        *([("shards", f"{len(store.shards):,}")] if isinstance(store, JoinedStore) else []),
         ("files", ", ".join(files)),
         ("tokens", f"{store.tokens:,} of {store.dtype.name}"),
         ("documents", f"{store.documents:,}"),
@@ -140,7 +147,8 @@ def _describe(store: TokenStore, scan: Scan, tokenizer: str | None) -> None:
 
 def _described(store: TokenStore, found: Description | None) -> Iterator[tuple[str, str]]:
     if found is None:
-        yield "description", f"none; --describe writes {description_file(store.prefix).name}"
+        files = "those of the shards" if isinstance(store, JoinedStore) else description_file(store.prefix).name
+        yield "description", f"none; --describe writes {files}"
         return
     end = "not known" if found.end_of_document is None else f"token {found.end_of_document}"
     made_with = found.tokenizer
@@ -194,7 +202,7 @@ def _shown(store: TokenStore, index: int, ids: list[int], tokenizer: Tokenizer |
         texts = ("".join(map(tokenizer.piece, run)) if special else tokenizer.decode([*run]) for special, run in runs)
         return repr(f'{"".join(texts)}"')[1:-2]
     except InputError as error:
-        raise InputError(f"{store.prefix}.bin: document {index:,}: {error}; was it made with another one?") from error
+        raise InputError(f"{store.bin.name}: document {index:,}: {error}; was it made with another one?") from error
 
 
 if __name__ == "__main__":

@@ -48,7 +48,7 @@ def best_fit_decreasing(lengths: NDArray[np.integer], room: int) -> NDArray[np.i
 
 def longer(store: TokenStore, length: int) -> list[int]:
     """The documents of more than `length` tokens."""
-    return np.flatnonzero(store.lengths > length).tolist()
+    return np.flatnonzero(store.lengths[:] > length).tolist()
 
 
 def pack(
@@ -63,8 +63,9 @@ def pack(
     The rest of a sequence is one more document of `padding` tokens, which are not trained. One more token ends the
     store: the target of the last. advanced: called with the tokens of each document that was written.
     """
-    kept = np.flatnonzero(store.lengths <= length)
-    placed = best_fit_decreasing(store.lengths[kept], length)
+    lengths = store.lengths[:]
+    kept = np.flatnonzero(lengths <= length)
+    placed = best_fit_decreasing(lengths[kept], length)
     padded, sequence, left = 0, 0, length
     for at in np.argsort(placed, kind="stable").tolist():
         if placed[at] > sequence:

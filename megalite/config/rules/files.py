@@ -80,15 +80,17 @@ def _stores(key: str, sources: list[Source]) -> Iterator[Problem]:
             continue
         try:
             missing = [source.path + end for end in (".bin", ".idx") if not is_file(source.path + end)]
+            if len(missing) == 2 and is_file(f"{source.path}.shards"):
+                continue  # its stores are looked at when it is opened
             wrong = None if missing else _wrong_mask(source.path)
         except UnreachableError as error:
             yield Problem(f"{key}[{i}].path", error.rule, error.fix, source.path)
             continue
         if missing:
-            extra = source.path.endswith((".bin", ".idx"))
+            name, suffix = os.path.splitext(source.path)
             fix = (
-                f"leave out the {source.path[-4:]}"
-                if extra
+                f"leave out the {suffix}"
+                if name and suffix in (".bin", ".idx", ".shards")
                 else "correct the path, or make it with megalite-prepare-data"
             )
             yield Problem(f"{key}[{i}].path", f"no such file: {listing(missing, 'and')}", fix, source.path)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from megalite.data.description import Description, TokenizerFile
+from megalite.data.shards import Shard, write_shards
 from megalite.data.store_writer import StoreWriter
 from megalite.data.tokenizer import load_tokenizer, tokenizer_hash
 from megalite_tools.data import inspect_data
@@ -236,3 +237,34 @@ def test_hashes_of_every_block_are_written_beside_the_store(tmp_path: Path, caps
     assert (tmp_path / "store.hashes").stat().st_size == 16 * (1 + blocks)
     assert main(["s3://bucket/store", "--hashes"]) == 2
     assert "run them before the upload" in capsys.readouterr().err
+
+
+def test_a_list_of_shards_is_shown_as_one_store(
+    tmp_path: Path, tokenizer_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shards = []
+    for number, text in enumerate(("one", "another")):
+        with StoreWriter(tmp_path / f"part{number}", "uint16", masked=True) as writer:
+            tokens = load_tokenizer(tokenizer_file).encode(text)
+            writer.add(tokens, [True] * len(tokens))
+        (tmp_path / f"part{number}.json").unlink()
+        shards.append(Shard(f"part{number}", 1, len(tokens)))
+    write_shards(tmp_path / "list", shards)
+    prefix = str(tmp_path / "list")
+    assert main([prefix]) == 0
+    assert "none; --describe writes those of the shards" in capsys.readouterr().out
+    assert main([prefix, "--tokenizer", str(tokenizer_file), "--samples", "2", "--describe", "--hashes"]) == 0
+    printed = capsys.readouterr().out
+    count = sum(shard.tokens for shard in shards)
+    facts = {" ".join(line.split()) for line in printed.splitlines()}
+    assert {"shards 2", "documents 2", f"tokens {count} of uint16", f"trained tokens {count}, 100.0% of all"} <= facts
+    assert ["«one»" in printed, "«another»" in printed] == [True, True]
+    for number in (0, 1):
+        described = Description.read(tmp_path / f"part{number}")
+        assert described is not None
+        assert described.tokenizer == TokenizerFile(tokenizer_file.name, tokenizer_hash(tokenizer_file))
+        assert (tmp_path / f"part{number}.hashes").exists()
+    bits = Path(f"{tmp_path}/part1.mask")
+    bits.write_bytes(bytes([bits.read_bytes()[0] & ~1]))
+    assert main([prefix]) == 2
+    assert "part1.json: does not fit .bin, .idx and .mask" in capsys.readouterr().err

@@ -37,7 +37,7 @@ def open_store(prefix: str | Path, remote: Remote | None = None) -> TokenStore:
         if path is None:
             raise
     shards = read_shards(path)
-    _allow_open_files(f"{prefix}.shards", len(shards))
+    allow_open_files(f"{prefix}.shards", len(shards))
     return JoinedStore(prefix, at_once(partial(_open_shard, prefix, remote), shards))
 
 
@@ -137,7 +137,7 @@ def _kind(store: TokenStore, description: Description | None) -> dict[str, str]:
     }
 
 
-def _allow_open_files(name: str, stores: int) -> None:
+def allow_open_files(name: str, stores: int) -> None:
     """Let this process open the files of so many stores more, as far as the system permits."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = len(os.listdir("/dev/fd")) + FILES_OF_STORE * stores + OTHER_FILES
@@ -145,5 +145,5 @@ def _allow_open_files(name: str, stores: int) -> None:
         return
     if hard != resource.RLIM_INFINITY and needed > hard:
         fix = "raise it (ulimit -Hn), or make fewer stores of them with megalite-merge-data"
-        raise InputError(f"{name}: {stores:,} shards need {needed:,} open files, and {hard:,} is the limit; {fix}")
+        raise InputError(f"{name}: {stores:,} stores need {needed:,} open files, and {hard:,} is the limit; {fix}")
     resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))

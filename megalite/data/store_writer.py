@@ -37,7 +37,7 @@ class StoreWriter:
     The origin of the tokens goes into the store's description, as far as it is given. `end_of_document` is the id with
     which every given document ends. masked: the store has a mask, whose bits are given with the tokens. packed: tokens
     of the sequences that whole documents fill. temporary: once sealed it can be read, under the prefix `hidden_prefix`;
-    it is never published.
+    it is never published. unlisted_sources: further files than `sources` that tokens are of.
     """
 
     def __init__(
@@ -50,6 +50,7 @@ class StoreWriter:
         masked: bool = False,
         packed: int | None = None,
         temporary: bool = False,
+        unlisted_sources: int = 0,
     ) -> None:
         self.prefix = Path(prefix)
         self.tokens = 0
@@ -62,7 +63,7 @@ class StoreWriter:
             raise InputError(f"{prefix}: not a name for a token store; PREFIX.bin and PREFIX.idx will be written")
         self._mask = MaskBits() if masked else None
         self._bits: BinaryIO | None = None  # where the mask is written
-        self._packed, self._temporary = packed, temporary
+        self._packed, self._temporary, self._unlisted_sources = packed, temporary, unlisted_sources
         self.hidden_prefix = partial = self.prefix.with_name(f".{self.prefix.name}.partial")
         self._final, self.hidden = (  # hidden: where it is until it is complete
             (*store_files(prefix), description_file(prefix), mask_file(prefix)) for prefix in (self.prefix, partial)
@@ -205,7 +206,7 @@ class StoreWriter:
             self.end_of_document,
             self._tokenizer,
             self._sources[:MAX_SOURCES],
-            len(self._sources),
+            len(self._sources) + self._unlisted_sources,
             self.trained,
             self._packed,
         )

@@ -235,5 +235,5 @@ def test_many_shards_raise_the_limit_of_open_files(tmp_path: Path, monkeypatch: 
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
     monkeypatch.setattr("megalite.data.joined_store.resource.getrlimit", lambda _: (100, 200))
-    with pytest.raises(InputError, match=r"list\.shards: 40 shards need \d+ open files, and 200 is the limit"):
+    with pytest.raises(InputError, match=r"list\.shards: 40 stores need \d+ open files, and 200 is the limit"):
         open_store(tmp_path / "list")

@@ -11,7 +11,7 @@ from functools import cache, partial
 from itertools import chain, islice, pairwise
 from multiprocessing import get_context, parent_process
 from threading import Thread
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,6 +26,7 @@ from megalite_tools.data.pieces import pieces
 
 BATCH_CHARACTERS = 1 << 20
 BATCH_DOCUMENTS = 4096
+_Result = TypeVar("_Result")
 Batch = list[tuple[str, bool]]  # pieces of texts, each with whether it is the last of its text
 
 
@@ -67,24 +68,24 @@ def encode_texts(texts: Iterable[str], encoding: Encoding, workers: int) -> Gene
     return in_workers(partial(encode_batch, encoding), batches, workers)
 
 
-def in_workers(encode: Callable[[Any], Encoded], batches: Iterator[Any], workers: int) -> Generator[Encoded]:
-    """Yield the result of `encode` for each batch, in their order. Raises InputError if a worker dies."""
+def in_workers(work: Callable[[Any], _Result], batches: Iterator[Any], workers: int) -> Generator[_Result]:
+    """Yield the result of `work` for each batch, in their order. Raises InputError if a worker dies."""
     # Spawned, not forked: a tokenizer may hold threads, which do not survive a fork.
     pool = ProcessPoolExecutor(workers, get_context("spawn"), initializer=_start_worker)
     try:
-        ahead = deque(_submit(pool, encode, batch) for batch in islice(batches, 2 * workers))
+        ahead = deque(_submit(pool, work, batch) for batch in islice(batches, 2 * workers))
         while ahead:
             yield ahead.popleft().result()
-            ahead.extend(_submit(pool, encode, batch) for batch in islice(batches, 1))
+            ahead.extend(_submit(pool, work, batch) for batch in islice(batches, 1))
     except BrokenProcessPool as error:
         raise InputError("a worker process died, perhaps for want of memory; try fewer --workers") from error
     finally:
         pool.shutdown(cancel_futures=True)
 
 
-def _submit(pool: Executor, encode: Callable[[Batch], Encoded], batch: Batch) -> Future[Encoded]:
+def _submit(pool: Executor, work: Callable[[Any], _Result], batch: Any) -> Future[_Result]:
     with held_up():  # a signal must not end a worker, which may start here, with a traceback of its imports
-        return pool.submit(encode, batch)
+        return pool.submit(work, batch)
 
 
 def encode_batch(encoding: Encoding, batch: Batch) -> Encoded:

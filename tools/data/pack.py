@@ -7,12 +7,15 @@ data. The result is a function of the lengths alone.
 from collections import defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
+from megalite.base.errors import InputError, counted, printable
 from megalite.data.store import TokenStore
 from megalite.data.store_writer import StoreWriter
+from megalite_tools.data.documents import Reject, Skipped, refuse
 
 
 @dataclass(frozen=True)
@@ -77,6 +80,35 @@ def pack(
         advanced(end - start)
     _pad(writer, left + 1, padding)
     return Packed(len(kept), sequence + 1, padded + left)
+
+
+def write_packed(
+    store: TokenStore,
+    final: StoreWriter,
+    length: int,
+    on_error: Literal["stop", "skip"],
+    skipped: Skipped,
+    advanced: Callable[[int], None],
+) -> None:
+    """Pack a store's documents, which end with the token that `final` names, and print how full sequences are.
+
+    on_error: "skip" leaves out documents that are longer. advanced: as for `pack`. Raises InputError if none fits.
+    """
+    end = final.end_of_document
+    assert end is not None, "the caller has asked"
+    too_long = longer(store, length)
+    for document in too_long:
+        detail = f"{store.lengths[document]:,} of {length:,} tokens; --pack cuts none, a larger LENGTH takes it"
+        refuse(
+            Reject(f"{final.prefix}, document {document}", "document longer than a sequence", detail), on_error, skipped
+        )
+    if len(too_long) == store.documents:
+        raise InputError(f"{final.prefix}: no document fits into --pack {length}; use a larger LENGTH")
+    found = pack(store, final, length, end, advanced)
+    share = found.padding / (found.sequences * length)
+    documents, sequences = counted(found.documents, "document"), counted(found.sequences, "sequence")
+    filled = f"{documents} in {sequences} of {length:,} tokens, {share:.2%} padding, which counts as documents"
+    print(printable(f"{final.prefix}: {filled}"))
 
 
 def _pad(writer: StoreWriter, count: int, padding: int) -> None:

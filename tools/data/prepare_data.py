@@ -2,22 +2,19 @@
 
 import argparse
 import os
-import signal
 import sys
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from functools import partial
 from hashlib import blake2b
 from pathlib import Path
-from typing import Literal
 
 from rich.console import Console
-from rich.progress import DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.progress import DownloadColumn, Progress, TaskID, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.table import Column
 
 from megalite.base.entry import exit_code
-from megalite.base.errors import InputError, counted, listing, printable
-from megalite.base.stop_signals import listen, restore
+from megalite.base.errors import InputError, printable
 from megalite.data.description import SourceFile, TokenizerFile
 from megalite.data.store import TokenStore, token_dtype
 from megalite.data.store_writer import StoreWriter, sweep
@@ -28,7 +25,6 @@ from megalite_tools.data.chat_template import found_template
 from megalite_tools.data.conversations import checked_chat
 from megalite_tools.data.documents import (
     DEFAULT_KEY,
-    Reject,
     Skipped,
     add_reading_options,
     find_files,
@@ -38,7 +34,8 @@ from megalite_tools.data.documents import (
 )
 from megalite_tools.data.encode import Encoding, encode_texts
 from megalite_tools.data.opened import format_of
-from megalite_tools.data.pack import longer, pack
+from megalite_tools.data.outputs import check_name, published_together, report
+from megalite_tools.data.pack import write_packed
 
 COMMAND = "megalite-prepare-data"
 MAX_WORKERS = 1024
@@ -52,8 +49,12 @@ def main(argv: list[str] | None = None) -> int:
 
 def in_validation(document: int, seed: int, fraction: float) -> bool:
     """Return whether a document belongs to the validation split; depends only on the arguments."""
-    digest = blake2b(f"{seed}/{document}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") < fraction * 2**64
+    return drawn_number(document, seed) < fraction * 2**64
+
+
+def drawn_number(document: int, seed: int) -> int:
+    """The number below 2**64 that a document has drawn; the lowest are held out."""
+    return int.from_bytes(blake2b(f"{seed}/{document}".encode(), digest_size=8).digest(), "little")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -107,10 +108,7 @@ def _prepare(options: argparse.Namespace) -> None:
         raise InputError(f"--valid-fraction {options.valid_fraction}: must be at least 0 and below 1")
     if not 1 <= options.workers <= MAX_WORKERS:
         raise InputError(f"--workers {options.workers} is not from 1 to {MAX_WORKERS}")
-    if options.out.endswith("/"):
-        raise InputError(
-            f"--out {options.out}: ends with a slash; add the name of the store, as in {options.out}corpus"
-        )
+    check_name("--out", options.out)
     if options.lines and options.separator is not None:
         raise InputError("--lines and --separator cannot be used together: --lines separates at newlines")
     if options.template is not None and not options.chat:
@@ -138,13 +136,13 @@ def _prepare(options: argparse.Namespace) -> None:
         sweep(f"{options.out}{leftover}")
     for split in ("", "_train", "_valid"):
         sweep(f"{options.out}{split}{UNPACKED}")
-    with ExitStack() as late, ExitStack() as stack:
+    with ExitStack() as stack:
         dtype = token_dtype(tokenizer.vocab_size)
         masked, length = options.chat or options.pack is not None, options.pack
         finals = [
-            stack.enter_context(StoreWriter(f"{options.out}{split}", dtype, end, made_with, sources, masked, length))
-            for split in splits
+            StoreWriter(f"{options.out}{split}", dtype, end, made_with, sources, masked, length) for split in splits
         ]
+        stack.enter_context(published_together(finals))
         writers = finals
         if length is not None:
             unpacked = partial(StoreWriter, dtype=dtype, masked=options.chat, temporary=True)
@@ -176,44 +174,18 @@ def _prepare(options: argparse.Namespace) -> None:
             raise InputError(f"all {documents} documents fell to validation; lower --valid-fraction")
         if length is not None:
             for writer, final in zip(writers, finals, strict=True):
-                _pack(writer, final, length, options.on_error, skipped, progress)
-        for writer in finals:  # all steps that can fail come before the first store appears
-            writer.seal()
-        late.callback(restore, listen(signal.SIG_IGN))  # from here on: all stores appear, or none
-    _report(finals, skipped)
+                writer.seal()
+                store = TokenStore(writer.hidden_prefix)
+                task = progress.add_task("packed", total=store.tokens * dtype.itemsize, documents=0, tokens=0)
 
+                def packed(tokens: int, task: TaskID = task, final: StoreWriter = final) -> None:
+                    advance = tokens * dtype.itemsize
+                    progress.update(task, advance=advance, documents=final.documents, tokens=final.tokens)
 
-def _pack(
-    unpacked: StoreWriter,
-    final: StoreWriter,
-    length: int,
-    on_error: Literal["stop", "skip"],
-    skipped: Skipped,
-    progress: Progress,
-) -> None:
-    """Write the documents of one store into another, in sequences. Raises InputError if none fits."""
-    unpacked.seal()
-    store, end = TokenStore(unpacked.hidden_prefix), final.end_of_document
-    assert end is not None, "the caller has asked"
-    too_long = longer(store, length)
-    for document in too_long:
-        detail = f"{store.lengths[document]:,} of {length:,} tokens; --pack cuts none, a larger LENGTH takes it"
-        refuse(
-            Reject(f"{final.prefix}, document {document}", "document longer than a sequence", detail), on_error, skipped
-        )
-    if len(too_long) == store.documents:
-        raise InputError(f"{final.prefix}: no document fits into --pack {length}; use a larger LENGTH")
-    item = store.dtype.itemsize
-    task = progress.add_task("packed", total=store.tokens * item, documents=0, tokens=0)
-
-    def advanced(tokens: int) -> None:
-        progress.update(task, advance=tokens * item, documents=final.documents, tokens=final.tokens)
-
-    found = pack(store, final, length, end, advanced)
-    share = found.padding / (found.sequences * length)
-    documents, sequences = counted(found.documents, "document"), counted(found.sequences, "sequence")
-    filled = f"{documents} in {sequences} of {length:,} tokens, {share:.2%} padding, which counts as documents"
-    print(printable(f"{final.prefix}: {filled}"))
+                write_packed(store, final, length, options.on_error, skipped, packed)
+    report(finals)
+    for line in skipped.lines():
+        print(printable(f"skipped {line}"))
 
 
 def _progress() -> Progress:
@@ -226,18 +198,6 @@ def _progress() -> Progress:
         console=console,
         disable=not console.is_terminal,
     )
-
-
-def _report(writers: list[StoreWriter], skipped: Skipped) -> None:
-    for writer in writers:
-        counts = f"{counted(writer.documents, 'document')}, {counted(writer.tokens, 'token')}"
-        if writer.trained is not None:
-            counts += f", of which {writer.trained:,} are trained"
-        print(printable(f"{listing(writer.files, 'and')}: {counts}"))
-        if not writer.documents:
-            print("  this split is empty: raise --valid-fraction or give more documents")
-    for line in skipped.lines():
-        print(printable(f"skipped {line}"))
 
 
 if __name__ == "__main__":

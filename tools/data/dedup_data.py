@@ -65,7 +65,6 @@ def _dedup(options: argparse.Namespace) -> None:
     store = open_inputs(options)
     described = checked_description(store)
     check_unpacked(store, described)
-    end = None if described is None else described.end_of_document
     made_with = None if described is None else described.tokenizer
     if tokenizer is not None and made_with is not None and tokenizer_hash(tokenizer.path) != made_with.sha256:
         fix = f"give the tokenizer whose SHA-256 begins with {made_with.sha256[:12]}"
@@ -73,7 +72,7 @@ def _dedup(options: argparse.Namespace) -> None:
     finder = DuplicateFinder(store.documents, options.memory * 2**30, Path(options.out).parent)
     writer, item = writer_of(options.out, store, described), store.dtype.itemsize
     spans = [(at, min(at + SPAN_DOCUMENTS, store.documents)) for at in range(0, store.documents, SPAN_DOCUMENTS)]
-    hashing = Hashing(tuple(options.inputs), options.tokenizer, end)
+    hashing = Hashing(tuple(options.inputs), options.tokenizer)
     hash_span = partial(hash_documents, hashing)
     with published_together([writer]):
         with bar("hashing", store.tokens * item) as advanced:

@@ -33,7 +33,6 @@ class Hashing:
 
     inputs: tuple[str, ...]
     tokenizer: str | None = None  # path; None: tokens are hashed, not text
-    end_of_document: int | None = None  # the id at the end of documents that is no text
 
 
 def normalized(text: str) -> str:
@@ -47,7 +46,7 @@ def hash_documents(hashing: Hashing, span: tuple[int, int]) -> NDArray:
     keys = bytearray()
     for document in range(*span):
         tokens = store.document(document)
-        content = tokens.tobytes() if tokenizer is None else _text(tokens, tokenizer, hashing.end_of_document)
+        content = tokens.tobytes() if tokenizer is None else _text(tokens.tolist(), tokenizer)
         keys += blake2b(content, digest_size=KEY.itemsize).digest()
     return np.frombuffer(bytes(keys), KEY)
 
@@ -119,8 +118,8 @@ def _opened(hashing: Hashing) -> tuple[JoinedStore, Tokenizer | None]:
     return store, None if hashing.tokenizer is None else load_tokenizer(hashing.tokenizer)
 
 
-def _text(tokens: NDArray[np.integer], tokenizer: Tokenizer, end: int | None) -> bytes:
-    ids = tokens.tolist()
-    if ids and ids[-1] == end:
+def _text(ids: list[int], tokenizer: Tokenizer) -> bytes:
+    """The normalized text of a document without the special tokens that end it."""
+    while ids and 0 <= ids[-1] < tokenizer.vocab_size and tokenizer.is_special(ids[-1]):
         del ids[-1]
     return normalized(tokenizer.decode(ids)).encode(errors="surrogatepass")

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_tools_prepare_data import names
+from tokenizer_cases import write_tokenizer
 
 from megalite.data.description import Description, TokenizerFile
 from megalite.data.store import TokenStore
@@ -106,6 +107,19 @@ def test_texts_that_differ_in_case_and_blanks_alone_are_equal(
     capsys.readouterr()
     assert main([str(out / "other"), *arguments, "--tokenizer", str(tmp_path / "other.model")]) == 2
     assert "the stores were made with another tokenizer" in capsys.readouterr().err
+
+
+def test_special_tokens_at_the_end_are_no_text(out: Path, tmp_path: Path) -> None:
+    """A tokenizer of Hugging Face decodes them to their names."""
+    path = write_tokenizer(tmp_path / "tokenizer", "carried")
+    tokenizer = load_tokenizer(path)
+    assert tokenizer.eod is not None
+    assert "fox" in tokenizer.decode([*tokenizer.encode("fox"), tokenizer.eod]) != "fox"
+    documents = [[*tokenizer.encode(text), tokenizer.eod] for text in ("the fox", "the fox\n", "the fox.")]
+    assert (
+        main([str(out / "new"), write(tmp_path / "store", documents), "--tokenizer", str(path), "--workers", "1"]) == 0
+    )
+    assert documents_of(out / "new") == [documents[0], documents[2]]
 
 
 @pytest.mark.parametrize(

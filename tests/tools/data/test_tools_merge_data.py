@@ -112,9 +112,13 @@ def test_a_split_is_what_one_preparation_writes(
     assert split([str(out / "split"), *parts, "--valid-fraction", "0.2", "--seed", "3"]) == 0
     for name in ("_train", "_valid"):
         assert same(out / f"split{name}", out / f"whole{name}")
+    count = open_store(out / "split_valid").documents
+    assert split([str(out / "exact"), *parts, "--valid-documents", str(count), "--seed", "3"]) == 0
+    assert same(out / "exact_valid", out / "split_valid")
 
 
-def test_masks_are_merged_and_split(out: Path, tmp_path: Path) -> None:
+def test_masks_are_merged_and_split(out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megalite.data.store_writer.COPIED_TOKENS", 5)
     random = np.random.default_rng(0)
     stores = [tmp_path / "a", tmp_path / "b"]
     for prefix in stores:

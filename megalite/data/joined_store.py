@@ -20,6 +20,7 @@ from megalite.data.store import Scan, TokenStore
 from megalite.data.store_files import AbsentError
 
 FILES_OF_STORE, OTHER_FILES = 4, 256  # files that a process keeps open for a store, and for all else
+UNKNOWN = "no known tokenizer"
 
 _Result = TypeVar("_Result")
 
@@ -51,8 +52,7 @@ class JoinedStore(TokenStore):
     def __init__(self, prefix: str, stores: Sequence[TokenStore]) -> None:
         self._shards = tuple(shard for store in stores for shard in store.shards)
         described = [Description.read(shard.description_prefix) for shard in self._shards]
-        for shard, description in zip(self._shards, described, strict=True):
-            _check_fit(self._shards[0], described[0], shard, description)
+        _check_alike(self._shards, described)
         masks = [shard.mask for shard in self._shards if shard.mask is not None]
         self.description_prefix = prefix
         self._assemble(
@@ -109,32 +109,29 @@ def _open_shard(prefix: str, remote: Remote, shard: Shard) -> TokenStore:
     return store
 
 
-def _check_fit(first: TokenStore, told: Description | None, other: TokenStore, of_other: Description | None) -> None:
-    """Raises InputError if two stores cannot be read as one."""
-    if first is not other and (packed := next((each for each in (told, of_other) if each and each.packed), None)):
-        rule = f"{(first if packed is told else other).prefix} is packed, with one token more than its sequences have"
-        fix = f"leave packing to the end: megalite-merge-data --pack {packed.packed} of stores that are not packed"
-        raise InputError(f"{rule}, which would shift those of stores after it; {fix}")
-    kinds = [_kind(first, told), _kind(other, of_other)]
-    for name, ours, theirs in ((name, kinds[0][name], kinds[1][name]) for name in kinds[0]):
-        if ours != theirs:
-            rule = f"{first.prefix} and {other.prefix} cannot be one store: they have {ours} and {theirs}"
-            fix = (
-                "prepare both alike; megalite-inspect-data --tokenizer FILE --describe tells the tokenizer of a store"
-                if name == "tokenizer"
-                else "prepare both alike"
-            )
-            raise InputError(f"{rule}; {fix}")
+def _check_alike(stores: Sequence[TokenStore], described: Sequence[Description | None]) -> None:
+    """Raises InputError if stores cannot be read as one."""
+    for store, description in zip(stores, described, strict=True):
+        packed = None if description is None else description.packed
+        if packed is not None and len(stores) > 1:
+            rule = "is packed, with one token more than its sequences have, which would shift those of stores after it"
+            fix = f"leave packing to the end: megalite-merge-data --pack {packed} of stores that are not packed"
+            raise InputError(f"{store.prefix}: {rule}; {fix}")
+        for ours, theirs in zip(_kind(stores[0], described[0]), _kind(store, description), strict=True):
+            if ours != theirs:
+                rule = f"{stores[0].prefix} and {store.prefix} cannot be one store: they have {ours} and {theirs}"
+                more = ", or tell it with megalite-inspect-data --tokenizer FILE --describe"
+                raise InputError(f"{rule}; prepare both alike{more if UNKNOWN in (ours, theirs) else ''}")
 
 
-def _kind(store: TokenStore, description: Description | None) -> dict[str, str]:
+def _kind(store: TokenStore, description: Description | None) -> tuple[str, str, str]:
     """Properties that all shards of a list have in common, in words."""
     tokenizer = None if description is None else description.tokenizer
-    return {
-        "type": f"tokens of {store.dtype.name}",
-        "mask": "no mask" if store.mask is None else "a mask",
-        "tokenizer": "no known tokenizer" if tokenizer is None else f"the tokenizer with SHA-256 {tokenizer.sha256}",
-    }
+    return (
+        f"tokens of {store.dtype.name}",
+        "no mask" if store.mask is None else "a mask",
+        UNKNOWN if tokenizer is None else f"the tokenizer with SHA-256 {tokenizer.sha256}",
+    )
 
 
 def allow_open_files(name: str, stores: int) -> None:

@@ -444,7 +444,7 @@ def test_the_defaults_are_valid() -> None:
         (
             [f"data.train=[{'{path: a},' * 1001}]"],
             "data.train: has 1,001 sources, and 1,000 are the most: every rank opens the files of each; "
-            "prepare several files of text as one store",
+            "prepare several files as one store, or list stores as one: megalite-merge-data --list",
         ),
     ],
 )

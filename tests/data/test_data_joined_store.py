@@ -176,7 +176,10 @@ OTHERS: dict[str, tuple[dict[str, object], str]] = {
         {"tokenizer": TokenizerFile("t.model", "cd" * 32)},
         f"SHA-256 {'ab' * 32} and the tokenizer with SHA-256 {'cd' * 32}",
     ),
-    "unknown tokenizer": ({"tokenizer": None}, "and no known tokenizer; prepare both alike; megalite-inspect-data"),
+    "unknown tokenizer": (
+        {"tokenizer": None},
+        "and no known tokenizer; prepare both alike, or tell it with megalite-inspect-data",
+    ),
 }
 
 
@@ -203,7 +206,7 @@ def test_types_of_tokens_that_differ_are_no_list(tmp_path: Path) -> None:
 
 def test_packed_stores_are_no_list(tmp_path: Path) -> None:
     one, two = (write(tmp_path / name, [[(1, True)]], packed=length) for name, length in (("one", None), ("two", 8)))
-    with pytest.raises(InputError, match=r"two is packed, with one token more than .* megalite-merge-data --pack 8"):
+    with pytest.raises(InputError, match=r"two: is packed, with one token more than .* megalite-merge-data --pack 8"):
         list_of(tmp_path / "list", [one, two])
     described = checked_description(list_of(tmp_path / "alone", [two]))
     assert described is not None

@@ -51,7 +51,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--tasks", metavar="NAME,…", help="tasks of lm-eval (pip install 'megalite[eval]')")
     parser.add_argument("--task-folder", metavar="DIR", help="a folder with YAML files of further tasks")
     parser.add_argument("--fewshot", type=int, metavar="N", help="examples in every prompt (default: as tasks say)")
-    parser.add_argument("--data", nargs="+", default=[], metavar="PREFIX", help="token stores, PREFIX.bin and .idx")
+    parser.add_argument("--data", nargs="+", default=[], metavar="PREFIX", help="token stores, or lists of shards")
     completions = "write the log-probabilities of the completions in FILE to OUT, both JSON Lines"
     parser.add_argument("--logprobs", nargs=2, metavar=("FILE", "OUT"), help=completions)
     parser.add_argument("--limit", type=int, metavar="N", help="documents of each task and store (default: all)")

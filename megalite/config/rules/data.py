@@ -37,7 +37,9 @@ def _remote(remote: Remote) -> Iterator[Problem]:
 def _sources(key: str, sources: list[Source]) -> Iterator[Problem]:
     if len(sources) > MAX_SOURCES:
         rule = f"has {len(sources):,} sources, and {MAX_SOURCES:,} are the most: every rank opens the files of each"
-        yield Problem(key, rule, "prepare several files of text as one store")
+        yield Problem(
+            key, rule, "prepare several files as one store, or list stores as one: megalite-merge-data --list"
+        )
     for i, source in enumerate(sources):
         if not source.path:
             yield Problem(f"{key}[{i}].path", "is missing", "give the prefix of a token store: PATH.bin and PATH.idx")

@@ -95,7 +95,7 @@ def test_a_merge_is_packed_as_one_preparation_packs(
         assert program([str(out / "again"), str(out / "merged"), *arguments]) == 2
         assert "merged: is packed, and some documents of it alone would not be" in capsys.readouterr().err
     assert merge([str(out / "again"), str(out / "merged"), parts[0]]) == 2
-    assert "merged is packed, with one token more" in capsys.readouterr().err
+    assert "merged: is packed, with one token more" in capsys.readouterr().err
     assert merge([str(out / "short"), *parts, "--pack", "8"]) == 2
     assert "document longer than a sequence" in capsys.readouterr().err
     assert not list(out.glob("again*")) + list(out.glob("*short*"))

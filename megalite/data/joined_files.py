@@ -41,7 +41,8 @@ class JoinedParts:
             part = min(bisect_right(self._bounds, start), len(self._bounds) - 1) - 1
             while True:
                 base, end = self._bounds[part], min(stop, self._bounds[part + 1])
-                wanted.setdefault(part, []).append((number, (start - base, end - base)))
+                if start < end or start == stop:  # nothing is asked of empty parts
+                    wanted.setdefault(part, []).append((number, (start - base, end - base)))
                 if end == stop:
                     break
                 start, part = end, part + 1

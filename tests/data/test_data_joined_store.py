@@ -5,6 +5,7 @@ import resource
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from threading import Barrier
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from megalite.config.schema import Data, Model, Source
 from megalite.data.check import Scans, check_data, checked_description
 from megalite.data.data_file import DataFile
 from megalite.data.description import Description, SourceFile, TokenizerFile
+from megalite.data.joined_files import JoinedParts
 from megalite.data.joined_store import JoinedStore, open_store
 from megalite.data.samples import Samples
 from megalite.data.shards import Shard, write_shards
@@ -111,6 +113,17 @@ def test_samples_come_in_the_order_of_the_merged_store(lengths: list[list[int]],
             for field in dataclasses.fields(expected):
                 assert np.array_equal(getattr(found, field.name), getattr(expected, field.name)), field.name
         assert ours.trained_targets(range(40)) == theirs.trained_targets(range(40))
+
+
+def test_parts_on_servers_are_asked_at_the_same_time() -> None:
+    meeting = Barrier(3, timeout=20)
+
+    def read(part: int, ranges: Sequence[tuple[int, int]]) -> list[np.ndarray]:
+        meeting.wait()  # fails unless all three parts are being read
+        return [np.arange(start, stop) + 10 * part for start, stop in ranges]
+
+    found = JoinedParts([2, 3, 0, 2], read, at_once=True).read([(1, 6), (3, 5)])
+    assert [each.tolist() for each in found] == [[1, 10, 11, 12, 30], [11, 12]]
 
 
 def test_documents_of_several_sequences_stay_so(tmp_path: Path) -> None:

@@ -18,8 +18,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megalite.base.errors import InputError
-from megalite.data.joined_store import JoinedStore, open_store
+from megalite.data.joined_store import JoinedStore
 from megalite.data.tokenizer import Tokenizer, load_tokenizer
+from megalite_tools.data.joining import open_joined
 
 KEY = np.dtype([("high", "<u8"), ("low", "<u8")])  # a hash of 128 bits that nobody can forge
 RECORD = np.dtype([("key", KEY), ("document", "<u8")])
@@ -114,8 +115,7 @@ def _copies(records: NDArray) -> NDArray[np.uint64]:
 
 @cache
 def _opened(hashing: Hashing) -> tuple[JoinedStore, Tokenizer | None]:
-    store = JoinedStore("IN", [open_store(prefix) for prefix in hashing.inputs])
-    return store, None if hashing.tokenizer is None else load_tokenizer(hashing.tokenizer)
+    return open_joined(hashing.inputs), None if hashing.tokenizer is None else load_tokenizer(hashing.tokenizer)
 
 
 def _text(ids: list[int], tokenizer: Tokenizer) -> bytes:

@@ -1,6 +1,7 @@
 """The inputs of programs that make new stores of stores, and the writers of what they make."""
 
 import argparse
+from collections.abc import Sequence
 from typing import Any
 
 from megalite.base.errors import InputError
@@ -18,11 +19,16 @@ def add_stores(parser: argparse.ArgumentParser, out_help: str) -> None:
     parser.add_argument("inputs", metavar="IN", nargs="+", help=IN_HELP)
 
 
+def open_joined(inputs: Sequence[str]) -> JoinedStore:
+    """The documents of stores and lists, one after the other. Raises InputError."""
+    allow_open_files("IN", len(inputs))
+    return JoinedStore("IN", at_once(open_store, inputs))
+
+
 def open_inputs(options: argparse.Namespace) -> JoinedStore:
-    """The documents of all inputs, one after the other; their indices are in order. Raises InputError."""
+    """The documents of all inputs of a program, whose indices are in order. Raises InputError."""
     check_name("OUT", options.out)
-    allow_open_files("IN", len(options.inputs))
-    store = JoinedStore("IN", at_once(open_store, options.inputs))
+    store = open_joined(options.inputs)
     paths = [shard.prefix for shard in store.shards]
     if len(set(paths)) < len(paths):
         twice = next(path for at, path in enumerate(paths) if path in paths[:at])

@@ -22,6 +22,7 @@ from megalite.data.shards import Shard, write_shards
 from megalite.data.store import TokenStore
 from megalite.data.store_writer import StoreWriter
 from megalite.plan.batches import GlobalBatch
+from megalite_tools.data.merge_data import main as merge
 
 DOCUMENTS, LENGTH, VOCABULARY = 90, 2048, 60_000
 ALL = (".bin", ".idx", ".mask", ".json", ".hashes")
@@ -107,7 +108,7 @@ def test_a_remote_store_is_as_one_on_a_disk(
 
 @pytest.mark.parametrize("scheme", ["s3", "http"])
 def test_a_list_of_remote_shards_is_as_the_merged_store_on_a_disk(
-    server: ObjectServer, local: str, remote: Remote, scheme: str, tmp_path: Path
+    server: ObjectServer, local: str, remote: Remote, scheme: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store, shards = TokenStore(local), []
     for number, (first, last) in enumerate(((0, 20), (20, 21), (21, DOCUMENTS))):
@@ -134,6 +135,10 @@ def test_a_list_of_remote_shards_is_as_the_merged_store_on_a_disk(
         for each in (prefix, local)
     ]
     assert checked[0] == checked[1]
+    monkeypatch.setattr("megalite.data.joined_store.Remote", lambda: remote)
+    assert merge([str(tmp_path / "merged"), prefix]) == 0
+    for suffix in (".bin", ".idx", ".mask", ".json"):
+        assert Path(f"{tmp_path}/merged{suffix}").read_bytes() == Path(local + suffix).read_bytes()
     with pytest.raises(InputError, match=r"lost\.idx: no such object; a token store is .* list"):
         open_store(prefix.replace("list", "lost"), remote)
 

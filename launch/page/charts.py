@@ -32,12 +32,26 @@ def thinned(points: Sequence[Point], most: int = MAX_POINTS) -> list[Point]:
     return kept
 
 
-def curve_chart(title: str, unit: Callable[[float], str], curves: Sequence[tuple[str, Sequence[Point], int]]) -> str:
-    """Curves over steps. unit: the text of a value. curves: name, points and the number of a colour."""
+def curve_chart(
+    title: str,
+    unit: Callable[[float], str],
+    curves: Sequence[tuple[str, Sequence[Point], int]],
+    level: tuple[str, float] | None = None,
+    upright: Sequence[tuple[float, str]] = (),
+) -> str:
+    """Curves over steps. unit: the text of a value. curves: name, points and the number of a colour.
+
+    level: name and value of a broken line across, such as a prediction. upright: as for `line_chart`.
+    """
     lines = [Line(name, thinned(points), colour, dots=False) for name, points, colour in curves]
     lines = [line for line in lines if line.points]
+    if not lines:
+        return ""
+    if level is not None:
+        ends = [place(step for line in lines for step, _ in line.points) for place in (min, max)]
+        lines.append(Line(level[0], [(end, level[1]) for end in ends], ideal=True))
     steps = Axis("step", lambda step: f"{step:,.0f}", near=True, mark_step=1.0)
-    return line_chart(title, steps, Axis("", unit, near=True), lines) if lines else ""
+    return line_chart(title, steps, Axis("", unit, near=True), lines, upright)
 
 
 def attempts_chart(

@@ -59,6 +59,17 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str | Key]], text: Iter
     return wide(f"<table{_class(of)}><thead>{line(header, 'th')}</thead><tbody>\n{body}\n</tbody></table>")
 
 
+def definitions(items: Iterable[tuple[str, str]]) -> str:
+    """Names beside their texts."""
+    inner = "".join(f"<dt>{escape(term)}</dt><dd>{escape(text)}</dd>" for term, text in items)
+    return f'<dl class="facts">{inner}</dl>'
+
+
+def badge(text: str, kind: str) -> str:
+    """A state on a coloured ground. kind: `good`, `wait` or `bad`."""
+    return f'<p><span class="state {kind}">{escape(text)}</span></p>'
+
+
 def legend(keys: Iterable[Key]) -> str:
     return f'<p class="legend">{" ".join(f"<span>{_cell(key)}</span>" for key in keys)}</p>'
 

@@ -48,8 +48,8 @@ class Axis:
     mark_step: float = 0.0
 
 
-def line_chart(title: str, x: Axis, y: Axis, lines: Sequence[Line]) -> str:
-    """A picture and its legend."""
+def line_chart(title: str, x: Axis, y: Axis, lines: Sequence[Line], upright: Sequence[tuple[float, str]] = ()) -> str:
+    """A picture and its legend. upright: values of x at which a broken line stands, and what happened there."""
     points = [point for line in lines for point in line.points]
     up, y_marks = _scale(y, [each for _, each in points], HEIGHT - BOTTOM_MARGIN, TOP_MARGIN)
     first = (NAME_WIDTH if y.name else 0) + AXIS_GAP + LETTER_WIDTH * max(len(y.text(mark)) for mark in y_marks)
@@ -78,11 +78,19 @@ def line_chart(title: str, x: Axis, y: Axis, lines: Sequence[Line]) -> str:
     if y.name:
         middle = (TOP_MARGIN + HEIGHT - BOTTOM_MARGIN) / 2
         parts.append(_text(16, middle, y.name, "middle", f' transform="rotate(-90 16 {middle:.1f})"'))
+    ends = min(each for each, _ in points), max(each for each, _ in points)
+    standing = [(at, words) for at, words in upright if ends[0] <= at <= ends[1]]
+    for at, words in standing:
+        parts.append(
+            f'<line x1="{across(at):.1f}" x2="{across(at):.1f}" y1="{TOP_MARGIN}" y2="{HEIGHT - BOTTOM_MARGIN}" '
+            f'class="ideal"><title>{escape(f"{words} at {x.name} {x.text(at)}")}</title></line>'
+        )
     taken: list[Box] = []
     for line in sorted(lines, key=lambda line: not line.ideal):
         parts += _drawn(line, across, up, x, y, taken)
     keys = [Key(line.name, f"c{line.colour}") for line in lines if not line.ideal]
     ideal = [f"broken line: {line.name}" for line in lines if line.ideal]
+    ideal += [f"broken upright line: {words}" for words in dict.fromkeys(words for _, words in standing)]
     told = f'<p class="pale">{escape("; ".join(ideal))}</p>' if ideal else ""
     return "\n".join([*parts, "</svg>", legend(keys), told])
 

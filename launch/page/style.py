@@ -52,6 +52,12 @@ td.text { min-width: 8.5rem; }
 .chart { display: block; width: 100%; height: auto; max-width: 36rem; }
 .chart text { fill: var(--ink); font-size: 15px; }
 .chart .small { fill: var(--pale); font-size: 12px; }
+.lane { fill: var(--panel); }
+.facts { display: grid; grid-template-columns: max-content 1fr; gap: .15rem 1rem; margin: .5rem 0; }
+.facts dt { color: var(--pale); }
+.facts dd { margin: 0; min-width: 0; }
+.state { display: inline-block; padding: .1rem .6rem; border-radius: 6px; color: #fff; font-weight: 600; }
+.good { background: #2f7d43; } .wait { background: #7a6200; } .bad { background: #b3261e; }
 .grid { stroke: var(--line); stroke-width: 1; }
 .outline { fill: var(--paper); stroke: var(--line); }
 .node { fill: var(--panel); stroke: var(--line); }

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Optional
 
 from ..base.files import SHARED_MODE, write_whole
 from ..base.texts import clock, lasting, printable, share
 from ..page.charts import account_bar, attempts_chart, curve_chart
-from ..page.html import Key, escape, paragraph, section, table
+from ..page.html import Key, badge, definitions, escape, paragraph, section, table
 from ..page.style import document
 from ..watch.ledger import ACCOUNTS
 from ..watch.run import Watched
@@ -22,14 +23,6 @@ PAGE_PERIOD = 30.0  # seconds between two versions of a page
 COLOUR = {"training": 2, "saving": 0, "evaluating": 8, "restarting": 1, "lost": 3, "waiting": 6}
 ATTEMPTS, DECISIONS = 100, 30  # latest ones in tables
 REFRESH = '<meta http-equiv="refresh" content="60">\n'
-PAGE_STYLE = """
-.lane { fill: var(--panel); }
-.facts { display: grid; grid-template-columns: max-content 1fr; gap: .15rem 1rem; margin: .5rem 0; }
-.facts dt { color: var(--pale); }
-.facts dd { margin: 0; min-width: 0; }
-.state { display: inline-block; padding: .1rem .6rem; border-radius: 6px; color: #fff; font-weight: 600; }
-.good { background: #2f7d43; } .wait { background: #7a6200; } .bad { background: #b3261e; }
-"""
 GOOD_STATES, BAD_STATES = ("running", "saving", "finished"), ("failed", "silent")
 
 _watched: dict[Path, tuple[Watched, float]] = {}  # runs that this process writes pages of, and when it last did
@@ -57,22 +50,36 @@ def write(run: Path, now: Optional[float] = None, at_once: bool = False) -> bool
 
 def render(run: Watched, found: Summary) -> str:
     """The page of a run."""
+    page = whole_page(run, found, sections(run, found))
+    return page if found["over"] else page.replace("<title>", f"{REFRESH}<title>", 1)
+
+
+def whole_page(run: Watched, found: Summary, parts: Sequence[str]) -> str:
+    """A document about a run. parts: HTML; empty ones are left out."""
     name = run.folder.path.resolve().name
-    parts = [_head(name, found), _time(found), _curves(run), _attempts(found), _nodes(found), _decisions(found)]
     foot = paragraph(
         f"Written at {clock(found['time'])} from {printable(run.folder.path)}; it loads nothing, and only shows.",
         "pale",
     )
-    page = document(f"{name}: {found['text']}", "\n".join([*filter(None, parts), f"<footer>{foot}</footer>"]))
-    refresh = "" if found["over"] else REFRESH
-    return page.replace("</style>", f"{PAGE_STYLE}</style>", 1).replace("<title>", f"{refresh}<title>", 1)
+    return document(f"{name}: {found['text']}", "\n".join([*filter(None, parts), f"<footer>{foot}</footer>"]))
+
+
+def sections(run: Watched, found: Summary, predicted: Optional[float] = None) -> list[str]:
+    """The parts of a page that tell how a run does; "" for one without content. predicted: seconds of a step."""
+    return [
+        _head(run.folder.path.resolve().name, found),
+        _time(found),
+        _curves(run, predicted),
+        _attempts(found),
+        _nodes(found),
+        _decisions(found),
+    ]
 
 
 def _head(name: str, found: Summary) -> str:
     kind = "good" if found["state"] in GOOD_STATES else "bad" if found["state"] in BAD_STATES else "wait"
-    items = "".join(f"<dt>{escape(term)}</dt><dd>{escape(text)}</dd>" for term, text in facts(found))
-    state = f'<p><span class="state {kind}">{escape(found["text"])}</span></p>'
-    return f'<header><h1>{escape(printable(name))}</h1>{state}<dl class="facts">{items}</dl></header>'
+    items = definitions(facts(found))
+    return f"<header><h1>{escape(printable(name))}</h1>{badge(found['text'], kind)}{items}</header>"
 
 
 def _time(found: Summary) -> str:
@@ -89,15 +96,18 @@ def _time(found: Summary) -> str:
     return section("Where time went", bar, table(("", "time", "share"), [*rows, total]))
 
 
-def _curves(run: Watched) -> str:
+def _curves(run: Watched, predicted: Optional[float]) -> str:
     ledger = run.ledger
     valid = [(float(step), loss) for step, loss in run.valid]
     losses = curve_chart(
         "Loss",
         lambda value: f"{value:.3g}",
         [("loss", list(zip(ledger.steps, ledger.losses)), 0), ("valid loss", valid, 1)],
+        upright=run.returns,
     )
-    times = curve_chart("Time of a step", lasting, [("a step", list(zip(ledger.steps, ledger.seconds)), 2)])
+    level = None if predicted is None else (f"predicted, {lasting(predicted)}", predicted)
+    seconds = list(zip(ledger.steps, ledger.seconds))
+    times = curve_chart("Time of a step", lasting, [("a step", seconds, 2)], level, run.returns)
     charts = [
         f"<div><h3>{title}</h3>{chart}</div>" for title, chart in (("Loss", losses), ("Time of a step", times)) if chart
     ]

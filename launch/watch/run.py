@@ -26,6 +26,7 @@ MAX_CLOCK_LEAD = 60 * SECOND  # lead of a node's clock over ours; a time that is
 MAX_DECISIONS = 50  # latest ones that are kept
 MAX_NODES = 10_000  # nodes that are remembered
 MAX_SAVES = 20  # latest saves whose times are kept
+MAX_RETURNS = 100  # latest returns to an earlier step that are kept
 REPORTED_EVENTS = (  # events of training that people are told
     "rollback", "save_failed", "save_local_failed", "local_off", "save_problem", "bad_step", "spike",
 )  # fmt: skip
@@ -78,6 +79,7 @@ class Watched:
         self.loss = self.tokens_per_second = self.step_seconds = 0.0
         self.report_steps = 1  # between two records
         self.valid: list[tuple[int, float]] = []  # step and loss of evaluations
+        self.returns: deque[tuple[int, str]] = deque(maxlen=MAX_RETURNS)  # step to which training went back, and why
         self._attempts: list[Event] = []  # events by which failures are counted
         self._latest = 0
         self._before = {"events": 0, "metrics": 0}  # the latest time that was read of each file
@@ -233,8 +235,10 @@ class Watched:
             ledger.resumed(at, step)
             self.valid = [point for point in self.valid if point[0] <= step]
             saves.under_way, self.ended = None, ""
+            self.returns.append((step, "resumed"))
         elif kind == "rollback":
             ledger.rolled_back(at, step)
+            self.returns.append((step, "rolled back"))
         elif kind in ("saving", "saving_local") and checkpoint is not None:
             blocked = min(max(number(line.get("blocked")) or 0.0, 0.0), 1e7)
             ledger.saved(at, checkpoint, int(blocked * SECOND))

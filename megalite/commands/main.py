@@ -20,6 +20,10 @@ COMMANDS = {  # module and summary
     "verify": ("megalite.commands.verify", "compare the layout with a single process, step by step in float64"),
     "plan": ("megalite.commands.plan.plan", "find the fastest layouts of a model on a cluster, and explain them"),
     "show": ("megalite.commands.show.show", "print the resolved configuration, the layout, sizes and FLOPs"),
+    "report": (
+        "megalite.commands.report.report",
+        "write one page about a run: its model, loss, speed and checkpoints",
+    ),
     "profile": ("megalite.commands.profile", "tell and draw where the time of a run's profiled steps went"),
     "list": (
         "megalite.commands.list_presets",
@@ -29,6 +33,7 @@ COMMANDS = {  # module and summary
 }
 INPUTS = {  # arguments of commands that take no CONFIG: how their usage calls them, and help
     "profile": ("RUN", "the run folder, in which profile.start=STEP has recorded some steps"),
+    "report": ("RUN", "the run folder, run.dir/run.name"),
     "list": ("NAME", "print this file in place of the list, to read, copy or change it"),
     "quickstart": ("KEY=VALUE", "a key that is changed in both trainings"),
 }
@@ -137,6 +142,7 @@ def _verify_options(verify: argparse.ArgumentParser) -> None:
     verify.add_argument(
         "--tolerance", type=_tolerance, default=1e-10, metavar="X", help="largest difference allowed (default: 1e-10)"
     )
+    verify.add_argument("--json", metavar="FILE", help="also write the comparison there")
     verify.add_argument(
         "--masked", action="store_true", help="train only some tokens, and none of many samples, as masks of data do"
     )
@@ -213,12 +219,20 @@ def _plan_options(plan: argparse.ArgumentParser) -> None:
     add("--html", metavar="FILE", help="save a page with pictures, which needs no network")
 
 
+def _report_options(report: argparse.ArgumentParser) -> None:
+    report.add_argument("--html", metavar="FILE", help="write the page there (default: RUN/report.html)")
+    report.add_argument(
+        "--cluster", metavar="NAME|FILE", help="predict the time of a step there (default: run.cluster, or by the GPUs)"
+    )
+
+
 OPTIONS = {
     "quickstart": _quickstart_options,
     "train": _train_options,
     "verify": _verify_options,
     "plan": _plan_options,
     "show": _show_options,
+    "report": _report_options,
 }
 
 

@@ -11,6 +11,8 @@ import argparse
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from math import isfinite
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,6 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from megalite.base.errors import InputError, Problem, counted
 from megalite.base.exit_codes import ExitCode
+from megalite.base.files import check_writable, write_object
 from megalite.base.stop_signals import ended_at_once
 from megalite.base.terminal import console, sections, table
 from megalite.commands.verify_copy import not_compared, shrink
@@ -328,8 +331,25 @@ def show(config: Config, differences: Sequence[Difference], on: Console) -> None
             on.print(f"{without}: {', '.join([*names[:LISTED_WEIGHTS], *rest])}.")
 
 
+def as_object(config: Config, steps: int, differences: Sequence[Difference]) -> dict[str, Any]:
+    """The comparison as a JSON file has it. A difference that is not finite is null."""
+    rows = [
+        {
+            "quantity": row.quantity,
+            "difference": row.value if isfinite(row.value) else None,
+            "tolerance": row.tolerance,
+            "passed": row.passed,
+            "where": row.where,
+        }
+        for row in differences
+    ]
+    return {"layout": str(config.parallel.layout), "steps": steps, "differences": rows}
+
+
 def run(args: argparse.Namespace) -> int:
     """The command: start the ranks that the layout needs on this machine, and compare."""
+    if args.json is not None:
+        check_writable(Path(args.json))
     config = check(load(args.files, args.overrides))
     costing = costing_of(config)
     as_trained = planned(config, costing)  # raises InputError for what `train` refuses
@@ -339,6 +359,7 @@ def run(args: argparse.Namespace) -> int:
     if config.train.compile:
         print("megalite: compiling takes about a minute, longer where ranks share a core", file=sys.stderr)
     flags = [f"--steps={args.steps}", f"--tolerance={args.tolerance}", *["--masked"] * args.masked]
+    flags += [f"--json={args.json}"] if args.json is not None else []
     with ended_at_once():
         world_size = config.parallel.layout.world_size
         return launch(__name__, [*flags, *args.files, *args.overrides], world_size, shared=__name__)
@@ -350,6 +371,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--steps", type=int)
     parser.add_argument("--tolerance", type=float)
     parser.add_argument("--masked", action="store_true")
+    parser.add_argument("--json")
     parser.add_argument("inputs", nargs="*")
     args = parser.parse_args(arguments)
     rank_info = find_rank_info()
@@ -369,6 +391,8 @@ def _rank(rank_info: RankInfo, args: argparse.Namespace) -> int:
     if rank_info.rank == 0:
         on = console()
         show(config, differences, on)
+        if args.json is not None:
+            write_object(Path(args.json), as_object(config, args.steps, differences))
         on.print(f"Not compared: {'; '.join(not_compared(asked, args.steps))}.")
     return ExitCode.DONE if all(difference.passed for difference in differences) else ExitCode.FAILED
 

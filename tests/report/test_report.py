@@ -10,8 +10,8 @@ from page_cases import Page
 from synthetic_experiments import ladder, row, sweep, systems, write
 
 from megalite.base.errors import InputError
+from megalite.commands.experiment_report import report
 from megalite.commands.fit import fit
-from megalite.commands.report import report
 from megalite.report.axes import steps
 from megalite.report.picture import colours, in_legend
 from megalite.report.systems import _medians

@@ -69,14 +69,14 @@ def difference_of_logits(source: Weights, made: Weights, given: Sequence[int] | 
     try:
         mesh = Mesh.build(Layout(), torch.device("cpu"))
         assert mesh is not None
-        one, other = (_logits(found, mesh, tokens) for found in (source, made))
+        one, other = (logits(found, mesh, tokens) for found in (source, made))
     finally:
         dist.destroy_process_group()
     return float((one - other).abs().max() / one.abs().max())
 
 
 @torch.inference_mode()
-def _logits(found: Weights, mesh: Mesh, tokens: Tensor) -> Tensor:
+def logits(found: Weights, mesh: Mesh, tokens: Tensor) -> Tensor:
     """Logits `[s, 1, v]` of tokens `[s, 1]`. One layer is in memory at a time."""
     x, reader, last = tokens, reader_of(found), found.model.layers - 1
     for layer in range(last + 1):

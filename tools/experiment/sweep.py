@@ -284,7 +284,7 @@ def _fit(options: argparse.Namespace) -> None:
 
 
 def _report(options: argparse.Namespace) -> None:
-    import_module("megalite.commands.report").report(_collected(options))
+    import_module("megalite.commands.experiment_report").report(_collected(options))
 
 
 def _collected(options: argparse.Namespace) -> Path:

@@ -91,8 +91,8 @@ def run(args: argparse.Namespace) -> int:
     layout = config.parallel.layout
     parts: list[tuple[str, RenderableType]] = [
         ("Configuration", Text(dump(replace(config, run=run)).rstrip())),
-        (f"Layout: {layout}{', with dp_shard: auto as 1 (see --world-size)' * guessed}", _layout_table(layout)),
-        ("Parameters", _parameter_table(config.model)),
+        (f"Layout: {layout}{', with dp_shard: auto as 1 (see --world-size)' * guessed}", layout_table(layout)),
+        ("Parameters", parameter_table(config.model)),
         *parametrization(config),
         ("Pipeline stages", _stage_table(config)),
         ("FLOPs per token of training", _flops_table(config.model)),
@@ -148,7 +148,8 @@ def _memory(config: Config, memories: Sequence[Memory] | None, limit: float | No
     return Text(f"Not predicted here: along a schedule of {actions_of_peaks(config):,} actions that takes a while.")
 
 
-def _layout_table(layout: Layout) -> Table:
+def layout_table(layout: Layout) -> Table:
+    """Size and stride of every axis, and the ranks that rank 0 forms a group with."""
     shown = table("axis", "size", "stride", "group of rank 0", text=("axis", "group of rank 0"))
     for i, axis in enumerate(AXES):
         size, stride = layout.shape[i], prod(layout.shape[i + 1 :])
@@ -159,7 +160,8 @@ def _layout_table(layout: Layout) -> Table:
     return shown
 
 
-def _parameter_table(model: Model) -> Table:
+def parameter_table(model: Model) -> Table:
+    """Parameters of every component of a model, of all layers and of the most frequent kind of layer."""
     ((usual, _),) = Counter(layer_kinds(model)).most_common(1)
     whole, layer = model_parameters(model), layer_parameters(model, usual)
     others = {"trained": trained_parameters(model), "active": active_parameters(model)}

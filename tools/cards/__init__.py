@@ -1,0 +1,1 @@
+"""Evidence cards: every family of presets, trained at small size and checked."""

@@ -34,7 +34,7 @@ TENSOR_PARALLEL = ("parallel.pp=2", "parallel.tp=2", "parallel.dp_shard=1")
 DATA_PARALLEL = ("parallel.pp=2", "parallel.dp_shard=2")
 EXPERT_PARALLEL = (*DATA_PARALLEL, "parallel.ep=2")
 BYTES, LENGTH = 256, 64  # vocabulary, and tokens of a sequence
-STEPS, RESUMED_AT = 30, 20
+STEPS, RESUMED_AT = 16, 10
 BATCH = Batch(micro=2, global_=8)
 RATE = 0.005
 VERIFY = ("batch.micro=1", "batch.global=8", "run.device=cpu")  # beside the layout, of the preset at full size
@@ -59,6 +59,10 @@ def small(family: str, store: Path, runs: Path) -> Config:
     model = replace(copy.model, vocab_size=BYTES, sequence_length=LENGTH)
     if isclose(full.model.embedding_multiplier, sqrt(full.model.width)):
         model.embedding_multiplier = sqrt(model.width)
+    latent = model.attention.latent
+    if latent is not None:  # transformers views pairs of features as complex numbers, which needs even strides
+        latent = replace(latent, key_rank=latent.key_rank + latent.key_rank % 2)
+        model.attention = replace(model.attention, latent=latent)
     base = Config()
     return replace(
         base,

@@ -90,6 +90,6 @@ def test_the_smallest_family_has_a_card(tmp_path: Path) -> None:
     page = Page((out / "megalite.html").read_text())
     assert "passed" in page.text
     report = Page((out / "megalite/run.html").read_text())
-    assert "resumed at step 20" in report.text
+    assert "resumed at step 10" in report.text
     assert report.loaded == []
     assert "megalite.html" in (out / "index.html").read_text()

@@ -6,6 +6,7 @@ from typing import Protocol, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from megalite.parallel.parameter import in_four_bits, put
 from megalite_kernels.linear_cross_entropy import add_product, has_gpu_products
@@ -65,9 +66,9 @@ class Plain:
         return (x,)
 
     def prepare_weight(self, weight: Tensor, part: Tensor) -> Prepared:
-        if self.four_bits is not None and in_four_bits(part):
-            return (dequantize_nf4(part, self.four_bits),)
-        return (part,)
+        if torch.compiler.is_compiling():  # `forward` makes it wide
+            return (part,)
+        return (self._wide(part),)
 
     def prepare_gradient(self, grad: Tensor) -> Prepared:
         return (grad,)
@@ -77,9 +78,20 @@ class Plain:
 
     def forward(self, x: Prepared, weight: Prepared, factor: float = 1.0, bias: Tensor | None = None) -> Tensor:
         (whole,), (w,) = x, weight
+        if in_four_bits(w):  # only in a compiled layer, which would keep for backward what it has made wide
+            made: Tensor = checkpoint(self._of_four_bits, whole, w, factor, bias, use_reentrant=False)
+            return made
         if factor == 1:
             return F.linear(whole, w, bias)
         return _product(whole.flatten(0, -2), w.t(), factor, bias).unflatten(0, whole.shape[:-1])
+
+    def _of_four_bits(self, whole: Tensor, w: Tensor, factor: float, bias: Tensor | None) -> Tensor:
+        return self.forward((whole,), (self._wide(w),), factor, bias)
+
+    def _wide(self, weight: Tensor) -> Tensor:
+        if self.four_bits is None or not in_four_bits(weight):
+            return weight
+        return dequantize_nf4(weight, self.four_bits)
 
     def input_gradient(self, grad: Prepared, weight: Prepared, total: Tensor | None, factor: float = 1.0) -> Tensor:
         (g,), (w,) = grad, weight

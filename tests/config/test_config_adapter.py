@@ -75,7 +75,6 @@ def adapted(**keys: object) -> Config:
             ),
             "so that all hold as much; with adapter.base=nf4, their number or both widths, so that blocks stay whole",
         ),
-        (replace(NF4, train=Train(compile=True)), "train.compile = true: cannot be used with adapter.base=nf4"),
         (replace(NF4, train=Train(product="a:b")), 'train.product = "a:b": cannot be used with adapter.base=nf4'),
         (replace(CONFIG, train=Train(precision="fp8")), 'train.precision = "fp8": cannot be used with adapter'),
         (

@@ -73,9 +73,10 @@ def reference(config: Config, limit: float) -> tuple[float, dict[str, Tensor]]:
 
 
 def whole(job: Job) -> dict[str, Tensor]:
-    """The gradients of this rank's stage, of their global shapes."""
+    """The gradients of what is trained of this rank's stage, of their global shapes."""
     found = {}
     for name, param in job.named_parameters():
-        assert isinstance(param.grad, DTensor)
-        found[name] = param.grad.full_tensor().clone()
+        if param.requires_grad:
+            assert isinstance(param.grad, DTensor)
+            found[name] = param.grad.full_tensor().clone()
     return found

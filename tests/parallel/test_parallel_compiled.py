@@ -1,7 +1,8 @@
-"""Layers under tensor parallelism, compiled: how many graphs there are, and what they compute."""
+"""Layers under tensor parallelism, compiled: what they compute, and what they keep for backward."""
 
 import warnings
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -12,24 +13,39 @@ from toy_jobs import CPU, MODEL, config_of
 
 from megalite.commands.verify import random_batch
 from megalite.config.layout import Layout
-from megalite.config.schema import Attention, Config, Latent
+from megalite.config.schema import Adapter, Attention, Config, Latent
 from megalite.plan.resolved import resolve
 from megalite.train.build import build, build_mesh
 from megalite.train.step import gradients
 
 
-def computed(config: Config) -> tuple[float, dict[str, Tensor]] | None:
-    """A rank's loss of a batch and its gradients, as whole tensors, where layers are compiled for autograd alone."""
+def computed(config: Config, fullgraph: bool = False) -> tuple[float, dict[str, Tensor], set[int]] | None:
+    """A rank's loss of a batch, its gradients, as whole tensors, and the sizes of the matrices that it keeps for them.
+
+    Layers are compiled for autograd alone. fullgraph: in one graph each. Factors and norms that begin at 0 do not.
+    """
     mesh = build_mesh(config, CPU)
     if mesh is None:
         return None
-    compile = torch.compile
+    compile, kept = torch.compile, set()
+
+    def keep(tensor: Tensor) -> Tensor:
+        if tensor.ndim == 2 and tensor.is_floating_point():
+            kept.add(tensor.numel())
+        return tensor
+
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        patch.setattr(torch, "compile", lambda layer, **given: compile(layer, **given, backend="aot_eager"))
+        options: dict[str, Any] = {"backend": "aot_eager", "fullgraph": fullgraph}
+        patch.setattr(torch, "compile", lambda layer, **given: compile(layer, **given, **options))
         job = build(resolve(config), mesh)
-        loss = gradients(job, random_batch(job, 0))
-    return loss.item(), whole(job)
+        with torch.no_grad():
+            for name, param in job.named_parameters():
+                if ".lora_b." in name or name.endswith(".lora_m"):
+                    param.fill_(0.02)
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            loss = gradients(job, random_batch(job, 0))
+    return loss.item(), whole(job), kept
 
 
 KINDS = {
@@ -55,10 +71,24 @@ KINDS = {
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_compiled_layers_compute_what_eager_ones_do(kind: str, ranks: Ranks) -> None:
-    config = config_of(Layout(tp=2), replace(MODEL, layers=1, **KINDS[kind]))
+    compared(config_of(Layout(tp=2), replace(MODEL, layers=1, **KINDS[kind])), ranks)
+
+
+@pytest.mark.parametrize("dora", [False, True])
+def test_compiled_layers_make_weights_in_four_bits_wide_once_more_for_backward(dora: bool, ranks: Ranks) -> None:
+    model = replace(MODEL, layers=1, width=64, heads=4, kv_heads=4, head_width=32, ffn=128, out_bias=True)
+    adapter = Adapter(rank=3, dora=dora, base="nf4")
+    kept = compared(replace(config_of(Layout(tp=2, dp_shard=2), model), adapter=adapter), ranks, fullgraph=True)
+    assert kept  # matrices of other sizes, such as factors
+    assert not kept & {64 * 64}  # the matrices of a rank in four bits
+
+
+def compared(config: Config, ranks: Ranks, fullgraph: bool = False) -> set[int]:
+    """Compare compiled layers with eager ones. Returns the sizes of matrices that the compiled ones keep."""
     eager, *_ = ranks.run(computed, config)
-    compiled, *_ = ranks.run(computed, replace(config, train=replace(config.train, compile=True)))
+    compiled, *_ = ranks.run(computed, replace(config, train=replace(config.train, compile=True)), fullgraph)
     assert compiled[0] == pytest.approx(eager[0], rel=1e-13)
     assert compiled[1].keys() == eager[1].keys()
     for name, grad in eager[1].items():
         assert torch.allclose(compiled[1][name], grad, rtol=1e-12, atol=1e-14), name
+    return compiled[2]

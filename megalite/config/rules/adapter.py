@@ -51,11 +51,9 @@ def adapter_rules(config: Config) -> Iterator[Problem]:
 
 def _four_bit_rules(config: Config) -> Iterator[Problem]:
     """Broken rules of a base in four bits, whose blocks are 64 inputs of an output: no rank may have a part of one."""
-    for key, other in (("train.compile", False), ("train.product", "plain")):
-        value = getattr(config.train, key.removeprefix("train."))
-        if value != other:
-            rule = "cannot be used with adapter.base=nf4, whose weights are made wide layer by layer"
-            yield Problem(key, rule, f"use {str(other).lower()}, or adapter.base=compute", value)
+    if config.train.product != "plain":
+        rule = "cannot be used with adapter.base=nf4, whose weights are made wide layer by layer"
+        yield Problem("train.product", rule, "use plain, or adapter.base=compute", config.train.product)
     blocks = f"must be cut into blocks of {FOUR_BIT_BLOCK} inputs for adapter.base=nf4, and by tp between these"
     model, tp = config.model, config.parallel.tp
     for key, inputs, split in inputs_of_matrices(model) if min(model.heads, model.layers, tp) >= 1 else ():

@@ -158,6 +158,10 @@ CASES: dict[str, tuple[Overrides, int]] = {  # name -> overrides and the pipelin
     "parameters on the host, muon": ({**STREAMED, "optim.name": "muon", "parallel.tp": 2, **SHARDED}, 0),
     "base on the host": ({"parallel.parameters": "host", "adapter.rank": 8, **FEW_TOKENS}, 0),
     "base on the host, zero3": ({"parallel.parameters": "host", "adapter.rank": 8, **SHARDED, **FEW_TOKENS}, 0),
+    "base on the host, zero1": (
+        {"parallel.parameters": "host", "adapter.rank": 8, **SHARDED, **FEW_TOKENS, "parallel.data.mode": "zero1"},
+        0,
+    ),
     "base on the host, four bits, last of 2 stages": (
         {"parallel.parameters": "host", "adapter.rank": 8, "adapter.base": "nf4", **FEW_TOKENS, **PIPELINE},
         1,

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import FakeWork
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor, _sharding_prop
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -52,6 +53,7 @@ from megalite.train.build import Job, build, build_mesh
 from megalite.train.step import train_step
 
 CPU = torch.device("cpu")
+GATHERED_OF = FSDPParam.all_gather_inputs.fget  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True)
@@ -150,7 +152,7 @@ def count_step(job: Job, batch: Micros, fake: FakeTensorMode | None = None) -> t
     if reduced_to == HOST_MEMORY:
         hooks += [param.register_post_accumulate_grad_hook(move_gradient) for param in trained]
     job.memory.watch = lambda host: live.add([host], HOST_MEMORY)  # on a CPU too
-    with live:
+    with live, _swapped(FSDPParam, "all_gather_inputs", property(copied_from_host)):
         train_step(job, batch, 0)
     job.memory.watch = None
     for hook in hooks:
@@ -176,6 +178,17 @@ def _materialized(job: Job, mesh: Mesh) -> Job:
     optimizer = build_optimizer(stages, config.model, config.optim, None, mesh.stage, job.copies, device)
     gradients = Gradients(job.stages, job.plan.placement, mesh, config.model.tie_embeddings)
     return replace(job, mesh=mesh, gradients=gradients, optimizer=optimizer)
+
+
+def copied_from_host(param: FSDPParam) -> list[torch.Tensor]:
+    """Tensors that FSDP2 gathers of a parameter: of a copy if it is offloaded, as where the host is not the device."""
+    shard = param._sharded_param_data
+    if param.offload_to_cpu:
+        param._sharded_param_data = shard.clone()
+    try:
+        return GATHERED_OF(param)
+    finally:
+        param._sharded_param_data = shard
 
 
 @contextmanager

@@ -11,7 +11,8 @@ from memory_cases import CASES, DOCUMENTS, SIZES, configured
 from toy_jobs import make, one_rank
 
 from megalite.commands.verify import random_batch
-from megalite.dry_run.run import count_step, dry_run, main
+from megalite.dry_run.configuration import as_counted
+from megalite.dry_run.run import copied_from_host, count_step, dry_job, dry_run, main
 from megalite.plan.memory.held import FILES, HOST_MEMORY, OUTSIDE_KINDS
 from megalite.plan.memory.peak import KINDS, enough_micro_batches, rank_memory
 from megalite.plan.resolved import resolve
@@ -88,6 +89,22 @@ def test_states_in_files_take_no_memory_but_their_slots() -> None:
     assert "optimizer states" not in there
     slots = there[HOST_MEMORY] - (here[HOST_MEMORY] - states)
     assert slots == pytest.approx((FILE_SLOTS + 1) * BUCKET_BYTES, rel=1e-3), "one more is read by a save"
+
+
+def test_shards_on_the_host_are_copied_before_they_are_gathered() -> None:
+    plan = resolve(as_counted(configured(CASES["base on the host, zero3"][0])))
+    with dry_job(plan, 0) as (job, _):
+        job.stages[0]._get_fsdp_state()._lazy_init()
+        layer = job.stages[0].layers["0"]
+        params = layer._get_fsdp_state()._fsdp_param_group.fsdp_params
+        assert {param.offload_to_cpu for param in params} == {True, False}
+        for param in params:
+            shard = param._sharded_param_data
+            (gathered,) = copied_from_host(param)
+            casts = gathered.dtype != shard.dtype
+            copied = gathered.untyped_storage()._cdata != shard.untyped_storage()._cdata
+            assert copied is (param.offload_to_cpu or casts)
+            assert param._sharded_param_data is shard
 
 
 def test_no_initial_values_are_made(monkeypatch: pytest.MonkeyPatch) -> None:

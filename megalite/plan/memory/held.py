@@ -120,6 +120,10 @@ class Held:
         """Bytes of weights that are gathered only while `part` is in use."""
         return part.gathered(self.states.w) if self.states.frees and not part.with_stage else 0
 
+    def _buffer(self, weights: Weights) -> int:
+        """Bytes that the gather of a part takes while its weights are copied out."""
+        return weights.gathered(self.states.w) + self.states.w * weights.recut
+
     def _gathered_experts(self, part: Unit) -> int:
         """Bytes of experts among those of `_gathered`; they are gathered by themselves."""
         return part.apart.gathered(self.states.w) if self.states.frees and part.apart is not None else 0

@@ -12,7 +12,8 @@ are gathered and freed.
     parameters          pP/D; and wP of copies, if a single data-parallel rank computes in another precision than that
                         of its parameters, other than with zero3
     optimizer states    pP/D for each state: AdamW has two, Muon has one for a matrix inside of a layer
-    gathered weights    wP through the step (ddp, zero1, zero2), or wN of the part in use (zero3); with a single
+    gathered weights    wP through the step (ddp, zero1, zero2), beside another wN in the first forward, where a part is
+                        copied out of its gather; or wN of the part in use (zero3); with a single
                         data-parallel rank only the latter, and not if it computes in the precision of its parameters
     gradients           rP until they are reduced, then pP/D. They are reduced after every micro-batch (zero2, zero3) or
                         after the last one (ddp, zero1). The part that was reduced last takes another rN until the
@@ -25,6 +26,9 @@ are gathered and freed.
     host memory         offloaded tensors; parameters and reduced gradients that live there; slots of states in files;
                         the copy of parameters and optimizer states that `checkpoint.async` stages
     files               optimizer states that live there, and the copy that `checkpoint.async` stages
+
+Before parameters on the host are gathered over D ranks, FSDP2 copies the rank's shards to the device, wN/D. That is no
+peak: once they are gathered they are freed, and wN is taken in their place to copy the part out of the gather.
 
 Not counted: memory outside of the allocator (on CUDA a context of 1 to 1.5 GiB, and NCCL's buffers), fragmentation,
 and memory that kernels allocate internally. The allocator may reuse a buffer that a pipeline has sent or received only

@@ -34,6 +34,7 @@ class Walk(Held):
         super().__init__(plan, m, pp)
         self.reductions = reductions(self.table, pp)
         self.fetched: Counter[tuple[int, PartKey]] = Counter()  # by micro-batch and part: layers fetched from the host
+        self.arriving: set[int] = set()  # stages with gathers of a whole step that forward has not taken apart yet
         self.staying: set[int] = set()  # stages with a tied embedding that is gathered now, until a backward ends
         self.whole: set[PartKey] = set()  # parts with gradients that are not reduced yet
         self.sharded: dict[PartKey, int] = {}  # parts with reduced gradients, and the bytes of an element
@@ -77,6 +78,7 @@ class Walk(Held):
                     self._weight_gradients(item)
                 case Kind.GATHER | Kind.RESHARD:
                     sign = 1 if item.kind is Kind.GATHER else -1
+                    self.arriving |= {item.stage}
                     for index in range(len(self.parts[item.stage])):
                         self._hold_gathered(item.stage, index, sign)
         self._hold("gathered weights", "in 8 bits", -casts)
@@ -106,6 +108,8 @@ class Walk(Held):
             self._hold("activations", "between stages", -self.sizes.stream)  # counted as the first layer's input
         for index, part in self._through(action.stage):
             self._gather(part)
+            for group in self._groups(action.stage, index) if action.stage in self.arriving else ():
+                self._see(self._buffer(group.weights) * (group.shards > 1), what=GATHERING)
             self._copy_ahead(action.stage, index, index + 1)
             self._keep(part)
             gathered, experts = self._gathered(part), self._gathered_experts(part)
@@ -120,6 +124,7 @@ class Walk(Held):
                 if missing and temporaries:  # now experts compute what has arrived
                     self._see(part.forward + largest, gathered)
             self._see(part.forward + largest, gathered)
+        self.arriving.discard(action.stage)
         if action.stage < self.table.stages - 1:
             self._hold("activations", "between stages", self.sizes.stream)
         self._see()
@@ -235,10 +240,9 @@ class Walk(Held):
             if weights is not None:
                 gathered += weights.gathered(self.states.w)
                 if shards > 1:
-                    buffer = weights.gathered(self.states.w)
                     beside = gradients if backward else self.buffer
-                    self._see(buffer + self.states.w * weights.recut + beside, gathered, GATHERING)
-                    self.buffer = buffer
+                    self._see(self._buffer(weights) + beside, gathered, GATHERING)
+                    self.buffer = weights.gathered(self.states.w)
                 gradients += part.rows
 
     def _stay(self, stage: int, gathered: bool) -> None:

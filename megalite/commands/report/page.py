@@ -137,7 +137,7 @@ def _environment(start: Start | None) -> str:
     rows.insert(1, ("packages", _fields({name: packages[name] for name in NAMED_PACKAGES if name in packages})))
     rows += [("devices", "; ".join(devices)), ("environment", _fields(start.mapping("environment")))]
     shown = [(name, printable(text, 1000)) for name, text in rows if text]
-    told = paragraph(f"Of start {start.name}. The page was written by megalite {__version__}.", "pale")
+    told = paragraph(f"As start {start.name} found it. The page was written by megalite {__version__}.", "pale")
     return section("Environment", definitions(shown), told)
 
 

@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 OLDEST := .venv-oldest
 NEWEST := .venv-newest
 
-.PHONY: install quickstart test test-slurm test-others test-fast test-oldest test-newest check docs wheel bench counts soak sweep-kills corrupt layouts house faults gpu clean
+.PHONY: install quickstart test test-slurm test-others test-fast test-oldest test-newest check docs wheel bench counts soak sweep-kills corrupt layouts house cards faults gpu clean
 
 install: $(VENV)/installed-dev
 
@@ -107,6 +107,10 @@ corrupt: install
 # Rooms, arrows, floors and names of the code: how it is laid out.
 house: install
 	$(BIN)/python tests/house.py
+
+# A page for every family of presets in build/cards, and the table docs/cards.md.
+cards: install
+	$(BIN)/python -m megalite_tools.cards.cards --table docs/cards.md
 
 layouts: install
 	$(BIN)/python tests/layout_search/layout_tables.py docs/layouts.md

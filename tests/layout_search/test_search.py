@@ -104,6 +104,7 @@ SEARCHED_ORDER = {  # of few layouts, since each has a search of its own
                 "train.precision=fp32",
                 "train.compile=true",
                 "model.vocab_size=1001",
+                "parallel.parameters=host optim.placement=host",
             ]
         ),
         max_size=2,
@@ -124,7 +125,8 @@ def test_it_does_so_for_any_small_cluster(
     model: str, layers: int, gpus: int, batch: int, cluster: str, keys: set[str], pinned: dict[str, object], room: float
 ) -> None:
     """The limit is a share of what the fastest layout needs, so that some fit and some do not."""
-    config = configured(model, [f"model.layers={layers}", f"batch.global={batch * gpus}", *sorted(keys)], pinned)
+    overrides = " ".join([f"model.layers={layers}", f"batch.global={batch * gpus}", *sorted(keys)])
+    config = configured(model, overrides.split(), pinned)
     timer = TIMERS[cluster]
     free = search(config, gpus, timer, float("inf"), pinned, wanted=1)
     assume(free.results)  # not every precision goes with every reduction, nor every model has two stages

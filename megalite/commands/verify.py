@@ -358,8 +358,8 @@ def run(args: argparse.Namespace) -> int:
     table_of(shrink(config))  # refuses a schedule that cannot run before any rank is started
     if config.train.compile:
         print("megalite: compiling takes about a minute, longer where ranks share a core", file=sys.stderr)
-    flags = [f"--steps={args.steps}", f"--tolerance={args.tolerance}", *["--masked"] * args.masked]
-    flags += [f"--json={args.json}"] if args.json is not None else []
+    json = [f"--json={args.json}"] * (args.json is not None)
+    flags = [f"--steps={args.steps}", f"--tolerance={args.tolerance}", *["--masked"] * args.masked, *json]
     with ended_at_once():
         world_size = config.parallel.layout.world_size
         return launch(__name__, [*flags, *args.files, *args.overrides], world_size, shared=__name__)
@@ -368,10 +368,9 @@ def run(args: argparse.Namespace) -> int:
 def main(arguments: Sequence[str]) -> int:
     """One rank of the comparison, started by `run`."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--steps", type=int)
-    parser.add_argument("--tolerance", type=float)
+    for name, kind in (("--steps", int), ("--tolerance", float), ("--json", str)):
+        parser.add_argument(name, type=kind)
     parser.add_argument("--masked", action="store_true")
-    parser.add_argument("--json")
     parser.add_argument("inputs", nargs="*")
     args = parser.parse_args(arguments)
     rank_info = find_rank_info()

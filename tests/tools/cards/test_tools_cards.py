@@ -12,7 +12,7 @@ from megalite.commands.report.run_facts import Start
 from megalite_tools.cards.card import Card
 from megalite_tools.cards.cards import main
 from megalite_tools.cards.families import FAMILIES, RESUMED_AT, STEPS
-from megalite_tools.cards.pages import COLUMNS, card_page, markdown, passed
+from megalite_tools.cards.pages import card_page, markdown, passed
 
 ROOT = Path(__file__).parents[3]
 ROW = {"quantity": "loss", "difference": 1e-15, "tolerance": 1e-12, "passed": True, "where": "step <1>"}

@@ -28,7 +28,7 @@ MAX_NODES = 10_000  # nodes that are remembered
 MAX_SAVES = 20  # latest saves whose times are kept
 MAX_RETURNS = 100  # latest returns to an earlier step that are kept
 REPORTED_EVENTS = (  # events of training that people are told
-    "rollback", "save_failed", "save_local_failed", "local_off", "save_problem", "bad_step", "spike",
+    "rollback", "save_failed", "save_local_failed", "local_off", "save_problem", "not_served", "bad_step", "spike",
 )  # fmt: skip
 MAX_RECORD_BYTES = 2**20  # bytes of a record of a start
 

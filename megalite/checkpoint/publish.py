@@ -7,12 +7,16 @@ from contextlib import suppress
 from pathlib import Path
 
 from megalite.base.errors import InputError
-from megalite.base.files import exists
+from megalite.base.files import exists, write_whole
+from megalite.checkpoint.announce import Announcer
 from megalite.checkpoint.store.disk import File, synchronize, total_bytes, write_durably
 from megalite.checkpoint.store.manifest import MANIFEST, Manifest
-from megalite.checkpoint.store.retain import new_partial, retain, sweep
+from megalite.checkpoint.store.retain import new_partial, retain, retain_exports, sweep
+from megalite.checkpoint.store.save_events import NotServed, Served
 from megalite.checkpoint.weights.export import export, export_of, is_due
 from megalite.config.schema import Config
+
+LATEST = "latest"  # file beside the exports that holds the name of the newest
 
 
 class Publisher:
@@ -28,6 +32,18 @@ class Publisher:
         self.folder, self.config, self.check_owner = folder, config, check_owner
         self._advanced = advanced
         self._told: set[str] = set()  # problems that were told
+        checkpoint = config.checkpoint
+        url = checkpoint.export_url
+        self._announcer = None if url is None else Announcer(url, checkpoint.export_timeout)
+
+    def news(self) -> list[Served | NotServed]:
+        """Return what the server of `checkpoint.export_url` has done since the last call."""
+        return self._announcer.news() if self._announcer is not None else []
+
+    def finish(self) -> None:
+        """Wait a while until the server of `checkpoint.export_url` has the newest export."""
+        if self._announcer is not None:
+            self._announcer.finish()
 
     def path_of(self, step: int) -> Path:
         """Path of a step's checkpoint once it is complete."""
@@ -80,17 +96,25 @@ class Publisher:
             return [*problems, f"{self.folder}: old checkpoints cannot be deleted: {error}"]
 
     def export_missing(self, step: int) -> list[str]:
-        """Export the checkpoint of `step`, if that is due and not done. Returns what has failed."""
+        """Export the checkpoint of `step`, if that is due and not done, and announce it. Returns what has failed."""
         final = self.path_of(step)
-        return self._export(final, step) if exists(final) and not exists(export_of(final)) else []
+        return self._export(final, step, anew=False) if exists(final) else []
 
-    def _export(self, final: Path, step: int) -> list[str]:
-        """Export the checkpoint `final` if that is due. Returns what has failed, or is not as it should be."""
+    def _export(self, final: Path, step: int, anew: bool = True) -> list[str]:
+        """Export the checkpoint `final` and announce it, if due. Returns what has failed, or is not as it should be.
+
+        anew: also in place of an export that is there.
+        """
         if not is_due(self.config.checkpoint, step, self.config.train.steps):
             return []
         try:
             self.check_owner()
-            return list(export(final, self.config, self._advanced))
+            target = export_of(final)
+            problems = list(export(final, self.config, self._advanced)) if anew or not exists(target) else []
+            write_whole(target.with_name(LATEST), f"{target.name}\n")
+            if self._announcer is not None:
+                self._announcer.announce(target.absolute(), step)
+            return problems + retain_exports(target.parent, step, self.config.checkpoint.export_keep)
         except (OSError, InputError) as error:
             return [f"{final} cannot be exported: {error}; megalite-convert can do it later"]
 

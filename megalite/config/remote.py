@@ -1,4 +1,6 @@
-"""Token stores on servers: their URLs, and the packages that read them. Imports no torch."""
+"""Servers: URLs of token stores, the packages that read them, and URLs that take models. Imports no torch."""
+
+from urllib.parse import urlsplit
 
 # Package that fsspec reads each with, and megalite's extra that has it.
 SCHEMES = {
@@ -7,6 +9,17 @@ SCHEMES = {
     "https": ("aiohttp", "http"),
     "http": ("aiohttp", "http"),
 }
+
+
+def is_address(url: str) -> bool:
+    """Return whether `url` is one of http or https with a host, and without a user, password or unprintable text."""
+    try:
+        parts = urlsplit(url)
+        named = bool(parts.hostname) and (parts.port is None or parts.port > 0)
+    except ValueError:
+        return False
+    plain = url.isascii() and url.isprintable() and not set(url) & set(" @")
+    return parts.scheme in ("http", "https") and named and plain
 
 
 def scheme_of(path: str) -> str | None:

@@ -471,6 +471,9 @@ class Checkpoint:
     weights: str | None = None  # path of a checkpoint whose weights a new run begins with
     export: Literal["hf", "peft"] | None = None  # write RUN/export/step-… at the end; hf: the model; peft: the adapter
     export_every: int = 0  # and at every n-th step, a multiple of a fixed interval; 0: only at the end
+    export_keep: int = 0  # newest exports to keep; 0: all
+    export_url: str | None = None  # a server that a POST tells of every export, such as SGLang or vLLM
+    export_timeout: float = 60.0  # seconds that an export is offered to the server; then that is told, and no more
     verify: bool = True  # compare every file with its hash when loading; sizes always are
     local: LocalCheckpoint | None = None  # null, or save on every node first, and copy to the run folder from there
 

@@ -16,7 +16,16 @@ from rich.text import Text
 from megalite.base.output import PATIENCE, Outlet, append, go_on
 from megalite.base.terminal import escaping
 from megalite.checkpoint.store.progress import Progress
-from megalite.checkpoint.store.save_events import Failed, FailedLocally, LocalOff, Outcome, Saved, SavedLocally
+from megalite.checkpoint.store.save_events import (
+    Failed,
+    FailedLocally,
+    LocalOff,
+    NotServed,
+    Outcome,
+    Saved,
+    SavedLocally,
+    Served,
+)
 from megalite.config.schema import Config
 from megalite.train.folder.records import line_of, mend
 from megalite.train.guard import Guard, Judged
@@ -34,6 +43,7 @@ WARNINGS = (  # events
     "save_problem",
     "save_local_failed",
     "local_off",
+    "not_served",
     "straggler",
     "experts_starved",
     "nothing_trained",
@@ -246,6 +256,12 @@ class Report(Silent):
                 self.event(step, "save_local_failed", text, checkpoint=news.step, error=news.error)
             case LocalOff():
                 self.event(step, "local_off", news.error, error=news.error)
+            case Served():
+                text = f"served: step {news.step}, taken in {news.seconds:.1f} s"
+                self.event(step, "served", text, checkpoint=news.step, path=str(news.path), seconds=news.seconds)
+            case NotServed():
+                text = f"the export of step {news.step} was not taken: {news.error}; training goes on"
+                self.event(step, "not_served", text, checkpoint=news.step, error=news.error)
             case SavedLocally():
                 copies = f", and {news.replicas} copy on another node" if news.replicas else ""
                 text = f"saved locally: step {news.step}, {scaled(news.bytes, 'B')}{copies} in {news.seconds:.1f} s"

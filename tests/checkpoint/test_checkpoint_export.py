@@ -60,7 +60,7 @@ def test_exports_are_of_their_checkpoints(tmp_path: Path) -> None:
             seen.append(found.clone())
             assert torch.equal(found, dict(job.named_parameters())["layers.0.attention.q.weight"].full_tensor())
         assert not torch.equal(seen[1], seen[2])
-    assert sorted(path.name for path in (tmp_path / "export").iterdir()) == ["step-00000002", "step-00000004"]
+    assert sorted(path.name for path in (tmp_path / "export").iterdir()) == ["latest", "step-00000002", "step-00000004"]
 
 
 def test_experts_are_exported_as_they_were_trained(tmp_path: Path) -> None:

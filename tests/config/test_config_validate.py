@@ -552,6 +552,18 @@ def test_an_automatic_interval_needs_no_multiples() -> None:
         load([], ["checkpoint.interval=often"])
 
 
+@pytest.mark.parametrize(
+    "url", ["localhost:30000", "ftp://host/", "http://me:word@host/", "http:///path", "http://h:x/"]
+)
+def test_exports_are_announced_at_an_address_without_a_password(url: str) -> None:
+    keys = ["checkpoint.export=hf", "checkpoint.export_url=http://localhost:30000/update_weights_from_disk"]
+    assert check(load([], keys)).checkpoint.export_url is not None
+    with pytest.raises(InputError, match=r"checkpoint\.export_url = .*without a password"):
+        check(load([], [keys[0], f"checkpoint.export_url='{url}'"]))
+    with pytest.raises(InputError, match=r"checkpoint\.export_keep = 1: must not be 1"):
+        check(load([], [*keys, "checkpoint.export_keep=1"]))
+
+
 @pytest.mark.parametrize("step", [0, -1, 101])
 def test_a_listed_checkpoint_is_of_a_step_of_the_run(step: int) -> None:
     assert check(load([], ["checkpoint.at=[1,100]"])).checkpoint.at == [1, 100]

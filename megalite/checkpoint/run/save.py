@@ -184,6 +184,7 @@ class Saver:
         if self._pending is not None and self._pending.done():
             self._wait_for_writer()
         ended, self._ended = self._ended, []
+        ended += self._publisher.news()
         return ended + (list(self._tier.news()) if self._tier is not None else [])
 
     def finish(self) -> None:
@@ -197,6 +198,7 @@ class Saver:
             raise Unhealthy(f"the last checkpoint could not be written: {self._failed[-1].error}; {CONTINUATION_HINT}")
         if self._tier is not None:
             self._tier.forget()
+        self._publisher.finish()
 
     def settle(self) -> None:
         """Wait until no save is under way. Raises Unhealthy if what was to be saved is not finite."""

@@ -50,4 +50,21 @@ class LocalOff:
     error: str
 
 
-Outcome = Saved | SavedLocally | Failed | FailedLocally | LocalOff
+@dataclass(frozen=True)
+class Served:
+    """An export that the server of `checkpoint.export_url` has taken."""
+
+    step: int
+    path: Path
+    seconds: float  # from the first try to its answer
+
+
+@dataclass(frozen=True)
+class NotServed:
+    """An export that the server of `checkpoint.export_url` has not taken; training goes on."""
+
+    step: int
+    error: str
+
+
+Outcome = Saved | SavedLocally | Failed | FailedLocally | LocalOff | Served | NotServed

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from megalite.base.files import is_folder
 from megalite.checkpoint.store.disk import synchronize
+from megalite.checkpoint.store.retain import make_room
 from megalite.checkpoint.weights.convert import convert
 from megalite.checkpoint.weights.formats import huggingface, peft
 from megalite.checkpoint.weights.formats.tokenizer import doubts
@@ -43,8 +44,7 @@ def export(checkpoint: Path, config: Config, advanced: Callable[[], None]) -> tu
         plan, written = huggingface.plan(found, dtype, None), found
         warnings = doubts(found, huggingface.model_type(found))
     convert(written, plan, fresh, {"to": kind, "dtype": dtype}, 1, lambda _: advanced())
-    if is_folder(target, follow=False):  # export of an earlier checkpoint of this step
-        shutil.rmtree(target)
+    make_room(target)  # an export of an earlier checkpoint of this step
     fresh.rename(target)
     synchronize(target.parent)
     return warnings

@@ -54,10 +54,18 @@ def _idle(config: Config) -> dict[str, tuple[bool, str, str]]:
             f"with checkpoint.resume = {checkpoint.resume}",
             "a run begins with one of them; leave out the other",
         ),
-        "checkpoint.export_every": (
-            checkpoint.export is None,
-            "with checkpoint.export = null",
-            "set checkpoint.export=hf",
+        **{
+            f"checkpoint.{key}": (
+                checkpoint.export is None,
+                "with checkpoint.export = null",
+                "set checkpoint.export=hf",
+            )
+            for key in ("export_every", "export_keep", "export_url")
+        },
+        "checkpoint.export_timeout": (
+            checkpoint.export_url is None,
+            "with checkpoint.export_url = null",
+            "set checkpoint.export_url",
         ),
         "checkpoint.keep_every": (
             checkpoint.interval == 0,

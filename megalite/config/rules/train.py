@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import asdict
 
 from megalite.base.errors import Problem
-from megalite.config.remote import scheme_of
+from megalite.config.remote import is_address, scheme_of
 from megalite.config.schema import Config, Experts, Train
 
 MAX_TOKENS = (1 << 63) - 1
@@ -21,6 +21,7 @@ def train_rules(config: Config) -> Iterator[Problem]:
     yield from _product(config.train)
     yield from _float8(config)
     yield from _export(config)
+    yield from _export_url(config)
     yield from _at(config)
     yield from _local(config)
     yield from _stalls(config)
@@ -67,6 +68,18 @@ def _export(config: Config) -> Iterator[Problem]:
     if every and interval != "auto" and (interval == 0 or every % interval):
         rule = f"must be a multiple of checkpoint.interval = {interval}, since checkpoints are what is exported"
         yield Problem("checkpoint.export_every", rule, "change one of them, or use 0, only at the end", every)
+
+
+def _export_url(config: Config) -> Iterator[Problem]:
+    url, keep = config.checkpoint.export_url, config.checkpoint.export_keep
+    if url is None:
+        return
+    if not is_address(url):
+        rule = "must be http://HOST… or https://HOST… without a password, as it stands in records"
+        yield Problem("checkpoint.export_url", rule, "as http://localhost:30000/update_weights_from_disk", url)
+    if keep == 1:
+        rule = "must not be 1 with checkpoint.export_url, or the folder that a server is reading could be deleted"
+        yield Problem("checkpoint.export_keep", rule, "use 2 or more, or 0, which keeps all", keep)
 
 
 def _at(config: Config) -> Iterator[Problem]:

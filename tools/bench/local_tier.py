@@ -18,7 +18,7 @@ from megalite.checkpoint.run.load import Restorer
 from megalite.checkpoint.run.save import Saver
 from megalite.checkpoint.store.host_group import HostGroup
 from megalite.checkpoint.store.progress import Progress
-from megalite.checkpoint.store.save_events import Saved, SavedLocally
+from megalite.checkpoint.store.save_events import Saved, SavedLocally, Served
 from megalite.checkpoint.store.state import State
 from megalite.config.schema import Checkpoint, Config, LocalCheckpoint
 
@@ -97,7 +97,7 @@ def _train(saver: Saver, rhythm: Rhythm, locally: bool) -> dict[str, Any]:
             worked += rhythm.pause / LOOK_COUNT
             for item in saver.news():
                 durable += isinstance(item, Saved)
-                if not isinstance(item, Saved | SavedLocally):
+                if not isinstance(item, Saved | SavedLocally | Served):
                     raise InputError(f"--folder: {item.error}")
                 if isinstance(item, SavedLocally) == locally:
                     complete = max(complete, at[item.step])
@@ -137,7 +137,7 @@ def _save(saver: Saver, step: int, seconds: Seconds, shared: bool = True) -> Non
                 seconds["durable"].append(stall + item.seconds)
             case SavedLocally() if shared:
                 seconds["complete"].append(stall + item.seconds)
-            case SavedLocally():
+            case SavedLocally() | Served():
                 pass
             case _:
                 raise InputError(f"--local: {item.error}")

@@ -25,7 +25,7 @@ from megalite_tools.cards.families import FAMILIES, STEPS
 from megalite_tools.cards.pages import card_page, index_page, markdown, passed
 
 COMMAND = "megalite_tools.cards.cards"
-MIN_TOKENS = 200_000  # of the store, each a byte
+MIN_TOKENS = 200_000  # tokens of the store, each a byte
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -27,7 +27,7 @@ are gathered and freed.
                         the copy of parameters and optimizer states that `checkpoint.async` stages
     files               optimizer states that live there, and the copy that `checkpoint.async` stages
 
-Before parameters on the host are gathered over D ranks, FSDP2 copies the rank's shards to the device, wN/D. That is no
+Before parameters on the host are gathered over D ranks, FSDP2 copies the rank's shards to the device, wN/D. This is no
 peak: once they are gathered they are freed, and wN is taken in their place to copy the part out of the gather.
 
 Not counted: memory outside of the allocator (on CUDA a context of 1 to 1.5 GiB, and NCCL's buffers), fragmentation,

@@ -83,7 +83,7 @@ class Announcer:
 
 
 def body_of(url: str, folder: Path, step: int) -> dict[str, object]:
-    """What a server is sent: for vLLM's `/collective_rpc` its call, else the fields of SGLang's update from disk."""
+    """The body of a request: for vLLM's `/collective_rpc` its call, else the fields of SGLang's update from disk."""
     if urlsplit(url).path.rstrip("/").endswith("/collective_rpc"):
         return {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
     return {"model_path": str(folder), "weight_version": str(step)}

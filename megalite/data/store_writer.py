@@ -37,7 +37,8 @@ class StoreWriter:
     The origin of the tokens goes into the store's description, as far as it is given. `end_of_document` is the id with
     which every given document ends. masked: the store has a mask, whose bits are given with the tokens. packed: tokens
     of the sequences that whole documents fill. temporary: once sealed it can be read, under the prefix `hidden_prefix`;
-    it is never published. unlisted_sources: further files than `sources` that tokens are of.
+    it is never published. unlisted_sources: further files than `sources` that tokens are of. replace: take the place of
+    a store of that name, which stays until the new one is complete.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class StoreWriter:
         packed: int | None = None,
         temporary: bool = False,
         unlisted_sources: int = 0,
+        replace: bool = False,
     ) -> None:
         self.prefix = Path(prefix)
         self.tokens = 0
@@ -68,7 +70,7 @@ class StoreWriter:
         self._final, self.hidden = (  # hidden: where it is until it is complete
             (*store_files(prefix), description_file(prefix), mask_file(prefix)) for prefix in (self.prefix, partial)
         )
-        self._sealed = False
+        self._sealed, self._replace = False, replace
 
     @property
     def documents(self) -> int:
@@ -88,7 +90,7 @@ class StoreWriter:
         with self._explained():
             self.prefix.parent.mkdir(parents=True, exist_ok=True)
             self._tokens = claim(self.hidden[0], str(self.prefix))
-        for path in (*self._final, shards_file(self.prefix)):
+        for path in () if self._replace else (*self._final, shards_file(self.prefix)):
             if os.path.lexists(path):
                 self._discard()
                 raise InputError(f"{path}: exists already; remove it or choose another name")
@@ -216,6 +218,8 @@ class StoreWriter:
         published: list[Path] = []
         try:
             with self._explained():
+                for path in self._final[1:] if self._replace else ():  # .idx first: no reader sees a mixture
+                    path.unlink(missing_ok=True)
                 for temporary, final in (tokens, *mask, description, index):  # .idx last: readers need it
                     published.append(final)
                     temporary.replace(final)

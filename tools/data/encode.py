@@ -71,19 +71,20 @@ def encode_texts(texts: Iterable[str], encoding: Encoding, workers: int) -> Gene
 def in_workers(work: Callable[[Any], _Result], batches: Iterator[Any], workers: int) -> Generator[_Result]:
     """Yield the result of `work` for each batch, in their order. Raises InputError if a worker dies."""
     # Spawned, not forked: a tokenizer may hold threads, which do not survive a fork.
-    pool = ProcessPoolExecutor(workers, get_context("spawn"), initializer=_start_worker)
+    pool = ProcessPoolExecutor(workers, get_context("spawn"), initializer=start_worker)
     try:
-        ahead = deque(_submit(pool, work, batch) for batch in islice(batches, 2 * workers))
+        ahead = deque(submit(pool, work, batch) for batch in islice(batches, 2 * workers))
         while ahead:
             yield ahead.popleft().result()
-            ahead.extend(_submit(pool, work, batch) for batch in islice(batches, 1))
+            ahead.extend(submit(pool, work, batch) for batch in islice(batches, 1))
     except BrokenProcessPool as error:
         raise InputError("a worker process died, perhaps for want of memory; try fewer --workers") from error
     finally:
         pool.shutdown(cancel_futures=True)
 
 
-def _submit(pool: Executor, work: Callable[[Any], _Result], batch: Any) -> Future[_Result]:
+def submit(pool: Executor, work: Callable[[Any], _Result], batch: Any) -> Future[_Result]:
+    """Submit `work(batch)` to a pool of processes."""
     with held_up():  # a signal must not end a worker, which may start here, with a traceback of its imports
         return pool.submit(work, batch)
 
@@ -108,7 +109,8 @@ def _tokenizer(encoding: Encoding) -> Tokenizer:
     return load_tokenizer(encoding.tokenizer, encoding.eod_token)
 
 
-def _start_worker() -> None:
+def start_worker() -> None:
+    """Make this process a worker: it ends with its parent, and leaves signals of the terminal to it."""
     Thread(target=_die_with_parent, daemon=True).start()
     listen(
         signal.SIG_IGN, set(STOP_SIGNALS) - {signal.SIGTERM}

@@ -3,24 +3,18 @@
 import argparse
 import os
 import sys
-from contextlib import ExitStack, closing
 from dataclasses import replace
 from functools import partial
 from hashlib import blake2b
 from pathlib import Path
 
-from rich.console import Console
-from rich.progress import DownloadColumn, Progress, TaskID, TextColumn, TimeRemainingColumn, TransferSpeedColumn
-from rich.table import Column
-
 from megalite.base.entry import exit_code
 from megalite.base.errors import InputError, printable
-from megalite.data.description import SourceFile, TokenizerFile
-from megalite.data.store import TokenStore, token_dtype
-from megalite.data.store_writer import StoreWriter, sweep
+from megalite.data.description import TokenizerFile
+from megalite.data.store_writer import sweep
 from megalite.data.tokenizer import tokenizer_hash
 from megalite.data.trial import open_tokenizer_file
-from megalite_tools.data.chat import ChatEncoding, encode_chats
+from megalite_tools.data.chat import ChatEncoding
 from megalite_tools.data.chat_template import found_template
 from megalite_tools.data.conversations import checked_chat
 from megalite_tools.data.documents import (
@@ -28,23 +22,24 @@ from megalite_tools.data.documents import (
     Skipped,
     add_reading_options,
     find_files,
-    read_texts,
     reading_of,
-    refuse,
 )
-from megalite_tools.data.encode import Encoding, encode_texts
+from megalite_tools.data.encode import Encoding
 from megalite_tools.data.opened import format_of
-from megalite_tools.data.outputs import check_name, published_together, report
-from megalite_tools.data.pack import write_packed
+from megalite_tools.data.outputs import check_name, report
+from megalite_tools.data.preparation import UNPACKED, Preparation, nothing_kept, write_stores
+from megalite_tools.data.sharded import add_sharding_options, prepare_shards
 
 COMMAND = "megalite-prepare-data"
 MAX_WORKERS = 1024
-UNPACKED = ".unpacked"  # ends the name of a store whose documents are still to be packed
 
 
 def main(argv: list[str] | None = None) -> int:
     """Runs the program. Returns the exit code. Unless that is DONE, no files are left behind."""
-    return exit_code(COMMAND, lambda: _prepare(_parser().parse_args(argv)))
+    arguments = sys.argv[1:] if argv is None else argv
+    return exit_code(
+        COMMAND, lambda: _prepare(_parser().parse_args(arguments, argparse.Namespace(arguments=arguments)))
+    )
 
 
 def in_validation(document: int, seed: int, fraction: float) -> bool:
@@ -100,6 +95,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--workers", type=int, default=min(8, os.cpu_count() or 1), metavar="N", help="processes (default: %(default)s)"
     )
+    add_sharding_options(parser)
     return parser
 
 
@@ -130,73 +126,36 @@ def _prepare(options: argparse.Namespace) -> None:
     for file in files if options.chat else []:
         if (form := format_of(file, reading.format)) != "jsonl":
             raise InputError(f"{file}: --chat reads JSON Lines, and this is {form}; --format jsonl says that it is not")
-    sources = [SourceFile(str(file), file.stat().st_size) for file in files]
-    splits = ("_train", "_valid") if options.valid_fraction else ("",)
-    for leftover in {"", "_train", "_valid"}.difference(splits):
-        sweep(f"{options.out}{leftover}")
-    for split in ("", "_train", "_valid"):
-        sweep(f"{options.out}{split}{UNPACKED}")
-    with ExitStack() as stack:
-        dtype = token_dtype(tokenizer.vocab_size)
-        masked, length = options.chat or options.pack is not None, options.pack
-        finals = [
-            StoreWriter(f"{options.out}{split}", dtype, end, made_with, sources, masked, length) for split in splits
-        ]
-        stack.enter_context(published_together(finals))
-        writers = finals
-        if length is not None:
-            unpacked = partial(StoreWriter, dtype=dtype, masked=options.chat, temporary=True)
-            writers = [stack.enter_context(unpacked(f"{options.out}{split}{UNPACKED}")) for split in splits]
-        progress = stack.enter_context(_progress())
-        task = progress.add_task("·", total=sum(source.bytes for source in sources), documents=0, tokens=0)
-        texts = read_texts(files, reading, options.on_error, skipped, partial(progress.advance, task))
-        given = options.tokenizer, options.eod_token, end is not None
-        if options.chat:
-            template = found_template(Path(options.tokenizer), options.template)
-            encoded = encode_chats(texts, ChatEncoding(*given, template), options.workers)
-        else:
-            encoded = encode_texts(texts, Encoding(*given), options.workers)
-        batches = stack.enter_context(closing(encoded))
-        documents = 0
-        for batch in batches:
-            for reject in batch.rejects:
-                refuse(reject, options.on_error, skipped)
-            for tokens, trained, last in batch.pieces():
-                writer = writers[in_validation(documents, options.seed, options.valid_fraction)]
-                writer.extend(tokens, trained)
-                if last:
-                    writer.end_document()
-                    documents += 1
-            progress.update(task, documents=documents, tokens=sum(writer.tokens for writer in writers))
-        if not writers[0].documents:
-            if not documents:
-                raise InputError(skipped.nothing_kept(files))
-            raise InputError(f"all {documents} documents fell to validation; lower --valid-fraction")
-        if length is not None:
-            for writer, final in zip(writers, finals, strict=True):
-                writer.seal()
-                store = TokenStore(writer.hidden_prefix)
-                task = progress.add_task("packed", total=store.tokens * dtype.itemsize, documents=0, tokens=0)
-
-                def packed(tokens: int, task: TaskID = task, final: StoreWriter = final) -> None:
-                    advance = tokens * dtype.itemsize
-                    progress.update(task, advance=advance, documents=final.documents, tokens=final.tokens)
-
-                write_packed(store, final, length, options.on_error, skipped, packed)
-    report(finals)
+    given = options.tokenizer, options.eod_token, end is not None
+    encoding: Encoding | ChatEncoding = Encoding(*given)
+    if options.chat:
+        encoding = ChatEncoding(*given, found_template(Path(options.tokenizer), options.template))
+    settings = Preparation(reading, options.on_error, encoding, made_with, tokenizer.vocab_size, end, options.pack)
+    if options.engine is not None or options.shards is not None:
+        prepare_shards(options, settings, files, skipped)
+    else:
+        _prepare_one(options, settings, files, skipped)
     for line in skipped.lines():
         print(printable(f"skipped {line}"))
 
 
-def _progress() -> Progress:
-    console = Console(stderr=True)
-    return Progress(  # in 80 columns
-        DownloadColumn(table_column=Column(no_wrap=True)),
-        TransferSpeedColumn(table_column=Column(no_wrap=True)),
-        TextColumn("{task.description} {task.fields[documents]:,} documents · {task.fields[tokens]:,} tokens · left"),
-        TimeRemainingColumn(),
-        console=console,
-        disable=not console.is_terminal,
+def _prepare_one(options: argparse.Namespace, settings: Preparation, files: list[Path], skipped: Skipped) -> None:
+    """Write the store, or the two of a split."""
+    splits = ("_train", "_valid") if options.valid_fraction else ("",)
+    for split in ("", "_train", "_valid"):
+        sweep(f"{options.out}{split}{UNPACKED}")
+        if split not in splits:
+            sweep(f"{options.out}{split}")
+    report(
+        write_stores(
+            settings,
+            files,
+            [f"{options.out}{split}" for split in splits],
+            lambda document: in_validation(document, options.seed, options.valid_fraction),
+            skipped,
+            options.workers,
+            partial(nothing_kept, files, skipped),
+        )
     )
 
 

@@ -6,7 +6,7 @@ import pytest
 from megalite.data.description import Description, SourceFile, TokenizerFile
 from megalite.data.store import TokenStore
 from megalite.data.tokenizer import load_tokenizer, tokenizer_hash
-from megalite_tools.data import prepare_data
+from megalite_tools.data import preparation
 from megalite_tools.data.encode import Encoded
 from megalite_tools.data.prepare_data import in_validation, main
 
@@ -177,8 +177,8 @@ def test_a_long_document_is_shared_by_all_workers(
     monkeypatch.setattr("megalite_tools.data.pieces.PIECE", 5000)
     monkeypatch.setattr("megalite_tools.data.encode.BATCH_CHARACTERS", 5000)
     batches: list[Encoded] = []
-    encode = prepare_data.encode_texts
-    monkeypatch.setattr(prepare_data, "encode_texts", lambda *given: noted(encode(*given), batches))
+    encode = preparation.encode_texts
+    monkeypatch.setattr(preparation, "encode_texts", lambda *given: noted(encode(*given), batches))
     arguments = ["--tokenizer", str(tokenizer_file), "--workers", "1", "--out", str(out / "p")]
     assert main([str(tmp_path / "long.txt"), str(tmp_path / "short.txt"), *arguments]) == 0
     assert decoded(out / "p", tokenizer_file) == [text, "a short one"]

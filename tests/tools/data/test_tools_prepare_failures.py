@@ -18,7 +18,7 @@ from megalite.base.stop_signals import STOP_SIGNALS
 from megalite.data.store import TokenStore
 from megalite.data.store_writer import StoreWriter
 from megalite_tools import commands
-from megalite_tools.data import encode, prepare_data
+from megalite_tools.data import encode, preparation
 from megalite_tools.data.prepare_data import main
 
 
@@ -94,7 +94,7 @@ def test_a_signal_leaves_nothing(
         os.kill(os.getpid(), number)
         yield "more"
 
-    monkeypatch.setattr(prepare_data, "read_texts", interrupted)
+    monkeypatch.setattr(preparation, "read_texts", interrupted)
     monkeypatch.setattr("megalite_tools.data.encode.BATCH_DOCUMENTS", 10)
     arguments = [str(corpus), "--tokenizer", str(tokenizer_file), "--out", str(out / "p"), "--workers", "1"]
     monkeypatch.setattr(sys, "argv", ["megalite-prepare-data", *arguments])
@@ -162,13 +162,13 @@ def test_a_killed_run_leaves_no_worker_and_the_next_one_no_file(
     os.mkfifo(tmp_path / "fifo")  # never written to: the run waits for more documents
     corpus.write_text("text of a document\n" * 5000)
     code = (
-        "import sys; from megalite_tools.data import encode, prepare_data\n"
+        "import sys; from megalite_tools.data import encode, prepare_data, preparation\n"
         "encode.BATCH_DOCUMENTS = 100\n"
-        "texts = prepare_data.read_texts\n"
+        "texts = preparation.read_texts\n"
         "def waiting(*given):\n"
         "    yield from texts(*given)\n"
         "    open(sys.argv[1]).read()\n"
-        "prepare_data.read_texts = waiting\n"
+        "preparation.read_texts = waiting\n"
         "sys.exit(prepare_data.main(sys.argv[2:]))"
     )
     arguments = [str(corpus), "--lines", "--tokenizer", str(tokenizer_file), "--out", str(out / "p")]
@@ -210,6 +210,6 @@ def test_workers_are_started_with_signals_held_up() -> None:
     """Until they ignore what the terminal sends to all, it would end them with a traceback of what they import."""
     held: list[set[int]] = []
     pool = SimpleNamespace(submit=lambda encode, batch: held.append(signal.pthread_sigmask(signal.SIG_BLOCK, ())))
-    encode._submit(pool, encode.encode_batch, [])
+    encode.submit(pool, encode.encode_batch, [])
     assert held[0] >= set(STOP_SIGNALS)
     assert not signal.pthread_sigmask(signal.SIG_BLOCK, ()) & set(STOP_SIGNALS)

@@ -82,6 +82,8 @@ def test_whole_shards_are_kept_and_others_made_anew(
     assert made == []
     (out / "p-00002-of-00007.idx").unlink()
     (out / "p-00004-of-00007.bin").write_bytes(b"")
+    damaged = out / "p-00006-of-00007.bin"
+    damaged.write_bytes(b"\x09" + damaged.read_bytes()[1:])  # of the same size
     (out / "p-00005-of-00007.record").unlink()
     assert main(given) == 2  # a store without a record may be anybody's
     assert "p-00005-of-00007.bin: exists already" in capsys.readouterr().err
@@ -89,7 +91,7 @@ def test_whole_shards_are_kept_and_others_made_anew(
         Path(f"{out}/p-00005-of-00007{suffix}").unlink()
     (out / "p.shards").unlink()
     assert main(given) == 0
-    assert made == ["2", "4", "5"]
+    assert made == ["2", "4", "5", "6"]
     assert content(out) == expected
 
     made.clear()

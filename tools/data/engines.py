@@ -29,7 +29,7 @@ except ImportError:  # optional: pip install megalite[ray]
 
 Engine = Literal["local", "ray", "slurm"]
 ENGINES: tuple[Engine, ...] = ("local", "ray", "slurm")
-MAX_LOSSES = 3  # of workers, without a shard finished in between
+MAX_LOSSES = 3  # losses of workers without a shard finished in between
 WARNING_SECONDS = 60  # before the time limit of a job, at which a task ends
 LOST = "workers died {losses} times, perhaps for want of memory; finished shards are kept: the same command goes on"
 PROGRAM = "from megalite_tools.commands import prepare_data; raise SystemExit(prepare_data())"

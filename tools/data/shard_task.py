@@ -46,7 +46,7 @@ class Record:
 
     settings: str  # hash of the settings, and of the names and sizes of the input
     input: str  # hash of the content of the input
-    fingerprint: str | None = None  # of the store; None: it is being made for the first time
+    fingerprint: str | None = None  # hash of the store; None: it is being made for the first time
     documents: int = 0
     tokens: int = 0
     skipped: Skipped = field(default_factory=Skipped)

@@ -17,7 +17,7 @@ from megalite_tools.data.preparation import Preparation
 from megalite_tools.data.shard_task import Record, ShardTask
 from megalite_tools.terminal import bar
 
-SHARD_BYTES = 1 << 30  # of input, unless --shards says how many there are
+SHARD_BYTES = 1 << 30  # bytes of input in a shard, unless --shards says how many there are
 
 
 def add_sharding_options(parser: argparse.ArgumentParser) -> None:

@@ -51,7 +51,7 @@ def array_script(array: Array) -> str:
     return "\n".join(
         [
             "#!/bin/bash",
-            "# Written by megalite-sweep. Submit it again with:  sbatch THIS_FILE",
+            "# Written by megalite. Submit it again with:  sbatch THIS_FILE",
             *(f"#SBATCH {option_line(name, value)}" for name, value in asked.items()),
             f"trap : {SIGNAL_NAMES.replace(',', ' ')}",
             f"early=(env '--block-signal={SIGNAL_NAMES}')  # what comes before the runner can hear it waits",

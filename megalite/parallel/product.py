@@ -66,7 +66,7 @@ class Plain:
         return (x,)
 
     def prepare_weight(self, weight: Tensor, part: Tensor) -> Prepared:
-        if torch.compiler.is_compiling():  # `forward` makes it wide
+        if self.four_bits is None or torch.compiler.is_compiling():  # in a compiled layer, `forward` makes it wide
             return (part,)
         return (self._wide(part),)
 
@@ -78,7 +78,7 @@ class Plain:
 
     def forward(self, x: Prepared, weight: Prepared, factor: float = 1.0, bias: Tensor | None = None) -> Tensor:
         (whole,), (w,) = x, weight
-        if in_four_bits(w):  # only in a compiled layer, which would keep for backward what it has made wide
+        if self.four_bits is not None and in_four_bits(w):  # compiled: it would keep the wide one for backward
             made: Tensor = checkpoint(self._of_four_bits, whole, w, factor, bias, use_reentrant=False)
             return made
         if factor == 1:

@@ -11,7 +11,7 @@ from megalite.base.files import exists, write_whole
 from megalite.checkpoint.announce import Announcer
 from megalite.checkpoint.store.disk import File, synchronize, total_bytes, write_durably
 from megalite.checkpoint.store.manifest import MANIFEST, Manifest
-from megalite.checkpoint.store.retain import new_partial, retain, retain_exports, sweep
+from megalite.checkpoint.store.retain import new_partial, retain, sweep
 from megalite.checkpoint.store.save_events import NotServed, Served
 from megalite.checkpoint.weights.export import export, export_of, is_due
 from megalite.config.schema import Config
@@ -114,7 +114,7 @@ class Publisher:
             write_whole(target.with_name(LATEST), f"{target.name}\n")
             if self._announcer is not None:
                 self._announcer.announce(target.absolute(), step)
-            return problems + retain_exports(target.parent, step, self.config.checkpoint.export_keep)
+            return problems + retain(target.parent, step, self.config.checkpoint.export_keep, every=0)
         except (OSError, InputError) as error:
             return [f"{final} cannot be exported: {error}; megalite-convert can do it later"]
 

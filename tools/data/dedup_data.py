@@ -1,7 +1,6 @@
 """Leave out documents of token stores that are exact copies of earlier ones."""
 
 import argparse
-import os
 import sys
 from collections.abc import Iterator
 from contextlib import closing
@@ -14,11 +13,9 @@ from megalite.data.check import checked_description
 from megalite.data.tokenizer import tokenizer_hash
 from megalite.data.trial import open_tokenizer_file
 from megalite_tools.data.duplicates import DuplicateFinder, Hashing, hash_documents
-from megalite_tools.data.encode import in_workers
-from megalite_tools.data.joining import add_stores, check_unpacked, open_inputs, writer_of
+from megalite_tools.data.encode import add_workers_option, check_workers, in_workers
+from megalite_tools.data.joining import add_stores, check_unpacked, open_inputs, runs, writer_of
 from megalite_tools.data.outputs import published_together, report
-from megalite_tools.data.prepare_data import MAX_WORKERS
-from megalite_tools.data.split_data import runs
 from megalite_tools.terminal import bar
 
 COMMAND = "megalite-dedup-data"
@@ -50,17 +47,14 @@ def _parser() -> argparse.ArgumentParser:
         metavar="GIB",
         help="for hashes at a time; those of more documents wait in files beside OUT (default: %(default)s)",
     )
-    parser.add_argument(
-        "--workers", type=int, default=min(8, os.cpu_count() or 1), metavar="N", help="processes (default: %(default)s)"
-    )
+    add_workers_option(parser)
     return parser
 
 
 def _dedup(options: argparse.Namespace) -> None:
     if not options.memory > 0:
         raise InputError(f"--memory {options.memory}: must be above 0")
-    if not 1 <= options.workers <= MAX_WORKERS:
-        raise InputError(f"--workers {options.workers} is not from 1 to {MAX_WORKERS}")
+    check_workers(options.workers)
     tokenizer = None if options.tokenizer is None else open_tokenizer_file(options.tokenizer)
     store = open_inputs(options)
     described = checked_description(store)

@@ -1,5 +1,6 @@
 """Tokenize documents in worker processes, in order and in bounded memory."""
 
+import argparse
 import os
 import signal
 from collections import deque
@@ -26,6 +27,7 @@ from megalite_tools.data.pieces import pieces
 
 BATCH_CHARACTERS = 1 << 20
 BATCH_DOCUMENTS = 4096
+MAX_WORKERS = 1024
 _Result = TypeVar("_Result")
 Batch = list[tuple[str, bool]]  # pieces of texts, each with whether it is the last of its text
 
@@ -66,6 +68,19 @@ def encode_texts(texts: Iterable[str], encoding: Encoding, workers: int) -> Gene
     if workers == 1:
         return (encode_batch(encoding, batch) for batch in batches)
     return in_workers(partial(encode_batch, encoding), batches, workers)
+
+
+def add_workers_option(parser: argparse.ArgumentParser) -> None:
+    """Add the option of programs that share work out over processes."""
+    parser.add_argument(
+        "--workers", type=int, default=min(8, os.cpu_count() or 1), metavar="N", help="processes (default: %(default)s)"
+    )
+
+
+def check_workers(workers: int) -> None:
+    """Raises InputError unless there may be so many worker processes."""
+    if not 1 <= workers <= MAX_WORKERS:
+        raise InputError(f"--workers {workers} is not from 1 to {MAX_WORKERS}")
 
 
 def in_workers(work: Callable[[Any], _Result], batches: Iterator[Any], workers: int) -> Generator[_Result]:

@@ -1,8 +1,12 @@
 """The inputs of programs that make new stores of stores, and the writers of what they make."""
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from megalite.base.errors import InputError
 from megalite.data.description import Description
@@ -56,3 +60,11 @@ def writer_of(prefix: str, store: JoinedStore, described: Description | None, **
             "packed": described.packed,
         } | given
     return StoreWriter(prefix, store.dtype, **{"masked": store.mask is not None} | given)
+
+
+def runs(kinds: NDArray[np.bool_]) -> Iterator[tuple[int, int, bool]]:
+    """Yield stretches of equal values: each with its first place, the one after its last, and the value."""
+    ends = np.concatenate([[0], np.flatnonzero(np.diff(kinds)) + 1, [len(kinds)]])
+    for first, last in pairwise(map(int, ends)):
+        if first < last:
+            yield first, last, bool(kinds[first])

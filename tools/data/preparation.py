@@ -57,11 +57,8 @@ def write_stores(
     for prefix in prefixes:
         sweep(f"{prefix}{UNPACKED}")
     with ExitStack() as stack:
-        dtype, length, chat = (
-            token_dtype(settings.vocabulary),
-            settings.pack,
-            isinstance(settings.encoding, ChatEncoding),
-        )
+        dtype, length = token_dtype(settings.vocabulary), settings.pack
+        chat = isinstance(settings.encoding, ChatEncoding)
         finals = [
             StoreWriter(
                 prefix,

@@ -1,11 +1,9 @@
 """Tokenize text, JSON Lines and Parquet files into a token store (Megatron's .bin and .idx)."""
 
 import argparse
-import os
 import sys
 from dataclasses import replace
 from functools import partial
-from hashlib import blake2b
 from pathlib import Path
 
 from megalite.base.entry import exit_code
@@ -17,21 +15,15 @@ from megalite.data.trial import open_tokenizer_file
 from megalite_tools.data.chat import ChatEncoding
 from megalite_tools.data.chat_template import found_template
 from megalite_tools.data.conversations import checked_chat
-from megalite_tools.data.documents import (
-    DEFAULT_KEY,
-    Skipped,
-    add_reading_options,
-    find_files,
-    reading_of,
-)
-from megalite_tools.data.encode import Encoding
+from megalite_tools.data.documents import DEFAULT_KEY, Skipped, add_reading_options, find_files, reading_of
+from megalite_tools.data.encode import Encoding, add_workers_option, check_workers
+from megalite_tools.data.held_out import in_validation
 from megalite_tools.data.opened import format_of
 from megalite_tools.data.outputs import check_name, report
 from megalite_tools.data.preparation import UNPACKED, Preparation, nothing_kept, write_stores
 from megalite_tools.data.sharded import add_sharding_options, prepare_shards
 
 COMMAND = "megalite-prepare-data"
-MAX_WORKERS = 1024
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -40,16 +32,6 @@ def main(argv: list[str] | None = None) -> int:
     return exit_code(
         COMMAND, lambda: _prepare(_parser().parse_args(arguments, argparse.Namespace(arguments=arguments)))
     )
-
-
-def in_validation(document: int, seed: int, fraction: float) -> bool:
-    """Return whether a document belongs to the validation split; depends only on the arguments."""
-    return drawn_number(document, seed) < fraction * 2**64
-
-
-def drawn_number(document: int, seed: int) -> int:
-    """The number below 2**64 that a document has drawn; the lowest are held out."""
-    return int.from_bytes(blake2b(f"{seed}/{document}".encode(), digest_size=8).digest(), "little")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -92,9 +74,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--eod-token", metavar="TOKEN", help="end-of-document token to use in place of the tokenizer's own"
     )
-    parser.add_argument(
-        "--workers", type=int, default=min(8, os.cpu_count() or 1), metavar="N", help="processes (default: %(default)s)"
-    )
+    add_workers_option(parser)
     add_sharding_options(parser)
     return parser
 
@@ -102,8 +82,7 @@ def _parser() -> argparse.ArgumentParser:
 def _prepare(options: argparse.Namespace) -> None:
     if not 0 <= options.valid_fraction < 1:
         raise InputError(f"--valid-fraction {options.valid_fraction}: must be at least 0 and below 1")
-    if not 1 <= options.workers <= MAX_WORKERS:
-        raise InputError(f"--workers {options.workers} is not from 1 to {MAX_WORKERS}")
+    check_workers(options.workers)
     check_name("--out", options.out)
     if options.lines and options.separator is not None:
         raise InputError("--lines and --separator cannot be used together: --lines separates at newlines")

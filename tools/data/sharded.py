@@ -42,9 +42,8 @@ def add_sharding_options(parser: argparse.ArgumentParser) -> None:
         metavar="NAME=VALUE",
         help="option of sbatch for --engine slurm, as partition=cpu; repeatable",
     )
-    parser.add_argument(
-        "--plan", help=argparse.SUPPRESS
-    )  # this is a task of an array that was submitted with this plan
+    # Given to tasks of an array: the hash of the plan that it was submitted with.
+    parser.add_argument("--plan", help=argparse.SUPPRESS)
 
 
 def prepare_shards(options: argparse.Namespace, settings: Preparation, files: Sequence[Path], skipped: Skipped) -> None:

@@ -2,18 +2,13 @@
 
 import argparse
 import sys
-from collections.abc import Iterator
-from itertools import pairwise
-
-import numpy as np
-from numpy.typing import NDArray
 
 from megalite.base.entry import exit_code
 from megalite.base.errors import InputError
 from megalite.data.check import checked_description
-from megalite_tools.data.joining import add_stores, check_unpacked, open_inputs, writer_of
+from megalite_tools.data.held_out import held_out
+from megalite_tools.data.joining import add_stores, check_unpacked, open_inputs, runs, writer_of
 from megalite_tools.data.outputs import published_together, report
-from megalite_tools.data.prepare_data import drawn_number, in_validation
 from megalite_tools.terminal import bar
 
 COMMAND = "megalite-split-data"
@@ -37,24 +32,6 @@ def _parser() -> argparse.ArgumentParser:
     size.add_argument("--valid-documents", type=int, metavar="N", help="number of documents to hold out")
     parser.add_argument("--seed", type=int, default=0, metavar="S", help="chooses the held-out documents (default: 0)")
     return parser
-
-
-def held_out(documents: int, seed: int, fraction: float | None, count: int | None) -> NDArray[np.bool_]:
-    """Mark the documents that are held out: by `fraction` each by itself, else the `count` that draw the lowest."""
-    if fraction is not None:
-        return np.fromiter((in_validation(each, seed, fraction) for each in range(documents)), np.bool_, documents)
-    drawn = np.fromiter((drawn_number(each, seed) for each in range(documents)), np.uint64, documents)
-    held = np.zeros(documents, np.bool_)
-    held[np.argsort(drawn, kind="stable")[:count]] = True
-    return held
-
-
-def runs(kinds: NDArray[np.bool_]) -> Iterator[tuple[int, int, bool]]:
-    """Yield stretches of equal values: each with its first place, the one after its last, and the value."""
-    ends = np.concatenate([[0], np.flatnonzero(np.diff(kinds)) + 1, [len(kinds)]])
-    for first, last in pairwise(map(int, ends)):
-        if first < last:
-            yield first, last, bool(kinds[first])
 
 
 def _split(options: argparse.Namespace) -> None:

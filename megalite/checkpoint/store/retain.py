@@ -19,32 +19,25 @@ LEFTOVER_NAME = re.compile(rf"{STEP_NAME.pattern}({re.escape(PARTIAL_SUFFIX)}|{r
 
 
 def retain(folder: Path, newest: int, keep: int, every: int, at: Container[int] = ()) -> list[str]:
-    """Delete all checkpoints but the newest `keep` and those of every `every`-th step, and what was left half-done.
+    """Delete all checkpoints or exports but the newest `keep` and those of every `every`-th step, and half-done ones.
 
     Returns what could not be deleted, and why. newest: the step that is durable now; checkpoints of later steps are not
     this run's, and stay. keep: 0 keeps all. every: 0 keeps none forever. at: further steps that
     stay. Raises InputError if `folder` cannot be read.
     """
+    problems = []
     own = [path for path in complete(folder) if _is_folder(path) and step_of(path) <= newest]
-    old = own[:-keep] if keep else []
-    return _delete(folder, [path for path in old if (every == 0 or step_of(path) % every) and step_of(path) not in at])
-
-
-def retain_exports(folder: Path, newest: int, keep: int) -> list[str]:
-    """Delete all exports up to the step `newest` but the last `keep`; 0 keeps all. Returns and raises as `retain`."""
-    own = [path for path in complete(folder) if _is_folder(path) and step_of(path) <= newest]
-    return _delete(folder, own[:-keep] if keep else [])
+    for path in own[:-keep] if keep else []:
+        step = step_of(path)
+        if (every == 0 or step % every) and step not in at:
+            problems += _refused(path, lambda path: _rename(path, DELETED_SUFFIX))
+    return problems + sweep(folder)
 
 
 def make_room(path: Path) -> None:
     """Take the folder `path`, if there is one, from its name in one operation; `sweep` deletes it."""
     if _is_folder(path):
         _rename(path, DELETED_SUFFIX)
-
-
-def _delete(folder: Path, old: list[Path]) -> list[str]:
-    problems = [problem for path in old for problem in _refused(path, lambda path: _rename(path, DELETED_SUFFIX))]
-    return problems + sweep(folder)
 
 
 def sweep(folder: Path) -> list[str]:

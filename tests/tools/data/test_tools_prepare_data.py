@@ -8,7 +8,8 @@ from megalite.data.store import TokenStore
 from megalite.data.tokenizer import load_tokenizer, tokenizer_hash
 from megalite_tools.data import preparation
 from megalite_tools.data.encode import Encoded
-from megalite_tools.data.prepare_data import in_validation, main
+from megalite_tools.data.held_out import in_validation
+from megalite_tools.data.prepare_data import main
 
 EOD = 2
 

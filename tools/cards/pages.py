@@ -11,7 +11,7 @@ from megalite_tools.cards.card import Card, folder_name
 from megalite_tools.cards.families import FAMILIES, RESUMED_AT, STEPS
 from megalite_tools.report_file import cpu_name
 
-MAX_LOSS_DIFFERENCE = 1e-9  # relative, of losses in float64 whose sums have another order
+MAX_LOSS_DIFFERENCE = 1e-12  # relative, of losses in float64 whose sums have another order
 MAX_LOGIT_DIFFERENCE = 1e-5  # relative, of logits in float32
 COLUMNS = ("family", "presets", "parameters", "layout", "`verify`", "loss", "resumed", "transformers", "logits")
 PACKAGES = ("megalite", "torch", "transformers", "numpy")

@@ -12,7 +12,7 @@ from megalite.commands.report.run_facts import Start
 from megalite_tools.cards.card import Card
 from megalite_tools.cards.cards import main
 from megalite_tools.cards.families import FAMILIES, RESUMED_AT, STEPS
-from megalite_tools.cards.pages import card_page, markdown, passed
+from megalite_tools.cards.pages import COLUMNS, card_page, markdown, passed
 
 ROOT = Path(__file__).parents[3]
 ROW = {"quantity": "loss", "difference": 1e-15, "tolerance": 1e-12, "passed": True, "where": "step <1>"}
@@ -58,6 +58,17 @@ def test_a_folder_of_others_is_not_made_anew(tmp_path: Path, capsys: pytest.Capt
     assert main(["Gemma 9", "--out", str(tmp_path / "new")]) == 2
     assert "choose from megalite, DeepSeek-V2" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]
+
+
+def test_the_table_is_of_the_present_form_and_has_every_family() -> None:
+    """`make cards` makes it again."""
+    header, *rows = lines((ROOT / "docs/cards.md").read_text())
+    assert tuple(header) == COLUMNS
+    assert [row[0] for row in rows] == list(FAMILIES)
+    assert [row[1] for row in rows] == [", ".join(presets) for presets in FAMILIES.values()]
+    text = markdown([CARD])
+    assert text.partition("\n| family")[0].splitlines()[:5] == (ROOT / "docs/cards.md").read_text().splitlines()[:5]
+    assert text.partition("- *layout*")[2] == (ROOT / "docs/cards.md").read_text().partition("- *layout*")[2]
 
 
 @pytest.mark.timeout(300)

@@ -8,7 +8,7 @@ from megalite_kernels.adamw import FusedAdamW, adamw, fastest_adamw, fused_adamw
 from megalite_kernels.add_rms_norm import add_rms_norm
 from megalite_kernels.cross_entropy import cross_entropy
 from megalite_kernels.grad_norm import grad_norm
-from megalite_kernels.linear_cross_entropy import linear_cross_entropy
+from megalite_kernels.linear_cross_entropy import linear_cross_entropy, scaled_linear_cross_entropy
 from megalite_kernels.muon import muon_momentum, muon_update
 from megalite_kernels.nf4 import dequantize_nf4, quantize_nf4
 from megalite_kernels.qk_norm_rope import qk_norm_rope
@@ -38,6 +38,7 @@ __all__ = [
     "rms_norm",
     "rope",
     "rope_of_parts",
+    "scaled_linear_cross_entropy",
     "spread_rows",
     "swiglu",
     "symmetric_product",

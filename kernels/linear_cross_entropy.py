@@ -7,6 +7,7 @@ for backward, as separate layers would keep theirs. So with a single chunk, the 
 single chunk is used if the logits of all tokens take no more memory than several chunks and the float32 dW.
 
 A second product of few features, such as an adapter's, may be added to the logits; its gradients are made alike.
+Losses of tokens may have factors, which forward must know, as it makes their gradients.
 
 Each chunk reads and writes dW, kept in float32, so small chunks are slow. If ranks split the vocabulary, each chunk
 needs one all-gather, which overlaps with computing the next chunk's logits.
@@ -105,34 +106,39 @@ class Factors(NamedTuple):
 
 
 def _forward(
-    terms: Sequence[Factors], targets: Tensor, group: dist.ProcessGroup | None, chunk: int, triton: bool, labels: Labels
-) -> tuple[Tensor, ...]:
-    """The loss; the logits and log-sum-exps of the last chunk; of each term, dx and the sum of dW of all chunks but it.
+    terms: Sequence[Factors], targets: Tensor, scales: Tensor, group: dist.ProcessGroup | None, chunk: int,
+    triton: bool, labels: Labels,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """The loss; that of every token, where they have `scales`; the logits and log-sum-exps of the last chunk; of each
+    term, dx and the sum of dW of all chunks but it.
 
     Tensors that are not wanted are empty. With one chunk, dx and dW are empty too.
     """
     merge, gradient = (launch_merge, launch_gradient) if triton else (torch_merge, torch_gradient)
     wants, chunks = _wants(terms), _chunks(len(targets), chunk)
-    loss, last, last_lses, *made = _outputs(terms, chunk, buffers=False)
+    loss, each, last, last_lses, *made = _outputs(terms, scales, chunk, buffers=False)
     loss.zero_()
-    one = torch.ones_like(loss)
+    scaling = scales if len(scales) else torch.ones_like(loss).expand(len(targets))
     for tokens, logits, parts, gathering in _logits(terms, targets, chunks, group, triton, labels):
         if gathering is not None:
             gathering.wait()
         losses, lses = merge(parts, targets[tokens], labels)
+        if len(scales):
+            each[tokens] = losses
+            losses = losses * scales[tokens]
         loss += losses.sum()
         if not wants:
             continue
         if tokens == chunks[-1]:
             last, last_lses = logits, lses
             break
-        gradient(logits, targets[tokens], lses, one.expand(len(logits)), labels)
+        gradient(logits, targets[tokens], lses, scaling[tokens], labels)
         for term, dx, dw in zip(terms, made[::2], made[1::2], strict=True):
             if term.wants_dx:
                 torch.mm(logits, term.weight, out=dx[tokens])
             if term.wants_dw:
                 add_product(dw, logits.T, term.x[tokens], beta=int(tokens.start > 0))
-    return loss, last, last_lses, *made
+    return loss, each, last, last_lses, *made
 
 
 def _wants(terms: Sequence[Factors]) -> bool:
@@ -164,12 +170,13 @@ def _logits(
     yield from begun
 
 
-def _outputs(terms: Sequence[Factors], chunk: int, buffers: bool = True) -> tuple[Tensor, ...]:
+def _outputs(terms: Sequence[Factors], scales: Tensor, chunk: int, buffers: bool = True) -> tuple[Tensor, ...]:
     """The results of `_forward` as tensors without values; without `buffers`, those of the last chunk are empty."""
     x, weight = terms[0].x, terms[0].weight
     wide, early = wide_dtype(x.dtype), _early(len(x), chunk)
     kept = len(x) - early if buffers and _wants(terms) else 0
-    made = [x.new_empty((), dtype=wide), x.new_empty(kept, len(weight)), x.new_empty(kept, dtype=wide)]
+    made = [x.new_empty((), dtype=wide), x.new_empty(len(scales), dtype=wide)]
+    made += [x.new_empty(kept, len(weight)), x.new_empty(kept, dtype=wide)]
     for term in terms:
         made.append(x.new_empty(len(x) if term.wants_dx and early else 0, term.x.shape[1]))
         made.append(x.new_empty(len(weight) if term.wants_dw and early else 0, term.x.shape[1], dtype=wide))
@@ -182,8 +189,8 @@ def _early(tokens: int, chunk: int) -> int:
 
 
 def _backward(
-    scale: Tensor, terms: Sequence[Factors], targets: Tensor, last: Tensor, lses: Tensor, made: Sequence[Tensor],
-    triton: bool, wide: bool, labels: Labels,
+    scale: Tensor, terms: Sequence[Factors], targets: Tensor, scales: Tensor, last: Tensor, lses: Tensor,
+    made: Sequence[Tensor], triton: bool, wide: bool, labels: Labels,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Gradients of x and of the weight of each term, from the saved tensors. made: dx and dW of each, from `_forward`.
 
@@ -191,9 +198,11 @@ def _backward(
     """
     early = len(targets) - len(last)
     # With one chunk, the scaled gradient is rounded once; with several, their sum is scaled as a whole.
-    of_last = torch.ones_like(scale) if early else scale
+    of_last = (torch.ones_like(scale) if early else scale).expand(len(last))
+    if len(scales):
+        of_last = of_last * scales[early:]
     gradient = launch_gradient if triton else torch_gradient
-    gradient(last, targets[early:], lses, of_last.expand(len(last)), labels)
+    gradient(last, targets[early:], lses, of_last, labels)
     found = _gradients_like(terms, early, wide)
     for term, dx, dw, new_dx, all_dw in zip(terms, made[::2], made[1::2], found[::2], found[1::2], strict=True):
         if term.wants_dx:
@@ -224,25 +233,27 @@ class _TorchLinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, targets: Tensor, group: dist.ProcessGroup | None, chunk: int, wants: Sequence[bool], wide: bool,
-        labels: Labels, *given: Tensor,
-    ) -> Tensor:  # fmt: skip
-        loss, *ctx.kept = _forward(_terms(given, wants), targets, group, chunk, False, labels)
-        ctx.save_for_backward(targets, *given)
+        ctx: Any, targets: Tensor, scales: Tensor, group: dist.ProcessGroup | None, chunk: int,
+        wants: Sequence[bool], wide: bool, labels: Labels, *given: Tensor,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        loss, each, *ctx.kept = _forward(_terms(given, wants), targets, scales, group, chunk, False, labels)
+        ctx.save_for_backward(targets, scales, *given)
         ctx.options = wants, wide, labels
-        return loss
+        ctx.mark_non_differentiable(each)
+        ctx.set_materialize_grads(False)
+        return loss, each
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, scale: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, scale: Tensor, _: None) -> tuple[Tensor | None, ...]:
         if ctx.kept is None:
             raise RuntimeError(
                 "linear_cross_entropy: its backward has run and overwrote what it needs; run forward again"
             )
         (last, lses, *made), ctx.kept = ctx.kept, None
-        (wants, wide, labels), (targets, *given) = ctx.options, ctx.saved_tensors
-        found = _backward(scale, _terms(given, wants), targets, last, lses, made, False, wide, labels)
-        return *(None,) * 6, *_both(made, found, wants, wide)
+        (wants, wide, labels), (targets, scales, *given) = ctx.options, ctx.saved_tensors
+        found = _backward(scale, _terms(given, wants), targets, scales, last, lses, made, False, wide, labels)
+        return *(None,) * 7, *_both(made, found, wants, wide)
 
 
 def _terms(given: Sequence[Tensor], wants: Sequence[bool]) -> list[Factors]:
@@ -261,44 +272,45 @@ def _both(
 
 @torch.library.custom_op("megalite::linear_cross_entropy", mutates_args=())
 def _op(
-    given: Sequence[Tensor], targets: Tensor, group: str, chunk: int, triton: bool, wants: Sequence[bool], wide: bool,
-    first: int, columns: int, vocabulary: int, ignore_index: int | None, smoothing: float, z_loss: float,
-    softcap: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    given: Sequence[Tensor], targets: Tensor, scales: Tensor, group: str, chunk: int, triton: bool,
+    wants: Sequence[bool], wide: bool, first: int, columns: int, vocabulary: int, ignore_index: int | None,
+    smoothing: float, z_loss: float, softcap: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     labels = Labels(first, columns, vocabulary, ignore_index, smoothing, z_loss, softcap)
-    return _forward(_terms(given, wants), targets, group_named(group), chunk, triton, labels)  # type: ignore[return-value]
+    return _forward(_terms(given, wants), targets, scales, group_named(group), chunk, triton, labels)  # type: ignore
 
 
 @_op.register_fake
 def _(
-    given: Sequence[Tensor], targets: Tensor, group: str, chunk: int, triton: bool, wants: Sequence[bool], *_: Any
-) -> tuple[Tensor, ...]:
-    return _outputs(_terms(given, wants), chunk)
+    given: Sequence[Tensor], targets: Tensor, scales: Tensor, group: str, chunk: int, triton: bool,
+    wants: Sequence[bool], *_: Any,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    return _outputs(_terms(given, wants), scales, chunk)
 
 
 @torch.library.custom_op("megalite::linear_cross_entropy_backward", mutates_args=("last", "made"))
 def _backward_op(
-    scale: Tensor, given: Sequence[Tensor], targets: Tensor, last: Tensor, lses: Tensor, made: Sequence[Tensor],
-    triton: bool, wants: Sequence[bool], wide: bool,
+    scale: Tensor, given: Sequence[Tensor], targets: Tensor, scales: Tensor, last: Tensor, lses: Tensor,
+    made: Sequence[Tensor], triton: bool, wants: Sequence[bool], wide: bool,
     first: int, columns: int, vocabulary: int, ignore_index: int | None, smoothing: float, z_loss: float,
     softcap: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     labels = Labels(first, columns, vocabulary, ignore_index, smoothing, z_loss, softcap)
-    return _backward(scale, _terms(given, wants), targets, last, lses, made, triton, wide, labels)  # type: ignore
+    return _backward(scale, _terms(given, wants), targets, scales, last, lses, made, triton, wide, labels)  # type: ignore
 
 
 @_backward_op.register_fake
 def _(
-    scale: Tensor, given: Sequence[Tensor], targets: Tensor, last: Tensor, lses: Tensor, made: Sequence[Tensor],
-    triton: bool, wants: Sequence[bool], wide: bool, *_: Any,
+    scale: Tensor, given: Sequence[Tensor], targets: Tensor, scales: Tensor, last: Tensor, lses: Tensor,
+    made: Sequence[Tensor], triton: bool, wants: Sequence[bool], wide: bool, *_: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     return _gradients_like(_terms(given, wants), len(targets) - len(last), wide)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    given, targets, _, _, *options = inputs
+    given, targets, scales, _, _, *options = inputs
     ctx.count = len(given)
-    ctx.save_for_backward(targets, *given, *output[1:])
+    ctx.save_for_backward(targets, scales, *given, *output[2:])
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)  # zeros instead of missing gradients would take as much memory
     ctx.options = options
@@ -306,11 +318,11 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
 
 @once_differentiable
 def _gradients(ctx: Any, scale: Tensor, *_: Tensor) -> tuple[Any, ...]:
-    targets, *saved = ctx.saved_tensors
+    targets, scales, *saved = ctx.saved_tensors
     given, (last, lses, *made) = saved[: ctx.count], saved[ctx.count :]
     _, wants, wide, *_ = ctx.options
-    found = _backward_op(scale, given, targets, last, lses, made, *ctx.options)
-    return list(_both(made, found, wants, wide)), *(None,) * 13
+    found = _backward_op(scale, given, targets, scales, last, lses, made, *ctx.options)
+    return list(_both(made, found, wants, wide)), *(None,) * 14
 
 
 _op.register_autograd(_gradients, setup_context=_save)
@@ -342,8 +354,41 @@ def linear_cross_entropy(
     With several chunks, forward does most of backward's work, if gradients are wanted. Backward may run only once.
     The gradient of x is this rank's part, which the caller must add up over the group.
     """
+    scales = x.new_empty(0, dtype=wide_dtype(x.dtype))
+    options = ignore_index, label_smoothing, z_loss, vocabulary, columns, softcap
+    return _losses(x, weight, targets, scales, group, options, memory, wide_gradient, beside, backend)[0]
+
+
+def scaled_linear_cross_entropy(
+    x: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    scales: Tensor,
+    group: dist.ProcessGroup | None = None,
+    *,
+    ignore_index: int | None = None,
+    vocabulary: int | None = None,
+    softcap: float | None = None,
+    memory: int | None = None,
+    wide_gradient: bool = False,
+    beside: tuple[Tensor, Tensor] | None = None,
+    backend: Backend = "auto",
+) -> tuple[Tensor, Tensor]:
+    """`linear_cross_entropy` in which the loss of every token has a factor; and each token's loss without it, `[n]`.
+
+    scales `[n]`: the factors, in the data type of losses. The losses of tokens have no gradient.
+    """
+    options = ignore_index, 0.0, 0.0, vocabulary, None, softcap
+    return _losses(x, weight, targets, scales.contiguous(), group, options, memory, wide_gradient, beside, backend)
+
+
+def _losses(
+    x: Tensor, weight: Tensor, targets: Tensor, scales: Tensor, group: dist.ProcessGroup | None,
+    options: tuple[Any, ...], memory: int | None, wide: bool, beside: tuple[Tensor, Tensor] | None, backend: Backend,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The loss, and that of every token where tokens have `scales`. options: those of `labels_of`."""
     sizes = len(x), len(weight)
-    labels = labels_of(*sizes, targets, group, ignore_index, label_smoothing, z_loss, vocabulary, columns, softcap)
+    labels = labels_of(*sizes, targets, group, *options)
     ranks = 1 if group is None else group.size()
     chunk = chunk_tokens(len(x), x.shape[1], -(-labels.vocabulary // ranks), x.dtype, ranks, memory)
     terms = (x, weight, *(beside or (x.new_empty(len(x), 0), weight.new_empty(len(weight), 0))))
@@ -352,9 +397,9 @@ def linear_cross_entropy(
     triton, targets = use_triton(backend, x.device), targets.contiguous()
     if not triton and not torch.compiler.is_compiling():
         return _TorchLinearCrossEntropy.apply(
-            targets, group if ranks > 1 else None, chunk, wants, wide_gradient, labels, *given
+            targets, scales, group if ranks > 1 else None, chunk, wants, wide, labels, *given
         )
-    return _op(given, targets, name_of(group), chunk, triton, wants, wide_gradient, *labels)[0]
+    return _op(given, targets, scales, name_of(group), chunk, triton, wants, wide, *labels)[:2]
 
 
 def bytes_moved(tokens: int, width: int, columns: int, chunk: int, dtype: torch.dtype) -> tuple[int, int]:

@@ -31,6 +31,7 @@ GEMMA: Overrides = {
     "model.attention.window_rope_theta": 1000.0,
     **TIED,
 }
+MTP: Overrides = {"model.mtp.depth": 1}
 NOPE: Overrides = {"model.attention.nope_every": 1}
 COMPLETEP: Overrides = {
     "model.parametrization": "completep",
@@ -314,6 +315,19 @@ CASES: dict[str, tuple[Overrides, int]] = {  # name -> overrides and the pipelin
     "head in chunks, fp32": ({**CHUNKED, "train.precision": "fp32"}, 0),
     "head in chunks, tp": ({**CHUNKED, "parallel.tp": 2, "parallel.dp_shard": 2}, 0),
     "head in chunks, last of 2 stages": ({**CHUNKED, "parallel.pp": 2, "batch.global": 96}, 1),
+    "mtp": (MTP, 0),
+    "mtp, depth 3, few tokens, zero3": ({**MTP, "model.mtp.depth": 3, **SHARDED, **FEW_TOKENS, **ZERO3}, 0),
+    "mtp, tied, tp, fp32": ({**MTP, **TIED, "parallel.tp": 2, "train.precision": "fp32"}, 0),
+    "mtp, last of 2 stages, tp, split backward": (
+        {**MTP, **PIPELINE, "parallel.tp": 2, "parallel.pipeline.schedule": "zb_h1"},
+        1,
+    ),
+    "mtp, recompute full, head in chunks": ({**MTP, **CHUNKED, "train.recompute": "full"}, 0),
+    "mtp, experts, selective, offloaded, zero2": (
+        {**MTP, **EXPERTS, **SHARDED, **ZERO2, "train.recompute": "selective", "train.offload_activations": True},
+        0,
+    ),
+    "mtp, small vocabulary": ({**MTP, "model.vocab_size": 64, "batch.micro": 4, "batch.global": 8}, 0),
     "experts": (EXPERTS, 0),
     "experts, 8 of 32": (
         {"model.experts.count": 32, "model.experts.active": 8, "model.experts.width": 64, **BALANCED},

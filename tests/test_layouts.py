@@ -33,6 +33,7 @@ from megalite.config.schema import (
     Experts,
     Latent,
     Model,
+    MultiToken,
     Optim,
     Parallel,
     Pipeline,
@@ -64,6 +65,7 @@ FEATURES = {
     "buffers": ("exact", "worst_case"),
     "trained": ("every token", "some tokens"),
     "adapter": ("none", "all", "some", "dropping"),
+    "mtp": (0, 1, 2),
 }
 ATTENTION = {
     "full": Attention(),
@@ -100,11 +102,12 @@ MATTERS = {
     "buffers": ("dp_shard", "cp", "tp"),
 }
 # Only with some settings of another feature:
+NOT_LATENT = {"kind": [each for each in FEATURES["kind"] if "latent" not in each]}
+OF_EXPERTS = {"kind": list(EXPERTS)}
 NEEDS = {
-    **{name: ("kind", [each for each in FEATURES["kind"] if "latent" not in each]) for name in ("qk_norm", "qkv_bias")},
-    "sinks": ("kind", [each for each in FEATURES["kind"] if "latent" not in each]),
-    "ep": ("kind", list(EXPERTS)),
-    "buffers": ("kind", list(EXPERTS)),
+    **dict.fromkeys(("qk_norm", "qkv_bias", "sinks"), NOT_LATENT),
+    **dict.fromkeys(("ep", "buffers"), OF_EXPERTS),
+    "mtp": {"adapter": ["none"], "kind": [each for each in FEATURES["kind"] if each not in SCALED]},
 }
 LAYOUTS = [Layout(*sizes) for sizes in product((1, 2, 4), *[(1, 2, 4, 8)] * 4)]
 LAYOUTS = [layout for layout in LAYOUTS if layout.world_size <= SIZE]
@@ -123,8 +126,8 @@ def matters(feature: str, layout: Layout) -> bool:
 
 def allowed(name: str, row: Row) -> bool:
     """Whether a feature has a meaning beside the settings of others, as far as these are chosen."""
-    other, settings = NEEDS.get(name, ("", ()))
-    return row.get(other) is None or row[other] in settings
+    needs = NEEDS.get(name, {})
+    return all(row.get(other) is None or row[other] in settings for other, settings in needs.items())
 
 
 def pairs(layout: Layout, row: Row) -> set[tuple[Setting, Setting]]:
@@ -218,6 +221,7 @@ def configuration(layout: Layout, row: Row) -> Config:
         out_bias=row["qkv_bias"] and latent is None,
         attention=replace(ATTENTION[row["attention"]], latent=latent, sinks=row["sinks"] and latent is None),
         experts=EXPERTS.get(kind),
+        mtp=MultiToken(row["mtp"]) if row["mtp"] and allowed("mtp", row) else None,
         **SCALED.get(kind, {}),
     )
     micro_batches = {"few": max(1, layout.pp - 1), "multiple": 2 * layout.pp, "ragged": 2 * layout.pp + 1}

@@ -28,6 +28,7 @@ FP64: Overrides = {"train.precision": "fp64"}
 NARROW: Overrides = {"parallel.data.reduce_precision": "bf16"}
 TP: Overrides = {"parallel.tp": 2}
 PADDED: Overrides = {"model.vocab_size": 121}  # 61 on each of two ranks
+MTP: Overrides = {"model.mtp.depth": 2}
 TIED: Overrides = {"model.tie_embeddings": True}
 NORMED: Overrides = {"model.qk_norm": True, "model.qkv_bias": True}
 POST: Overrides = {"model.norm": "post", "model.qk_norm": True, "model.qk_norm_width": "all"}
@@ -96,6 +97,13 @@ CASES: dict[str, tuple[Overrides, dict[str, int]]] = {  # name -> overrides, and
     "tied, first stage, uneven shards": ({**TIED, **pipeline("1f1b"), **data("zero2", dp_shard=7)}, {"dp_shard": 6}),
     "tied, last stage, tp": ({**TIED, **TP, **pipeline("1f1b"), **data("zero3", dp_shard=2)}, {"pp": 1}),
     "tied, between the ends": ({**TIED, **pipeline("1f1b", pp=3)}, {"pp": 1}),
+    "mtp, tp, full recompute": ({**MTP, **TP, **FULL}, {}),
+    "mtp, experts, last stage, zero3, zb_h1, full recompute": (
+        {**MTP, **EXPERTS, **APART, **FULL, **pipeline("zb_h1"), **data("zero3", dp_shard=2)},
+        {"pp": 1},
+    ),
+    "mtp, first stage, zero2, cp": ({**MTP, **pipeline("1f1b"), **context("ring", 2), **data("zero2")}, {}),
+    "mtp, tied, last stage, documents": ({**MTP, **TIED, **DOCUMENTS, **pipeline("interleaved_1f1b")}, {"pp": 1}),
     "ring, tp": ({**context("ring", 2), **TP}, {"cp": 1}),
     "ring, window": ({**context("ring", 4), **WINDOW}, {"cp": 1}),
     "ring, windows of some layers, full recompute": (

@@ -175,6 +175,7 @@ class LayerKind:
 
     norms: whether attention and feed-forward have a norm before them, after them, or both. rope: None: queries and keys
     are not turned by their positions (NoPE, arXiv 2305.19466). adapter: of a layer whose own weights are not trained.
+    mtp: the layer is one of multi-token prediction.
     """
 
     attention: GroupedQuery | Latent
@@ -182,6 +183,7 @@ class LayerKind:
     norms: frozenset[Literal["before", "after"]]
     rope: Rope | None
     adapter: Adapter | None = None
+    mtp: bool = False
 
     @property
     def base(self) -> BaseForm | None:
@@ -207,7 +209,7 @@ NORMS: dict[str, frozenset[Literal["before", "after"]]] = {
 
 
 def layer_kinds(model: Model) -> tuple[LayerKind, ...]:
-    """The kind of every layer of `model`, first to last."""
+    """The kind of every layer of `model`, first to last; those of multi-token prediction are like the last."""
     attention, rope = model.attention, Rope(model.rope_theta, model.rope_scaling)
     usual = LayerKind(
         _attention(model),
@@ -216,7 +218,7 @@ def layer_kinds(model: Model) -> tuple[LayerKind, ...]:
         rope if attention.window_rope_theta is None else Rope(attention.window_rope_theta),
         None if model.adapter is None else adapter_of(model.adapter),
     )
-    return _kinds(model.layers, usual, rope, attention.full_every, attention.nope_every, _experts(model))
+    return _kinds(model.layers, usual, rope, attention.full_every, attention.nope_every, _experts(model), model.depth)
 
 
 def _attention(model: Model) -> GroupedQuery | Latent:
@@ -302,6 +304,7 @@ def _kinds(
     full_every: int | None,
     nope_every: int | None,
     experts: _Experts | None,
+    depth: int,
 ) -> tuple[LayerKind, ...]:
     attention = usual.attention
     scores = replace(attention.heads.scores, window=None)
@@ -320,11 +323,12 @@ def _kinds(
             feed_forward=experts.mixture if mixed and experts is not None else usual.feed_forward,
         )
 
-    return tuple(
+    found = [
         kind(
             every(number, full_every),
             not every(number, nope_every),
             experts is not None and number > experts.first_dense and every(number, experts.every),
         )
         for number in range(1, layers + 1)
-    )
+    ]
+    return (*found, *[replace(found[-1], mtp=True)] * depth)

@@ -110,6 +110,14 @@ class Experts:
 
 
 @dataclass
+class MultiToken:
+    """Layers after the last, each of which predicts a token further ahead (DeepSeek-V3, arXiv 2412.19437, §2.2)."""
+
+    depth: int = 1  # layers, each for one token after the next
+    weight: float = 0.3  # factor of the mean of their losses, which is added to the training loss
+
+
+@dataclass
 class Base:
     """The sizes at which learning rate, initial weights and decay were chosen; see `parametrization`."""
 
@@ -156,6 +164,7 @@ class Model:
     out_bias: bool = False  # a bias of attention's output
     attention: Attention = field(default_factory=Attention)
     experts: Experts | None = None  # null: every layer has one feed-forward, for all tokens
+    mtp: MultiToken | None = None  # multi-token prediction; null: only the next token is predicted
     init_std: float = 0.02  # projections into the residual stream use init_std / sqrt(2 · layers)
     parametrization: Literal["standard", "mup", "completep"] = "standard"  # scaling with width, and with depth
     base: Base | None = None  # sizes at which mup and completep have factors of 1
@@ -175,6 +184,16 @@ class Model:
     def rotary_size(self) -> int:
         """Features of one attention head that its position turns."""
         return self.rotary_width or self.head_size
+
+    @property
+    def depth(self) -> int:
+        """Layers of multi-token prediction, which come after `layers`."""
+        return 0 if self.mtp is None else self.mtp.depth
+
+    @property
+    def shares_embedding(self) -> bool:
+        """Flag: the last stage needs the embedding too, for its head or for multi-token prediction."""
+        return self.tie_embeddings or self.mtp is not None
 
     @property
     def four_bits(self) -> bool:

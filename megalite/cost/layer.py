@@ -214,7 +214,7 @@ class LayerModel:
 
     def head(self) -> tuple[float, float, float]:
         """The output layer and the loss: forward, backward, and of backward the part that makes weight gradients."""
-        share, t, v = self.share, _aligned(self.share.tokens), self.share.vocab / self.share.tp
+        share, t, v = self.share, _aligned(self.share.predicted * self.share.tokens), self.share.vocab / self.share.tp
         precision = share.outside
         forward = self.kernels.matmul(t, v, share.width, precision=precision)
         weights = self.kernels.matmul(v, share.width, t, precision=precision)

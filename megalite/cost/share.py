@@ -31,7 +31,8 @@ class Share:
     parts: of each layer. vocab: with padding. micro: sequences. precision: of matrix products; rowwise: in 8 bits, with
     a scale for every row. documents: attention stays inside of them. deterministic, attention: as in
     `train.deterministic` and `kernels.attention`. pieces: in which ranks of tp gather and scatter beside products; 0:
-    they wait for each collective. fixed: ranks of ep get all of their tokens.
+    they wait for each collective. fixed: ranks of ep get all of their tokens. predicted: tokens that the head predicts
+    at every position.
     """
 
     parts: tuple[Computed, ...]
@@ -51,6 +52,7 @@ class Share:
     ep: int = 1
     fixed: bool = False
     pieces: int = 1
+    predicted: int = 1
 
     @property
     def tokens(self) -> int:
@@ -95,7 +97,7 @@ def share_of(config: Config, kind: LayerKind, recompute: Mode = "none") -> Share
     """The share of a rank of `config`, of layers of `kind`."""
     model, parallel = config.model, config.parallel
     return Share(
-        parts=Layer(model.width, kind).parts,
+        parts=Layer(model.width, kind).computed,
         width=model.width,
         vocab=embedding(model).part(parallel.tp)[0] * parallel.tp,
         sequence=model.sequence_length,
@@ -112,4 +114,5 @@ def share_of(config: Config, kind: LayerKind, recompute: Mode = "none") -> Share
         documents=config.data.mask_documents,
         deterministic=config.train.deterministic,
         attention=config.kernels_by_operation.attention,
+        predicted=1 + model.depth,
     )

@@ -79,8 +79,11 @@ class Timer:
             sent = self.net.collective("all_gather", share.element * share.tokens * share.width, model.tp)
             size = share.vocab * share.width / share.tp
             there, back = Seconds(passes=looked / 3, tensor=sent), Seconds(passes=looked * 2 / 3, tensor=sent)
-            there_last, back_last = Seconds(forward, tensor=sent), Seconds(backward, tensor=sent)
-            inputs = Seconds(backward - weights, tensor=sent)
+            last = Seconds(tensor=sent) * share.predicted
+            there_last, back_last = Seconds(forward) + last, Seconds(backward) + last
+            inputs = Seconds(backward - weights) + last
+            further = share.predicted - 1  # embeddings that multi-token prediction looks up
+            there_last, back_last = there_last + there * further, back_last + back * further
             self._ends[share] = (
                 Piece("embedding", there, back, back, 0.0, size, size),
                 Piece("head", there_last, back_last, inputs, weights, size, size),

@@ -176,7 +176,7 @@ def _materialized(job: Job, mesh: Mesh) -> Job:
     device = mesh.device if config.on_host(trained=True) else None
     stages = job.stages.values()
     optimizer = build_optimizer(stages, config.model, config.optim, None, mesh.stage, job.copies, device)
-    gradients = Gradients(job.stages, job.plan.placement, mesh, config.model.tie_embeddings)
+    gradients = Gradients(job.stages, job.plan.placement, mesh, config.model.shares_embedding)
     return replace(job, mesh=mesh, gradients=gradients, optimizer=optimizer)
 
 

@@ -19,7 +19,7 @@ from megalite.plan.parts.part import FOUR_BIT_BYTES
 from megalite.plan.parts.sizes import PRECISION_BYTES
 from megalite.plan.pipeline import can_pair, is_managed, placement
 from megalite.plan.recompute_modes import Mode, every_nth
-from megalite.plan.split import balance
+from megalite.plan.split import balance, with_mtp
 from megalite.schedule.generate import NAMES, V_SCHEDULES
 
 N = TypeVar("N", int, float)
@@ -282,10 +282,10 @@ class Estimate:
     def split(self, choice: Choice) -> Sequence[int]:
         """Layers of every stage."""
         if choice.split is not None:
-            return choice.split
+            return with_mtp(self.config.model, choice.split)
         key = choice.pp, self._virtual(choice)
         if key not in self._splits:
-            self._splits[key] = balance(self.config.model, key[0] * key[1])
+            self._splits[key] = with_mtp(self.config.model, balance(self.config.model, key[0] * key[1]))
         return self._splits[key]
 
     def _virtual(self, choice: Choice) -> int:

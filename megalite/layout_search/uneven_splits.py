@@ -205,6 +205,7 @@ class Moves:
         needed: bytes that the lightest of these layouts is estimated to need under the default split.
         """
         free = pipeline.pp > 1 and pipeline.split is None and pipeline.schedule in NAMES
+        free = free and self.estimate.config.model.mtp is None  # else the last stage has layers that cannot move
         if not free or needed > self.missed * self.limit:
             return None
         load = self._load(shape, pipeline)

@@ -9,8 +9,11 @@ residuals are `[s/t, b, d]`. A pipeline stage is the same decoder with the layer
 so every parameter has one global name.
 """
 
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -23,6 +26,7 @@ from megalite.model.attention import Attention
 from megalite.model.experts import ExpertMLPs, Experts
 from megalite.model.latent import LatentAttention
 from megalite.model.mlp import MLP
+from megalite.model.mtp import Ahead, Join
 from megalite.model.norm import Norm, NormKind
 from megalite.model.positions import TokenPositions
 from megalite.model.router import Losses
@@ -42,7 +46,7 @@ from megalite.plan.model.weights import (
 from megalite.plan.parts.attention import GroupedQueryPart
 from megalite.plan.parts.layer import attention, feed_forward
 from megalite.plan.parts.swiglu import SwiGLUPart
-from megalite_kernels import linear_cross_entropy
+from megalite_kernels import linear_cross_entropy, scaled_linear_cross_entropy
 from megalite_kernels.linear_cross_entropy import has_gpu_products
 
 AUTO_KERNELS = Kernels()
@@ -135,6 +139,29 @@ class Layer(nn.Module):
         return (x + added, None) if self.in_one else (x, added)
 
 
+class MtpLayer(Layer):
+    """A layer of multi-token prediction, which takes the embeddings of tokens beside a stream; see `mtp.Join`."""
+
+    def __init__(
+        self,
+        model: Model,
+        kind: LayerKind,
+        tp: DeviceMesh,
+        kernels: Kernels,
+        ep: DeviceMesh | None = None,
+        buffers: Buffers = "exact",
+    ) -> None:
+        super().__init__(model, kind, tp, kernels, ep, buffers)
+        self.mtp = Join(model, tp, kernels)
+
+    def forward(  # type: ignore[override]
+        self, x: Tensor, embedded: Tensor, angles: tuple[Tensor, ...], attend: Attend, *of_experts: Losses
+    ) -> Tensor:
+        """The stream with its norm, of the stream x of the layer before, with its own: `[s/t, b, d]` both."""
+        x, added = self._forward(self.mtp(x, embedded), angles, attend, None, *of_experts)
+        return self.mtp.output_norm.of_sum(x, added)[0]
+
+
 class Head(nn.Module):
     """Final norm and output projection, the vocabulary split over tp: `[s/t, b, d]` → logits `[s, b, v/t]`.
 
@@ -143,7 +170,13 @@ class Head(nn.Module):
     head returns their cross-entropy instead, summed over those that are not IGNORED_TARGET. Logits then exist only in
     chunks. A split backward makes the gradient of the head's weight at once: to put it off, the gradient of the logits
     would have to be kept.
+
+    Multi-token prediction makes further streams of the one that has the final norm, for each of which the head has
+    targets, too. Their losses are in the gradient, not in the number that the head returns. further: `[D]` in float64,
+    this rank's parts of the means of these losses, in the passes since it was last None.
     """
+
+    further: Tensor | None = None
 
     def __init__(self, model: Model, tp: DeviceMesh, kernels: Kernels) -> None:
         super().__init__()
@@ -153,27 +186,56 @@ class Head(nn.Module):
         self.output = None if model.tie_embeddings else ColumnLinear(head(model), tp)
         if model.adapter is not None:
             add_adapters(self, head_weights(model), adapter_of(model.adapter), tp, tp)
-        self.cross_entropy = partial(
-            linear_cross_entropy,
-            ignore_index=IGNORED_TARGET,
-            vocabulary=model.vocab_size,
-            softcap=model.logits_softcap,
-            backend=kernels.cross_entropy,
+        options: dict[str, Any] = {
+            "ignore_index": IGNORED_TARGET,
+            "vocabulary": model.vocab_size,
+            "softcap": model.logits_softcap,
+            "backend": kernels.cross_entropy,
+        }
+        self.cross_entropy: Callable[..., Tensor] = partial(linear_cross_entropy, **options)
+        self.scaled_cross_entropy: Callable[..., tuple[Tensor, Tensor]] = partial(
+            scaled_linear_cross_entropy, **options
         )
 
-    def forward(self, x: Tensor, tied: Tensor | None, targets: Tensor | None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        tied: Tensor | None,
+        targets: Tensor | None,
+        ahead: Ahead | None = None,
+        layers: Sequence[Callable[[Tensor], Tensor]] = (),
+    ) -> Tensor:
+        """Logits or loss, as the class says.
+
+        ahead: with multi-token prediction, in place of targets. layers: each makes a stream `[s/t, b, d]` of the one
+        before.
+        """
         weight = tied if self.output is None else self.output.weight
         assert weight is not None
         x = self.norm(x)
+        if ahead is not None:
+            return self._several(x, weight, ahead, layers)
         if targets is None:
             logits = linears(x, [weight], self.group)
             (made,) = logits if self.output is None else with_adapters(logits, x, [self.output], self.group)
             return made if self.softcap is None else self.softcap * (made / self.softcap).tanh()
         beside = None if self.output is None else self._beside(x, self.output)
         x = all_gather(x, self.group)  # s b d
-        wide = copy_of(weight) is not None and has_gpu_products(x)  # a CPU rounds, as its products do
         flat = x.flatten(0, 1), part(weight), targets.flatten()
-        return self.cross_entropy(*flat, self.group, wide_gradient=wide, beside=beside)
+        return self.cross_entropy(*flat, self.group, wide_gradient=_is_wide(weight, x), beside=beside)
+
+    def _several(self, x: Tensor, weight: Tensor, ahead: Ahead, layers: Sequence[Callable[[Tensor], Tensor]]) -> Tensor:
+        """The loss of the next token, with the gradient of the losses of all that are predicted. x: with its norm."""
+        streams = [x]
+        for layer in layers:
+            streams.append(layer(streams[-1]))
+        x = all_gather(torch.cat(streams, 1), self.group)  # s (1+D)·b d
+        flat = x.flatten(0, 1), part(weight), ahead.targets.flatten(), ahead.scales.flatten()
+        total, each = self.scaled_cross_entropy(*flat, self.group, wide_gradient=_is_wide(weight, x))
+        sums = each.view(len(x), len(streams), -1).double().sum((0, 2))
+        means = sums[1:] * ahead.shares
+        self.further = means if self.further is None else self.further + means
+        return sums[0] + (total - total.detach())
 
     def _beside(self, x: Tensor, output: ColumnLinear) -> tuple[Tensor, Tensor] | None:
         """Two factors whose product an adapter of the output layer adds to logits: features `[s·b, r]` and a weight
@@ -184,11 +246,16 @@ class Head(nn.Module):
         return all_gather(between, self.group).flatten(0, 1), part(output.lora_b.weight)
 
 
+def _is_wide(weight: Tensor, x: Tensor) -> bool:
+    """Return whether the gradient of a weight with a copy is its float32 sum; a CPU rounds, as its products do."""
+    return copy_of(weight) is not None and has_gpu_products(x)
+
+
 class Decoder(nn.Module):
     """The layers `layers` of the model, with the embedding if `first` and the head if `last`.
 
-    A last stage with tied embeddings holds a copy of the embedding under the same name. ep: the ranks that share out
-    the experts of a layer; None: those of tp do. buffers: as `parallel.experts.buffers`.
+    A last stage that needs the embedding, see `Model.shares_embedding`, holds a copy of it under the same name. ep: the
+    ranks that share out the experts of a layer; None: those of tp do. buffers: as `parallel.experts.buffers`.
     """
 
     def __init__(
@@ -203,27 +270,37 @@ class Decoder(nn.Module):
         buffers: Buffers = "exact",
     ) -> None:
         super().__init__()
-        self.model, self.first, self.tied = model, first, last and model.tie_embeddings
+        self.model, self.first, self.shares = model, first, last and model.shares_embedding
         self.factor = multipliers(model).embedding
         self.group = tp.get_group()
-        self.embed = VocabularyEmbedding(embedding(model), tp) if first or self.tied else None
+        self.embed = VocabularyEmbedding(embedding(model), tp) if first or self.shares else None
         if self.embed is not None and model.adapter is not None:
             adapt_embedding(self.embed, embedding_weights(model), adapter_of(model.adapter), tp)
         kinds = layer_kinds(model)
         self.kinds = [kinds[layer] for layer in layers]
         self.layers = nn.ModuleDict(
-            {str(layer): Layer(model, kinds[layer], tp, kernels, ep, buffers) for layer in layers}
+            {
+                str(layer): (MtpLayer if kinds[layer].mtp else Layer)(model, kinds[layer], tp, kernels, ep, buffers)
+                for layer in layers
+            }
         )
+        every = list(zip(self.layers.items(), self.kinds, strict=True))
+        self._of_stream = [(name, layer, kind) for (name, layer), kind in every if not kind.mtp]
+        self._further = [(name, layer, kind) for (name, layer), kind in every if kind.mtp]
         self.head = Head(model, tp, kernels) if last else None
 
-    def forward(self, x: Tensor, positions: TokenPositions | None = None, targets: Tensor | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, positions: TokenPositions | None = None, targets: Tensor | Ahead | None = None
+    ) -> Tensor:
         """Returns activations `[s/t, b, d]`, or from the last stage logits `[s, b, v/t]`.
 
         x: tokens `[s, b]` on the first stage, activations `[s/t, b, d]` on others. positions: of the s tokens that this
         rank holds; None: they are one document from its beginning. targets: `[s, b]`, for the last stage, which then
-        returns the loss summed over the targets instead of logits.
+        returns the loss summed over the targets instead of logits; with multi-token prediction, all that it takes.
         """
         x = self.activations(x, positions)
+        if isinstance(targets, Ahead):
+            return self._with_layers_of_mtp(x, positions or self._whole(x), targets)
         return x if self.head is None else self.answer(x, targets)
 
     def activations(self, x: Tensor, positions: TokenPositions | None = None) -> Tensor:
@@ -232,12 +309,11 @@ class Decoder(nn.Module):
             assert self.embed is not None
             x = self.embed(x)  # s/t b d
             x = x if self.factor == 1 else x * self.factor
-        if positions is None:
-            positions = TokenPositions.whole(self.model, x.shape[0] * self.group.size(), x.device, x.dtype)
+        positions = positions or self._whole(x)
         turned = dict.fromkeys(kind.rotation for kind in self.kinds)
         angles = {each: () if each is None else positions.angles(each) for each in turned}
         added: Tensor | None = None
-        for (name, layer), kind in zip(self.layers.items(), self.kinds, strict=True):
+        for name, layer, kind in self._of_stream:
             if layer.in_one and added is not None:
                 x, added = x + added, None
             attend = positions.attend(int(name), kind.attention.heads.scores)
@@ -248,14 +324,41 @@ class Decoder(nn.Module):
     def answer(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
         """The head's logits or loss, as in `forward`, of activations `[s/t, b, d]` of the last layer."""
         assert self.head is not None
-        # An untied embedding is not passed: FSDP2 hooks into every argument, but the head makes no gradient for it.
-        return self.head(x, self.embed.weight if self.tied and self.embed is not None else None, targets)
+        return self.head(x, self._tied(), targets)
+
+    def _with_layers_of_mtp(self, x: Tensor, positions: TokenPositions, ahead: Ahead) -> Tensor:
+        """The head's loss of the next token, with the gradient of the losses of all that are predicted."""
+        assert self.head is not None
+        assert self.embed is not None
+        embedded = self.embed(ahead.tokens)
+        embedded = embedded if self.factor == 1 else embedded * self.factor
+        layers = [
+            partial(self._predict, name, layer, kind, part, positions)
+            for (name, layer, kind), part in zip(self._further, embedded.chunk(len(self._further), 1), strict=True)
+        ]
+        return self.head(x, self._tied(), None, ahead, layers)
+
+    def _predict(
+        self, name: str, layer: nn.Module, kind: LayerKind, embedded: Tensor, positions: TokenPositions, x: Tensor
+    ) -> Tensor:
+        """The stream of a layer of multi-token prediction, of the stream x of the one before."""
+        angles = () if kind.rotation is None else positions.angles(kind.rotation)
+        of_experts = (positions.losses,) if kind.mixture is not None else ()
+        return layer(x, embedded, angles, positions.attend(int(name), kind.attention.heads.scores), *of_experts)
+
+    def _tied(self) -> Tensor | None:
+        """The embedding's weight, if the head uses it: FSDP2 hooks into every argument, so it takes no other."""
+        return self.embed.weight if self.model.tie_embeddings and self.embed is not None else None
+
+    def _whole(self, x: Tensor) -> TokenPositions:
+        """Positions of activations `[s/t, b, d]` of whole documents."""
+        return TokenPositions.whole(self.model, x.shape[0] * self.group.size(), x.device, x.dtype)
 
     def experts(self) -> list[nn.Module]:
         """The experts of each layer that has some."""
         return [module for module in self.modules() if isinstance(module, ExpertMLPs)]
 
     def gathered_apart(self) -> list[nn.Module]:
-        """The modules that FSDP2 gathers one after another; a tied embedding, used at both ends, is left out."""
-        apart = [*self.layers.values(), self.head] if self.tied else [self.embed, *self.layers.values(), self.head]
+        """The modules that FSDP2 gathers one after another; an embedding that both ends use is left out."""
+        apart = [*self.layers.values(), self.head] if self.shares else [self.embed, *self.layers.values(), self.head]
         return [module for module in apart if module is not None]

@@ -20,14 +20,14 @@ class Gradients:
     """The trained parameters of a rank's stages, and what is done with their gradients after the last backward.
 
     Parameters are listed once, since walking all modules takes longer than a small layer does. The list stays valid:
-    loading and the optimizer change parameters in place. placement: the pipeline rank that owns each stage. tied: the
+    loading and the optimizer change parameters in place. placement: the pipeline rank that owns each stage. shared: the
     first and the last stage have copies of the embedding.
     """
 
-    def __init__(self, stages: Stages, placement: Sequence[int], mesh: Mesh, tied: bool) -> None:
+    def __init__(self, stages: Stages, placement: Sequence[int], mesh: Mesh, shared: bool) -> None:
         self.trained = {number: list(trainable(stage)) for number, stage in stages.items()}
         self._mesh = mesh
-        copy = len(placement) - 1 if tied and len(placement) > 1 else None  # the stage with the second copy
+        copy = len(placement) - 1 if shared and len(placement) > 1 else None  # the stage with the second copy
         counted = {
             found.name: found.value
             for number, every in self.trained.items()
@@ -50,7 +50,7 @@ class Gradients:
         """Make every gradient complete.
 
         FSDP2 has summed them over data-parallel ranks. Two sums are left: over tensor-parallel ranks, of parameters
-        that are not split over them, and over both copies of a tied embedding, in the first and the last stage.
+        that are not split over them, and over both copies of a shared embedding, in the first and the last stage.
         """
         if self._replicated:
             sum_together(_local_grads(self._replicated), self._mesh.group("tp"), self._mesh.device)

@@ -27,7 +27,7 @@ from megalite.schedule.reductions import Reduction, reductions
 class Stage(Protocol):
     """A pipeline stage, as the runner calls it."""
 
-    def __call__(self, x: Tensor, positions: Any, targets: Tensor | None) -> Tensor | tuple[Tensor, Tensor]:
+    def __call__(self, x: Tensor, positions: Any, targets: Any) -> Tensor | tuple[Tensor, Tensor]:
         """From a micro-batch or the activations of the stage before, activations or, given targets, the summed loss.
 
         Any stage may add to the loss: it then returns a pair of that result and its own loss, 0-dimensional.
@@ -115,8 +115,8 @@ class StepInputs:
     """The inputs of a step: one entry per micro-batch."""
 
     tokens: Sequence[Tensor]
-    targets: Sequence[Tensor]
-    positions: Sequence[Any]  # given to every stage as they are; the runner does not look into them
+    targets: Sequence[Any]  # given to the last stage, as they are; the runner does not look into them
+    positions: Sequence[Any]  # likewise, given to every stage
     scale: float = 1.0  # the gradients are of scale · loss
 
 

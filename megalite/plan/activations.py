@@ -21,7 +21,7 @@ from megalite.plan.parts.part import Kept, Moment, Part, Weight
 from megalite.plan.parts.roles import RoleKind
 from megalite.plan.parts.sizes import Sizes
 from megalite.plan.recompute_modes import Mode
-from megalite.plan.units import Unit, Weights
+from megalite.plan.units import FURTHER, Unit, Weights
 
 ID_BYTES = 8  # bytes of a token's id
 ROWS = 128  # rows that cross_entropy handles at a time
@@ -44,30 +44,43 @@ class Activations(Sizes):
     """Sizes of a configuration's activations on one rank, and the units that keep them."""
 
     def embedding(self, with_head: bool) -> Unit:
-        """The embedding's table and its look-up. with_head: the same stage has the head, which may use the table."""
+        """The embedding's table and its look-up. with_head: the same stage has the head, and may use it again."""
         table, *factors = embedding_weights(self.config.model).values()
         ids, made = (ID_BYTES + 1) * self.tokens if self.t > 1 else 0, table.gradient(self.t)
         # The gathered gradient is copied to mask other ranks' tokens. Only the copy is left for the weight's gradient.
         masked = (Moment("mask", 2 * self.gathered),) if self.t > 1 else ()
         moments = (*masked, Moment("lookup", self.gathered or self.stream, self.w * made)) if table.trained else ()
-        tied = self.config.model.tie_embeddings and with_head
+        again = self.config.model.shares_embedding and with_head
         kept = (Kept("embedding", ids, "lookup"),) if table.trained else ()
         if factors:  # the second is looked up, and its features go through the first
             between, made = self._between(factors), sum(each.gradient(self.t) for each in factors)
             moments = (Moment("lookup", (2 if self.t > 1 else 1) * between, self.w * made),)
             kept = (Kept("adapters", ids + between // self.t, "lookup"),)
         forward = 2 * self.gathered + 2 * self.stream * bool(factors)
-        return Unit("embedding", self._weights([table, *factors]), kept, forward, moments, with_stage=tied)
+        return Unit("embedding", self._weights([table, *factors]), kept, forward, moments, with_stage=again)
 
     def _between(self, factors: Sequence[Weight]) -> int:
         """Bytes of the features between two factors of the embedding or the head, of all tokens; 0: there are none."""
         return self.tokens * factors[0].shape[0] * self.w if factors else 0
 
-    def tied_copy(self) -> Unit:
-        """The last stage's copy of the embedding, which the head uses."""
-        table = head(self.config.model)
-        weights = self._weights([table])
+    def copied_embedding(self) -> Unit:
+        """The last stage's copy of the embedding, which the head or multi-token prediction uses."""
+        model = self.config.model
+        weights = self._weights([head(model) if model.tie_embeddings else embedding(model)])
         return Unit("embedding", weights, (), 0, (), with_stage=True, copy=True)
+
+    def further(self) -> Unit:
+        """The final norm and another look-up of embeddings, where multi-token prediction begins."""
+        depth, made = self.config.model.depth, embedding(self.config.model).gradient(self.t)
+        ids = (ID_BYTES + 1) * self.tokens * depth if self.t > 1 else 0
+        masked = (Moment("mask", 2 * depth * self.gathered),) if self.t > 1 else ()
+        moments = (
+            Moment("norm", self.norm + (1 + self.predicted) * self.stream),
+            *masked,
+            Moment("lookup", depth * (self.gathered or self.stream), self.w * made),
+        )
+        kept = Kept("norms", self.stream + self.statistic, "norm"), Kept("embedding", ids, "lookup")
+        return Unit(FURTHER, self._weights([]), kept, 2 * depth * self.gathered, moments)
 
     def layer(self, kind: LayerKind, mode: Mode) -> Unit:
         """A layer of `kind` that recomputes as `mode` says."""
@@ -151,13 +164,12 @@ class Activations(Sizes):
         columns, output = self._columns, head(model)
         made = output.gradient(self.t)
         chunk, several = self._chunk, self.chunks_head
-        logits, inputs = chunk * columns * self.w, self.gathered or self.stream
+        logits, inputs = chunk * columns * self.w, self.predicted * (self.gathered or self.stream)
         capped = model.logits_softcap is not None  # backward of a cap needs another block
         # A block lives until the next one is made.
         blocks = min(2 * ROWS, chunk) * (narrow or capped) + min(ROWS, chunk) * capped
         block = blocks * columns * self.z
         kept = [
-            Kept("norms", self.stream + self.statistic, "norm"),
             Kept("head", inputs + logits + self.z * chunk, "output"),
             Kept("adapters", between + apart, "factors" if factors else "output"),
         ]
@@ -167,8 +179,10 @@ class Activations(Sizes):
         backward = [
             Moment("loss", block),
             Moment("output", 0 if several else inputs + between, self.w * made, summed=0 if several else self.z * made),
-            Moment("norm", self.norm),
         ]
+        if model.mtp is None:
+            kept.append(Kept("norms", self.stream + self.statistic, "norm"))
+            backward.append(Moment("norm", self.norm))
         if factors:  # another gradient of the inputs is made, and added
             backward.insert(2, Moment("factors", 2 * self.stream + between, self.w * first))
         forward = block + (logits if several and self.t > 1 else 0)
@@ -177,12 +191,13 @@ class Activations(Sizes):
     @property
     def chunks_head(self) -> bool:
         """Flag: the head makes logits in several chunks; it then makes its gradients in F."""
-        return self._chunk < self.tokens
+        return self._chunk < self.predicted * self.tokens
 
     @property
     def _chunk(self) -> int:
         """Tokens that the head makes logits of at a time."""
-        return min(chunk_tokens(self.tokens, self.config.model.width, self.w, self.t), self.tokens)
+        tokens = self.predicted * self.tokens
+        return min(chunk_tokens(tokens, self.config.model.width, self.w, self.t), tokens)
 
     @property
     def angles(self) -> int:
@@ -205,6 +220,7 @@ class Activations(Sizes):
         """Bytes of a micro-batch's samples, and of the tokens, targets and positions that are made of the samples."""
         adapter = self.config.adapter
         made = 2 + self.config.data.reset_positions + (adapter is not None and adapter.dropout > 0)
+        made += 2 * self.config.model.depth
         return ID_BYTES * (self.config.batch.micro_size * (self.config.model.sequence_length + 1) + made * self.tokens)
 
     def _weights(self, weights: Iterable[Weight]) -> Weights:

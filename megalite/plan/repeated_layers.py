@@ -30,12 +30,16 @@ def parts_of(
         return one(*layer).repeated(times) if times > 1 else one(*layer)
 
     def parts(stage: int) -> list[Unit]:
+        model, is_last = sizes.config.model, stage == stages - 1
         entries = condensed(layers[stage]) if condense else [(layer, 1) for layer in layers[stage]]
         found = [repeated(layer, times) for layer, times in entries]
-        last = [sizes.head()] if stage == stages - 1 else []
+        if is_last and model.mtp is not None:
+            found.insert(sum(not kind.mtp for (kind, _), _ in entries), sizes.further())
+        if is_last:
+            found.append(sizes.head())
         if stage == 0:
-            return [sizes.embedding(with_head=stages == 1), *found, *last]
-        return [*([sizes.tied_copy()] if last and sizes.config.model.tie_embeddings else []), *found, *last]
+            return [sizes.embedding(with_head=is_last), *found]
+        return [sizes.copied_embedding(), *found] if is_last and model.shares_embedding else found
 
     return {stage: parts(stage) for stage in layers}
 

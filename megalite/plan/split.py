@@ -11,17 +11,24 @@ from megalite.plan.model.size import by_stage, head_forward_flops, layer_forward
 def balance(model: Model, stages: int) -> list[int]:
     """Layers per stage such that the slowest of `stages` stages is as fast as possible.
 
-    A stage costs the forward FLOPs of its layers, and the last stage also those of the head. The last stage may have
-    the head alone; every other stage has at least one layer. Needs `stages` <= `model.layers`. Equal stages are filled
-    from the end, since memory is scarcer at the beginning: the first stage holds the embedding, which takes no time,
-    and earlier stages keep more micro-batches for their backward passes.
+    A stage costs the forward FLOPs of its layers, and the last stage also those of the head and of multi-token
+    prediction, whose layers it has beside those that are counted here. The last stage may have these alone; every other
+    stage has at least one layer. Needs `stages` <= `model.layers`. Equal stages are filled from the end, since memory
+    is scarcer at the beginning: the first stage holds the embedding, which takes no time, and earlier stages keep more
+    micro-batches for their backward passes.
     """
     if not 1 <= stages <= model.layers:
         raise ValueError(f"{model.layers} layers cannot be split into {stages} stages")
     if stages == 1:
         return [model.layers]
-    costs, head = layer_costs(model), head_forward_flops(model)
+    every = layer_costs(model)
+    costs, head = every[: model.layers], head_forward_flops(model) + sum(every[model.layers :])
     return _even(len(costs), costs[0], head, stages) if len(set(costs)) == 1 else _uneven(costs, head, stages)
+
+
+def with_mtp(model: Model, split: Sequence[int]) -> list[int]:
+    """Add the layers of multi-token prediction to the last stage of a `split` of the others."""
+    return [*split[:-1], split[-1] + model.depth]
 
 
 def _even(layers: int, layer: int, head: int, stages: int) -> list[int]:
@@ -84,7 +91,12 @@ def stage_costs(model: Model, split: Sequence[int]) -> list[int]:
 
 
 def split_of(config: Config) -> list[int]:
-    """Layers per stage: the explicit split, or else the balanced one."""
+    """Layers per stage, with those of multi-token prediction."""
+    return with_mtp(config.model, split_without_mtp(config))
+
+
+def split_without_mtp(config: Config) -> list[int]:
+    """Layers per stage, as `parallel.pipeline.split` lists them: the explicit split, or else the balanced one."""
     pipeline = config.parallel.pipeline
     if pipeline.split is not None:
         return list(pipeline.split)

@@ -11,6 +11,7 @@ from functools import cached_property
 from megalite.plan.model.size import Parameters
 from megalite.plan.parts.part import Kept, Moment, in_four_bits
 
+FURTHER = "embedding of further tokens"  # name of the unit with which multi-token prediction begins
 Item = tuple[str, str]  # a kind of `plan.memory`, or HOST, and a component of the model
 
 

@@ -125,7 +125,7 @@ def build(plan: Plan, mesh: Mesh, activity: Activity | None = None) -> Job:
     stages = {number: build_stage(plan, mesh, number, memory, casts) for number in owned}
     splits = plan.table(micro_batches(config)).splits_backward
     put_off = {number: split_backward(stage) for number, stage in stages.items()} if splits else {}
-    gradients = Gradients(stages, plan.placement, mesh, config.model.tie_embeddings)
+    gradients = Gradients(stages, plan.placement, mesh, config.model.shares_embedding)
     copies = [Copies(stage, compute_dtype(config.train.dtype)) for stage in stages.values()] if plan.copies else []
     optimizer = build_optimizer(
         stages.values(),

@@ -6,10 +6,13 @@ from functools import partial
 
 import numpy as np
 import torch
+import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 from megalite.data.loader import Micros
 from megalite.model.decoder import IGNORED_TARGET
+from megalite.model.mtp import Ahead
 from megalite.model.positions import TokenPositions, tables
 from megalite.model.router import Losses
 from megalite.parallel.context import attention
@@ -39,7 +42,55 @@ def inputs(job: Job, batch: Micros, scale: float = 1.0, training: bool = False) 
     if training and job.config.adapter is not None and job.config.adapter.dropout:
         each = zip(positions, _numbers(job, batch, mine), strict=True)
         positions = [replace(of_micro, numbers=numbers) for of_micro, numbers in each]
+    if training and job.config.model.mtp is not None:
+        return StepInputs(tokens, _ahead(job, batch, sequences, following, mine, scale), positions, scale)
     return StepInputs(tokens, targets, positions, scale)
+
+
+def _ahead(job: Job, batch: Micros, sequences: Tensor, following: Tensor, mine: Rows, scale: float) -> list[Ahead]:
+    """Inputs and targets of multi-token prediction, for every micro-batch.
+
+    sequences: tokens `[s + 1, m, b]`. following: targets `[s, m, b]` of the next token. A token further ahead counts
+    where it does as the next one, and where all tokens before it are of one document, if documents are masked. The
+    losses of each layer are divided by the number of its own targets in the step.
+    """
+    mtp, device = job.config.model.mtp, sequences.device
+    assert mtp is not None
+    places = positions_in_documents(batch.documents, device) if job.config.data.mask_documents else None
+    tokens, targets = _shifted(sequences, following, places, mtp.depth)
+    tokens, targets = split(tokens, mine), split(targets, mine)  # s D m b, s 1+D m b
+    counts = targets[:, 1:].ne(IGNORED_TARGET).sum((0, 2, 3))
+    if any(job.mesh.coordinates[axis] for axis in ("pp", "tp")):  # these ranks hold what others count
+        counts.zero_()
+    dist.all_reduce(counts, group=job.mesh.world)
+    wide = torch.promote_types(compute_dtype(job.config.train.dtype), torch.float32)
+    shares = 1 / counts.clamp(min=1).double()
+    factors = mtp.weight / mtp.depth / scale * shares
+    scales = torch.cat((factors.new_ones(1), factors)).to(wide)
+    rows, b = len(targets), targets.shape[3]
+    scales = scales[:, None].expand(rows, -1, b).flatten(1)
+    each = zip(tokens.unbind(2), targets.unbind(2), strict=True)
+    return [Ahead(ids.flatten(1), wanted.flatten(1), scales, shares) for ids, wanted in each]
+
+
+def _shifted(sequences: Tensor, following: Tensor, places: Tensor | None, depth: int) -> tuple[Tensor, Tensor]:
+    """Tokens `[s, D, m, b]` that layers of multi-token prediction take, and the targets `[s, 1+D, m, b]` of all.
+
+    places: of the s tokens in their documents, where these count; None: all are of one.
+    """
+    length = len(following)
+
+    def padded(part: Tensor, value: int) -> Tensor:
+        return F.pad(part, (0, 0, 0, 0, 0, length - len(part)), value=value)
+
+    tokens, targets = [], [following]
+    for k in range(1, depth + 1):
+        tokens.append(padded(sequences[k : k + length], 0))
+        further = following[k:]
+        if places is not None:
+            further = further.masked_fill(places[k:] != places[:-k] + k, IGNORED_TARGET)
+        targets.append(padded(further, IGNORED_TARGET))
+    return torch.stack(tokens, 1), torch.stack(targets, 1)
 
 
 def _numbers(job: Job, batch: Micros, mine: Rows) -> Sequence[Tensor]:

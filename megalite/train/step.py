@@ -51,8 +51,8 @@ def update(job: Job, loss: Tensor, step: int, asked: Collection[int] = ()) -> Si
 
 def _update(job: Job, loss: Tensor, step: int, asked: Collection[int]) -> Signs:
     job.activity("updating the weights")
-    own_loss = loss if _counts_loss(job) else None
-    signs = take_signs(job.mesh, *job.gradients.counted_norms(), own_loss, asked, job.load.counted(job.mesh.device))
+    own_loss, load, further = loss if _counts_loss(job) else None, job.load.counted(job.mesh.device), _further(job)
+    signs = take_signs(job.mesh, *job.gradients.counted_norms(), own_loss, asked, load, further)
     limit = job.config.optim.clip_norm
     job.optimizer.clip = clip_coefficient(signs.norm, limit) if limit > 0 else None
     job.optimizer.found_inf = signs.bad  # skips the update where it is 1
@@ -93,6 +93,19 @@ def evaluate(job: Job, batches: Iterable[Micros]) -> float:
     loss = total / tokens if _counts_loss(job) else torch.zeros_like(total)
     dist.all_reduce(loss, group=job.mesh.world)
     return loss.item()
+
+
+def _further(job: Job) -> Tensor | None:
+    """Parts of this rank in the mean losses of tokens further ahead in the step; None: none are predicted."""
+    if not job.config.model.depth:
+        return None
+    found = torch.zeros(job.config.model.depth, dtype=torch.float64, device=job.mesh.device)
+    for stage in job.stages.values():
+        if stage.head is not None and stage.head.further is not None:
+            if _counts_loss(job):
+                found += stage.head.further
+            stage.head.further = None
+    return found
 
 
 def _counts_loss(job: Job) -> bool:

@@ -20,6 +20,7 @@ class Reading:
     norm: float  # L2 norm of all gradients
     asked: tuple[str, ...]  # signals by which some rank was asked to stop
     load: tuple[int, ...] = ()  # tokens that chose each expert of each layer with experts
+    further: tuple[float, ...] = ()  # mean loss of each token further ahead, with multi-token prediction
 
     @property
     def finite(self) -> bool:
@@ -46,10 +47,12 @@ class Arriving:
 class Signs:
     """The vital signs of one step: on the device, and on their way to the host."""
 
-    values: Tensor  # float64: square of the norm, loss, for each signal how many ranks were sent it, experts' load
+    # float64: square of the norm, loss, for each signal how many ranks were sent it, `further` losses, experts' load
+    values: Tensor
     names: list[str]  # parameters whose gradients this rank counts
     norms: Tensor  # L2 norms of its parts of them
     arriving: Arriving  # `values`
+    depth: int = 0  # how many `further` losses there are
 
     @property
     def norm(self) -> Tensor:
@@ -64,7 +67,7 @@ class Signs:
     @property
     def load(self) -> Tensor:
         """Tokens that chose each expert of each layer with experts, one layer after another."""
-        return self.values[2 + len(STOP_SIGNALS) :]
+        return self.values[2 + len(STOP_SIGNALS) + self.depth :]
 
     @property
     def bad(self) -> Tensor:
@@ -74,8 +77,9 @@ class Signs:
     def read(self) -> Reading:
         """The numbers. Waits until the device has finished the step."""
         square, loss, *rest = self.arriving.read()
-        asked, load = rest[: len(STOP_SIGNALS)], rest[len(STOP_SIGNALS) :]
-        return Reading(loss, sqrt(square), _names(asked), tuple(map(int, load)))
+        asked, rest = rest[: len(STOP_SIGNALS)], rest[len(STOP_SIGNALS) :]
+        further, load = rest[: self.depth], rest[self.depth :]
+        return Reading(loss, sqrt(square), _names(asked), tuple(map(int, load)), tuple(further))
 
     def offending(self) -> list[str]:
         """Parameters whose gradients are not finite on this rank."""
@@ -117,20 +121,23 @@ def take_signs(
     loss: Tensor | None,
     asked: Collection[int],
     load: Tensor | None = None,
+    further: Tensor | None = None,
 ) -> Signs:
     """Sum the vital signs over all ranks; nothing waits for the device.
 
     loss: this rank's part of the mean loss; None if another rank counts it. asked: signals that this rank has received.
-    load: float64, tokens of this rank that chose each expert; None: there are no experts.
+    load: float64, tokens of this rank that chose each expert; None: there are no experts. further: float64, this rank's
+    parts of the mean losses of tokens further ahead; None: none are predicted.
     """
     values = torch.zeros(2 + len(STOP_SIGNALS), dtype=torch.float64, device=mesh.device)
-    values = values if load is None else torch.cat((values, load))
+    more = [each for each in (further, load) if each is not None]
+    values = torch.cat((values, *more)) if more else values
     values[0] += norms.square().sum()
     if loss is not None:
         values[1] += loss
     _mark(values[2 : 2 + len(STOP_SIGNALS)], asked)
     dist.all_reduce(values, group=mesh.world)
-    return Signs(values, names, norms, Arriving(values))
+    return Signs(values, names, norms, Arriving(values), 0 if further is None else len(further))
 
 
 def _mark(values: Tensor, asked: Collection[int]) -> None:

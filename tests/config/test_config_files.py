@@ -20,6 +20,7 @@ OPTIONAL = {  # sections that are none by default
     "batch.curriculum",
     "model.attention.latent",
     "model.experts",
+    "model.mtp",
     "adapter",
     "kernels",
     "checkpoint.local",

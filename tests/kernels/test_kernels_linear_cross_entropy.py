@@ -20,6 +20,7 @@ from megalite_kernels.linear_cross_entropy import (
     chunk_tokens,
     linear_cross_entropy,
     reference,
+    scaled_linear_cross_entropy,
 )
 
 SCALE, IGNORED = 0.37, -7
@@ -114,6 +115,33 @@ def test_float64_is_exact(chunk: int) -> None:
     torch.testing.assert_close(found.detach(), loss, rtol=1e-13, atol=0)
     torch.testing.assert_close(x.grad, dx, rtol=0, atol=1e-13)
     torch.testing.assert_close(weight.grad, dw, rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("chunk", [3, 11])
+def test_losses_of_tokens_may_have_factors(chunk: int, backend: Any) -> None:
+    """The gradients are those of the weighted sum of losses, and the losses beside it those of each token."""
+    x, weight, targets = problem(11, 24, 70, torch.float64)
+    targets[5] = IGNORED
+    scales = random(11, dtype=torch.float64, seed=4)
+    wide = [tensor.clone().requires_grad_() for tensor in (x, weight)]
+    each = torch.nn.functional.cross_entropy(wide[0] @ wide[1].T, targets, ignore_index=IGNORED, reduction="none")
+    expected = torch.autograd.grad((each * scales).sum() * SCALE, wide)
+    total, found = scaled_linear_cross_entropy(
+        x.requires_grad_(),
+        weight.requires_grad_(),
+        targets,
+        scales,
+        memory=memory_of(chunk, 70, torch.float64),
+        ignore_index=IGNORED,
+        backend=backend,
+    )
+    (total * SCALE).backward()
+    assert not found.requires_grad
+    torch.testing.assert_close(found, each.detach(), rtol=1e-13, atol=1e-14)
+    torch.testing.assert_close(total.detach(), (each * scales).sum().detach(), rtol=1e-13, atol=0)
+    torch.testing.assert_close(x.grad, expected[0], rtol=0, atol=1e-13)
+    torch.testing.assert_close(weight.grad, expected[1], rtol=0, atol=1e-13)
 
 
 def test_weight_gradients_are_summed_in_float32() -> None:
@@ -243,11 +271,11 @@ def test_no_tensor_is_as_large_as_all_logits() -> None:
     x, weight, targets = problem(64, 4, 50, torch.float32)
     operations = sys.modules["megalite_kernels.linear_cross_entropy"]
     options = (False, [True] * 4, False, 0, 50, 50, None, 0.0, 0.0, 0.0)
-    terms = [x, weight, x[:, :2], weight[:, :2]]
+    terms, scales = [x, weight, x[:, :2], weight[:, :2]], torch.ones(64, device=DEVICE)
     with Largest() as largest:
-        _, last, lses, *made = operations._op._init_fn(terms, targets, "", 16, *options)
+        _, _, last, lses, *made = operations._op._init_fn(terms, targets, scales, "", 16, *options)
         scale = torch.ones((), device=DEVICE)
-        operations._backward_op._init_fn(scale, terms, targets, last, lses, made, *options)
+        operations._backward_op._init_fn(scale, terms, targets, scales, last, lses, made, *options)
     assert 16 * 50 <= largest.elements < 64 * 50
 
 
@@ -264,20 +292,21 @@ def test_backward_runs_once(backend: Any, told: str, chunk: int) -> None:
         loss.backward()
 
 
-@pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.parametrize(("wide", "scaled"), [(False, False), (True, False), (True, True)])
 @pytest.mark.parametrize("chunk", [4, 11])
-def test_custom_ops(chunk: int, wide: bool) -> None:
+def test_custom_ops(chunk: int, wide: bool, scaled: bool) -> None:
     x, weight, targets = problem(11, 24, 70, torch.bfloat16 if wide else torch.float32)
     options = (True, [True] * 4, wide, 0, 70, 70, IGNORED, 0.1, 0.01, 3.0)
     terms = [x, weight, x[:, :2].contiguous(), weight[:, :2].contiguous()]
+    scales = random(11 if scaled else 0, dtype=torch.float32, seed=4)
     operations = torch.ops.megalite
     forward, backward = operations.linear_cross_entropy.default, operations.linear_cross_entropy_backward.default
-    _, last, lses, *made = forward(terms, targets, "", chunk, *options)
+    _, _, last, lses, *made = forward(terms, targets, scales, "", chunk, *options)
     scale = torch.ones((), device=DEVICE)
-    torch.library.opcheck(backward, (scale, terms, targets, last, lses, made, *options))
+    torch.library.opcheck(backward, (scale, terms, targets, scales, last, lses, made, *options))
     # Compiled, an operation may not return what backward overwrites; the function below does not.
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
-    inputs = ([term.requires_grad_() for term in terms], targets, "", chunk, *options)
+    inputs = ([term.requires_grad_() for term in terms], targets, scales, "", chunk, *options)
     torch.library.opcheck(forward, inputs, test_utils=checks)
 
 
@@ -371,7 +400,9 @@ def test_stats_are_gathered_while_the_next_logits_are_made(monkeypatch: pytest.M
     x, weight, targets = problem(11, 24, 70, torch.float64)
     labels = labels_of(11, 70, targets, None, None, 0.0, 0.0, None, None)
     with Products(events):
-        operations._forward([operations.Factors(x, weight, False, False)], targets, object(), 4, False, labels)
+        operations._forward(
+            [operations.Factors(x, weight, False, False)], targets, x[:0, 0], object(), 4, False, labels
+        )
     begun = ["product", "gather"]
     assert events == [*begun, *begun, "wait", *begun, "wait", "wait"]
 

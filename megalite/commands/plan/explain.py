@@ -23,7 +23,7 @@ from megalite.plan.memory.crowded import crowded
 from megalite.plan.memory.peak import KINDS, Memory, memory_of_ranks
 from megalite.plan.memory.rebalance import flatter_split
 from megalite.plan.pipeline import pairs_up
-from megalite.plan.split import split_of
+from megalite.plan.split import split_without_mtp
 from megalite.schedule.generate import NAMES
 from megalite_launch.base.texts import memory_text
 
@@ -176,7 +176,7 @@ def _split(asked: Asked, config: Config, prediction: Prediction, memory: Memory)
     before, held = asked.predict(default)
     return Text(
         f"parallel.pipeline.split={config.parallel.pipeline.split}: {seconds_text(prediction.seconds)} a step, with "
-        f"{memory_text(memory.total)} on the fullest rank.\nThe default, {split_of(default)}: "
+        f"{memory_text(memory.total)} on the fullest rank.\nThe default, {split_without_mtp(default)}: "
         f"{seconds_text(before.seconds)}, and it {fits_text(held.total, asked.limit)}."
     )
 

@@ -28,7 +28,7 @@ from megalite.plan.memory.held import HOST_MEMORY, OUTSIDE_KINDS
 from megalite.plan.memory.peak import KINDS, Memory
 from megalite.plan.memory.rebalance import flatter_split
 from megalite.plan.pipeline import as_full, placement
-from megalite.plan.split import split_of, stage_costs
+from megalite.plan.split import split_of, stage_costs, with_mtp
 from megalite_launch.base.texts import memory_text
 
 COMPONENTS = ("embedding", "attention", "mlp", "norms", "head", "adapters")  # in this order; others follow
@@ -161,7 +161,7 @@ def _split_advice(config: Config, memories: Sequence[Memory]) -> str:
     if found is None:
         return ""
     split, peak = found
-    now, then = (max(stage_costs(config.model, layers)) for layers in (split_of(config), split))
+    now, then = (max(stage_costs(config.model, layers)) for layers in (split_of(config), with_mtp(config.model, split)))
     slower = f"; its slowest stage takes {then / now - 1:.0%} longer" if then > now else ""
     shown = f"parallel.pipeline.split=[{', '.join(map(str, split))}]"
     before = memory_text(fullest(memories).total)

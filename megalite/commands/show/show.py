@@ -184,6 +184,7 @@ def _stage_table(config: Config) -> Table:
     per_stage, layers, slowest, rows = layout.world_size // layout.pp, layers_of(split), max(costs), []
     for stage, count in enumerate(split):
         also = ["embedding"] * (stage == 0) + ["final norm, head"] * (stage == len(split) - 1)
+        also += ["embedding"] * (stage == len(split) - 1 > 0 and model.mtp is not None)
         rows.append((count, ", ".join(also), f"{sizes[stage].total:,}", f"{costs[stage] / slowest:.2f}"))
     for stages in alike(rows):
         ranks = number_ranges(sorted({owners[stage] for stage in stages}), each=per_stage)

@@ -42,6 +42,9 @@ def adapter_rules(config: Config) -> Iterator[Problem]:
     if adapter.dora and (ends or (config.model.experts and (adapter.targets == "all" or "experts" in adapter.targets))):
         rule = "cannot be used with factors of embedding, head and experts, which have no norms that are trained"
         yield Problem("adapter.dora", rule, "use false, or adapter.targets without these", adapter.dora)
+    if config.model.mtp is not None:
+        rule = "cannot be used with adapter, which trains no layers of multi-token prediction"
+        yield Problem("model.mtp.depth", rule, "use model.mtp=null", config.model.depth)
     if config.model.four_bits:
         yield from _four_bit_rules(config)
     if config.train.precision == "fp8":

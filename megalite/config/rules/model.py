@@ -42,6 +42,7 @@ def model_rules(model: Model) -> Iterator[Problem]:
         yield Problem("model.attention.scale", "cannot be used with model.base.head_width", fix, attention.scale)
     yield from _latent(model)
     yield from _experts(model)
+    yield from _mtp(model)
     yield from _base(model)
     if model.rope_scaling is not None:
         yield from _rope_scaling(model.rope_scaling, model.rope_theta)
@@ -104,6 +105,17 @@ def _experts(model: Model) -> Iterator[Problem]:
         yield Problem(key, f"leaves none of the {model.layers} layers with experts", "use a smaller number", value)
     if model.parametrization != "standard":
         rule = f"cannot be used with {section}: nobody has shown how a router's rate goes with the width"
+        yield Problem("model.parametrization", rule, "use standard", model.parametrization)
+
+
+def _mtp(model: Model) -> Iterator[Problem]:
+    if model.mtp is None:
+        return
+    if model.mtp.depth >= model.sequence_length:
+        rule = f"must be less than model.sequence_length = {model.sequence_length}: else no token is so far ahead"
+        yield Problem("model.mtp.depth", rule, "DeepSeek-V3 has 1", model.mtp.depth)
+    if model.parametrization != "standard":
+        rule = "cannot be used with model.mtp: nobody has shown how the rate of its projection goes with the width"
         yield Problem("model.parametrization", rule, "use standard", model.parametrization)
 
 

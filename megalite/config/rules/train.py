@@ -123,6 +123,9 @@ def _float8(config: Config) -> Iterator[Problem]:
     if train.product != "plain":
         rule = f"cannot be used with train.product = {train.product}, which computes the same products"
         yield Problem("train.precision", rule, "use bf16, or train.product=plain", "fp8")
+    if config.model.mtp is not None:
+        rule = "cannot be used with model.mtp, whose projection has no product in 8 bits"
+        yield Problem("train.precision", rule, "use bf16, or model.mtp=null", "fp8")
     if config.model.attention.latent is not None:
         rule = "cannot be used with model.attention.latent, whose small products would be cast more than computed"
         yield Problem("train.precision", rule, "use bf16", "fp8")

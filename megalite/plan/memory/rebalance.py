@@ -8,7 +8,7 @@ from megalite.config.schema import Config
 from megalite.plan.automatic import Costing
 from megalite.plan.memory.peak import Memory, actions_of_peaks, rank_memory
 from megalite.plan.pipeline import placement
-from megalite.plan.split import split_of
+from megalite.plan.split import split_without_mtp
 
 MAX_MOVES = 4  # most layers moved, per pipeline rank
 MAX_ACTIONS = 20_000  # in the schedules to walk through; with more, every move would take seconds
@@ -25,7 +25,7 @@ def flatter_split(
     """
     if actions_of_peaks(config) > MAX_ACTIONS:
         return None
-    owners, split, before = placement(config), split_of(config), max(memory.total for memory in memories)
+    owners, split, before = placement(config), split_without_mtp(config), max(memory.total for memory in memories)
     last = len(split) - 1
     peaks = [memory.total for memory in memories]
     for _ in range(MAX_MOVES * len(memories)):

@@ -9,7 +9,7 @@ from megalite.plan.muon import step_temporaries
 from megalite.plan.parts.part import Moment
 from megalite.plan.resolved import Plan
 from megalite.plan.state_streams import BLOCK, BUCKET_BYTES, CAST_BYTES, FILE_SLOTS
-from megalite.plan.units import Item, Unit
+from megalite.plan.units import FURTHER, Item, Unit
 from megalite.schedule.actions import SEND_KINDS, Action, Exchange, Kind
 from megalite.schedule.reductions import reductions
 
@@ -136,8 +136,10 @@ class Walk(Held):
         reduction = self.reductions[action]
         parts = self.parts[action.stage]
         received = self.sizes.stream if action.stage < self.table.stages - 1 else 0
-        # An embedding that the head of its stage uses too: the head's gradient waits, and is added to the look-up's.
-        gradient = states.r if states.copies else states.w
+        # An embedding that its stage uses again at the end: the gradient of that waits, to be added to the look-up's.
+        gradient, end = states.r if states.copies else states.w, len(parts) - 1
+        if not self.config.model.tie_embeddings:  # multi-token prediction uses it
+            end = next((index for index, part in enumerate(parts) if part.name == FURTHER), end)
         waiting = gradient * parts[0].weights.gradients if parts[0].with_stage and not parts[0].copy else 0
         for index, part in self._through(action.stage, backwards=True):
             key = action.stage, index
@@ -190,7 +192,7 @@ class Walk(Held):
                     self.put_off.setdefault((action.stage, action.micro), []).append(put_off)
             if index == 0:
                 self._stay(action.stage, False)
-            if waiting and index in (0, len(parts) - 1):
+            if waiting and index in (0, end):
                 self._hold("gradients", "waiting", waiting if index else -waiting)
             if puts_off:
                 continue

@@ -12,7 +12,7 @@ from typing import Literal, TypeVar
 
 from megalite.config.layers import LayerKind, layer_kinds
 from megalite.config.schema import Model
-from megalite.plan.model.weights import embedding_weights, head, head_weights, layer_weights, weights
+from megalite.plan.model.weights import embedding, embedding_weights, head, head_weights, layer_weights, weights
 from megalite.plan.parts.layer import Layer
 from megalite.plan.parts.part import Weight
 from megalite.plan.parts.roles import RoleKind, Side
@@ -29,6 +29,7 @@ class Parameters:
     attention: int = 0
     mlp: int = 0
     norms: int = 0
+    mtp: int = 0
     head: int = 0
     adapters: int = 0
 
@@ -58,7 +59,7 @@ def layer_parameters(model: Model, kind: LayerKind) -> Parameters:
 
 def model_parameters(model: Model) -> Parameters:
     """Parameters of the whole model; a head that uses the embedding's weight has none of its own."""
-    (alone,) = stage_parameters(model, [model.layers])
+    (alone,) = stage_parameters(model, [model.layers + model.depth])
     return alone
 
 
@@ -75,13 +76,13 @@ def trained_parameters(model: Model) -> Parameters:
 def stage_parameters(model: Model, split: Sequence[int]) -> list[Parameters]:
     """Parameters on each pipeline stage, `split[i]` layers on stage i.
 
-    The embedding is on the first stage, the final norm and the head on the last. In a pipeline of several
-    stages a tied head is counted: the last stage holds a copy of the embedding's weight.
+    The embedding is on the first stage, the final norm and the head on the last. In a pipeline of several stages the
+    last one may have a copy of the embedding's weight: it counts as the head if that is tied, else as the embedding.
     """
     last = len(split) - 1
     found = [_of_layers(model, kinds) for kinds in by_stage(layer_kinds(model), split)]
     found[0] += Parameters.of(embedding_weights(model).values())
-    copy = [head(model)] if model.tie_embeddings and last else []
+    copy = [head(model) if model.tie_embeddings else embedding(model)] if model.shares_embedding and last else []
     found[last] += Parameters.of([*head_weights(model).values(), *copy])
     return found
 
@@ -121,13 +122,13 @@ def layer_weight_flops(model: Model, kind: LayerKind) -> int:
 
 
 def head_forward_flops(model: Model) -> int:
-    """Floating-point operations of the output layer's forward pass, per token."""
-    return sum(2 * weight.elements for weight in _head_matrices(model))
+    """Floating-point operations of the output layer's forward passes, per token: one for each token predicted."""
+    return (1 + model.depth) * sum(2 * weight.elements for weight in _head_matrices(model))
 
 
 def head_weight_flops(model: Model) -> int:
     """Floating-point operations of the gradients of the output layer's weights that are trained, per token."""
-    return sum(2 * weight.elements for weight in _head_matrices(model) if weight.trained)
+    return (1 + model.depth) * sum(2 * weight.elements for weight in _head_matrices(model) if weight.trained)
 
 
 def _head_matrices(model: Model) -> list[Weight]:

@@ -12,6 +12,7 @@ from megalite.plan.parts.adapted import Adapted
 from megalite.plan.parts.attention import GroupedQueryPart
 from megalite.plan.parts.experts import ExpertsPart
 from megalite.plan.parts.latent import LatentPart
+from megalite.plan.parts.mtp import MtpPart
 from megalite.plan.parts.part import Kept, Moment, Part, Product, Weight
 from megalite.plan.parts.roles import RoleKind
 from megalite.plan.parts.sizes import Sizes
@@ -47,6 +48,16 @@ class Layer:
             return parts
         return Adapted(parts[0], kind.adapter), Adapted(parts[1], kind.adapter)
 
+    @cached_property
+    def mtp(self) -> MtpPart | None:
+        """The beginning and the end of a layer of multi-token prediction; None: it is none."""
+        return MtpPart(self.width) if self.kind.mtp else None
+
+    @property
+    def computed(self) -> tuple[Part | MtpPart, ...]:
+        """All parts that have matrix products."""
+        return self.parts if self.mtp is None else (self.mtp, *self.parts)
+
     @property
     def frozen(self) -> bool:
         """Flag: only adapters are trained."""
@@ -65,6 +76,8 @@ class Layer:
 
     def weights(self) -> Iterator[tuple[str, Weight]]:
         """All weights, each with its name inside of the layer."""
+        if self.mtp is not None:
+            yield from ((f"{self.mtp.name}.{name}", weight) for name, weight in self.mtp.weights())
         for part in self.parts:
             for norm in filter(None, self.norms(part)):
                 yield f"{norm}.weight", Weight((self.width,), roles.NORM, not self.frozen)
@@ -85,7 +98,7 @@ class Layer:
 
     def products(self, tokens: float, tp: int) -> list[Product]:
         """The matrix products of a forward pass on one of `tp` ranks."""
-        return [product for part in self.parts for product in part.products(tokens, tp)]
+        return [product for part in self.computed for product in part.products(tokens, tp)]
 
     def kept(self, sizes: Sizes, with_input: bool = False) -> tuple[Kept, ...]:
         """The tensors that a layer without recompute keeps for backward. with_input: its input, even if not needed."""
@@ -103,9 +116,9 @@ class Layer:
 
     def _made(self, sizes: Sizes, with_input: bool = False) -> list[Kept]:
         """The tensors of a forward pass that backward needs if all weights are trained."""
-        found = list[Kept]()
+        found = list[Kept]() if self.mtp is None else self.mtp.kept(sizes)
         for part in self.parts:
-            first, (before, after) = part is self.parts[0], self._moments(part)
+            first, (before, after) = part is self.parts[0] and self.mtp is None, self._moments(part)
             given = first and not before
             if isinstance(part, Adapted) and part.drops and not given:
                 pass  # factors keep inputs of their own
@@ -136,7 +149,7 @@ class Layer:
 
     def backward(self, sizes: Sizes) -> tuple[Moment, ...]:
         """The moments of backward, in order. The gradient of the residual stream is held in all of them."""
-        found = list[Moment]()
+        found = list[Moment]() if self.mtp is None else self.mtp.first_moments(sizes)
         for part in reversed(self.parts):
             before, after = self._moments(part)
             if after:
@@ -145,10 +158,14 @@ class Layer:
             if before:  # its gradient is beside that of the stream
                 found.append(Moment(before, sizes.norm))
             found[-1] = replace(found[-1], adds=True)
+        if self.mtp is not None:
+            found += self.mtp.last_moments(sizes)
+        # Gradients of all streams that the head takes are one tensor, which is held until the first stream's is used.
+        held = sizes.stream * (1 if self.mtp is None else 1 + sizes.predicted)
         return tuple(
             replace(
                 moment,
-                temporaries=sizes.stream + moment.temporaries,
+                temporaries=held + moment.temporaries,
                 put_off=moment.put_off if moment.weights else 0,  # 0 where no weight is trained
             )
             for moment in found
@@ -168,7 +185,9 @@ class Layer:
             found += self.forward_transfers(sizes, cp, "recompute")
             last = self.parts[-1]
             needed = isinstance(last, Adapted) and last.scales_output and self.kind.mixture is None
-            if "after" not in self.kind.norms and not needed:  # nothing that backward needs is made of the last output
+            if (
+                "after" not in self.kind.norms and not needed and self.mtp is None
+            ):  # nothing that backward needs is made of the last output
                 found -= last.output_transfers(sizes, "recompute")
         for part in self.parts:
             found += part.backward_transfers(sizes, cp)

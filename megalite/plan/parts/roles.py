@@ -20,6 +20,7 @@ class Side(Enum):
     """Features that a dimension of a parameter counts."""
 
     STREAM = "stream"  # features of the residual stream, model.width
+    STREAM_AND_TOKEN = "stream and token"  # these, after the features of a token's embedding
     QUERY_HEADS = "query heads"
     QUERIES = "queries"  # features of all query heads
     KEYS = "keys"  # features of all key-value heads
@@ -61,8 +62,9 @@ class Role:
 
     @property
     def into_stream(self) -> bool:
-        """Flag: the parameter is a layer's projection into the residual stream."""
-        return self.kind is RoleKind.MATRIX and self.outputs is Side.STREAM
+        """Flag: the parameter is a projection whose output a layer adds to the residual stream."""
+        adds = self.inputs is not Side.STREAM_AND_TOKEN
+        return self.kind is RoleKind.MATRIX and self.outputs is Side.STREAM and adds
 
     @property
     def fits_four_bits(self) -> bool:
@@ -93,6 +95,8 @@ class Role:
             return self.kind.value
         if self.kind is RoleKind.NORM:
             return "norms"
+        if self.inputs is Side.STREAM_AND_TOKEN:
+            return "mtp"
         of_mlp = self.of_expert or {self.outputs, self.inputs} & {Side.FEED_FORWARD, Side.EXPERTS}
         return "mlp" if of_mlp else "attention"
 
@@ -118,4 +122,5 @@ DOWN_PROJECTION = Role(RoleKind.MATRIX, Side.STREAM, Side.FEED_FORWARD)
 ROUTER = Role(RoleKind.MATRIX, Side.EXPERTS, Side.STREAM)
 CORRECTION = Role(RoleKind.STATE, Side.EXPERTS)
 EXPERT_GATE = EXPERT_UP = replace(GATE, of_expert=True)
+MTP_PROJECTION = Role(RoleKind.MATRIX, Side.STREAM, Side.STREAM_AND_TOKEN)
 EXPERT_DOWN = replace(DOWN_PROJECTION, of_expert=True)

@@ -31,6 +31,11 @@ class Sizes:
         return self.config.batch.micro_size * self.config.model.sequence_length // self.config.parallel.cp
 
     @cached_property
+    def predicted(self) -> int:
+        """Tokens that the head predicts at every position."""
+        return 1 + self.config.model.depth
+
+    @cached_property
     def w(self) -> int:
         """Bytes of an activation, of a weight in a product, and of its gradient."""
         return PRECISION_BYTES[self.config.train.dtype]

@@ -41,7 +41,7 @@ class LayerTraffic:
         return Activations(self.config)
 
     def embedding(self) -> tuple[Transfers, Transfers]:
-        """Forward and backward of the look-up."""
+        """Forward and backward of the look-up of the first stage."""
         table, *factors = embedding_weights(self.config.model).values()
         gathered = self.sizes.over_tp("all_gather", "backward: gather of the embeddings' gradient")
         return (
@@ -59,14 +59,34 @@ class LayerTraffic:
         return over("tp", kind, size, sizes.w, f"{phase}: features between the factors of adapters")
 
     def head(self) -> tuple[Transfers, Transfers]:
-        """Forward and backward of the head, which makes its weight's gradient at once even if backward is split."""
-        forward = self.sizes.over_tp("all_gather", "forward: gather of the head's input")
+        """Forward and backward of the head, which makes its weight's gradient at once even if backward is split.
+
+        With multi-token prediction: also of its look-up of embeddings, and the head has as many inputs more.
+        """
+        there, back = self._further()
         factors = [weight for weight in head_weights(self.config.model).values() if weight.role.adapts]
         return (
-            forward + self._statistics() + self._between(factors, "all_gather", "forward"),
-            self.sizes.over_tp("reduce_scatter", "backward: scatter of the head's input gradient")
+            there
+            + self._of_streams("all_gather", self.sizes.predicted, "forward: gather of the head's input")
+            + self._statistics()
+            + self._between(factors, "all_gather", "forward"),
+            back
+            + self._of_streams("reduce_scatter", self.sizes.predicted, "backward: scatter of the head's input gradient")
             + self._between(factors, "reduce_scatter", "backward"),
         )
+
+    def _further(self) -> tuple[Transfers, Transfers]:
+        """Forward and backward of the look-up of tokens further ahead."""
+        depth = self.config.model.depth
+        return (
+            self._of_streams("reduce_scatter", depth, "forward: scatter of the embeddings of further tokens"),
+            self._of_streams("all_gather", depth, "backward: gather of their gradient"),
+        )
+
+    def _of_streams(self, kind: str, count: int, purpose: str) -> Transfers:
+        """A collective over tp of so many residual streams together."""
+        sizes = self.sizes
+        return over("tp", kind, count * sizes.gathered, sizes.w, purpose) if count else Transfers()
 
     def forward(self, kind: LayerKind) -> Transfers:
         return self._layer(kind).forward_transfers(self.sizes, self.cp)
@@ -85,10 +105,11 @@ class LayerTraffic:
     def _statistics(self) -> Transfers:
         """Log-sum-exp and target's logit of every token, gathered from all ranks that share the vocabulary."""
         sizes, tp = self.sizes, self.config.parallel.tp
-        chunk = chunk_tokens(sizes.tokens, self.config.model.width, sizes.w, tp)
+        tokens = sizes.predicted * sizes.tokens
+        chunk = chunk_tokens(tokens, self.config.model.width, sizes.w, tp)
         found = Transfers()
-        for start in range(0, sizes.tokens, chunk) if tp > 1 else ():
-            rows = min(chunk, sizes.tokens - start)
+        for start in range(0, tokens, chunk) if tp > 1 else ():
+            rows = min(chunk, tokens - start)
             purpose = "forward: statistics of the loss"
             found += over("tp", "all_gather", tp * rows * 2 * sizes.z, sizes.z, purpose)
         return found

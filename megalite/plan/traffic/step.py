@@ -69,7 +69,7 @@ class StepTransfers:
                     self._reduce(item)
                 case Kind.GATHER:
                     self.found.update(weights.gathers(weights.groups, "step"))
-        return self.found + self._partial_sums() + self._tied() + self._signs() + self._muon()
+        return self.found + self._partial_sums() + self._shared() + self._targets() + self._signs() + self._muon()
 
     def _reduce(self, action: Action) -> None:
         """Add what FSDP2 reduces at the end of a backward action."""
@@ -127,11 +127,11 @@ class StepTransfers:
         """Position of the rank among those that share the weights of a stage."""
         return self.at["dp_shard"] * self.config.parallel.cp + self.at["cp"] if self.config.parallel.data.sharded else 0
 
-    def _tied(self) -> Transfers:
-        """The sum of the gradients of a tied embedding's two copies, if two ranks have them."""
+    def _shared(self) -> Transfers:
+        """The sum of the gradients of a shared embedding's two copies, if two ranks have them."""
         ends, table = (self.plan.placement[0], self.plan.placement[-1]), embedding(self.config.model)
-        tied = self.config.model.tie_embeddings and table.trained
-        if not tied or self.plan.stages == 1 or ends[0] == ends[1] or self.pp not in ends:
+        shared = self.config.model.shares_embedding and table.trained
+        if not shared or self.plan.stages == 1 or ends[0] == ends[1] or self.pp not in ends:
             return Counter()
         rows, width = table.part(self.config.parallel.tp)
         states = self.weights[min(self.weights) if self.pp == ends[0] else max(self.weights)].states
@@ -143,6 +143,12 @@ class StepTransfers:
                 for kind in ("send", "receive")
             }
         )
+
+    def _targets(self) -> Transfers:
+        """The number of targets that each layer of multi-token prediction has in the step."""
+        depth = self.config.model.depth
+        transfer = Transfer("all_reduce", "world", 8 * depth, "int64")
+        return Counter({(transfer, "step: targets of multi-token prediction"): 1} if depth else {})
 
     def _signs(self) -> Transfers:
         """The square of the gradients' norm, the loss, how many ranks each signal has reached, and experts' load."""

@@ -81,9 +81,9 @@ class WeightTraffic:
     def groups(self) -> list[Group]:
         """The groups of the stage in the order in which forward uses them."""
         model, last = self.plan.config.model, self.stage == self.plan.stages - 1
-        tied, found = last and model.tie_embeddings, []
-        if self.stage == 0 or tied:
-            found.append(self._group("the embedding", embedding_weights(model).values(), with_stage=tied))
+        shared, found = last and model.shares_embedding, []
+        if self.stage == 0 or shared:
+            found.append(self._group("the embedding", embedding_weights(model).values(), with_stage=shared))
         one = {kind: self._layer(kind) for kind in {self.plan.kinds[layer] for layer in self.plan.layers[self.stage]}}
         found += [group for layer in self.plan.layers[self.stage] for group in one[self.plan.kinds[layer]]]
         if last:

@@ -97,7 +97,7 @@ def open_tokenizer(opened: Opened, instead: str | None = None) -> tuple[Tokenize
 
 def _open(source: str, run: Path | None, step: int, base: str | None) -> Opened:
     """The weights `source`. Raises DamagedError before memory is taken for them."""
-    found = open_weights(source, base=base)
+    found = open_weights(source, base=base).without_mtp()
     tokenizer = found.tokenizer or next((file for file in found.companions if file.name in TOKENIZERS), None)
     settings = next((file.parent for file in found.companions if file.name == GENERATION_CONFIG), None)
     ends = ends_in(settings) if settings is not None else ()

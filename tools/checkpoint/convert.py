@@ -66,6 +66,7 @@ def _parser() -> argparse.ArgumentParser:
         help="make experts of a dense model, such as model.experts.count=8",
     )
     add("--upcycle-noise", type=_noise, default=0.0, metavar="STD", help="noise added to experts (default: 0)")
+    add("--without-mtp", action="store_true", help="leave out layers of multi-token prediction")
     add("--shard-size", type=byte_size, metavar="SIZE", help="hf: largest file, as in 5GB (default: as before, or 5GB)")
     add("--tp", type=COUNT, default=1, metavar="N", help="megatron: tensor-parallel ranks; meta: files (default: 1)")
     add("--pp", type=COUNT, default=1, metavar="N", help="megatron: pipeline-parallel ranks (default: 1)")
@@ -80,6 +81,8 @@ def _parser() -> argparse.ArgumentParser:
 def _run(options: argparse.Namespace) -> int:
     if options.tokens and not options.check:
         raise InputError("--tokens: needs --check, which computes their logits")
+    if options.without_mtp and options.optimizer:
+        raise InputError("--without-mtp: leaves a part of the model out, so its optimizer's states too; choose one")
     if options.upcycle_noise and not options.upcycle:
         raise InputError(f"--upcycle-noise {options.upcycle_noise:g}: has no meaning without --upcycle")
     torch.set_num_threads(1)  # the workers share the cores
@@ -90,7 +93,7 @@ def _run(options: argparse.Namespace) -> int:
     if not is_folder(target.absolute().parent):
         raise InputError(f"--to {options.target}: there is no folder {target.absolute().parent}; make it first")
     model = None if options.config is None else load(options.config).model
-    found = open_weights(options.source, model, options.optimizer, options.base)
+    found = _opened(options, model)
     _refuse_adapters(found, kind, options)
     if options.upcycle:
         found = _upcycled(found, options)
@@ -144,6 +147,11 @@ def _run(options: argparse.Namespace) -> int:
     return ExitCode.DONE if well else ExitCode.FAILED
 
 
+def _opened(options: argparse.Namespace, model: Model | None) -> Weights:
+    found = open_weights(options.source, model, options.optimizer, options.base)
+    return found.without_mtp() if options.without_mtp else found
+
+
 def _refuse_adapters(found: Weights, kind: str, options: argparse.Namespace) -> None:
     """Raises InputError for an adapter that is neither merged nor written as one, and for what is none."""
     if found.merging is None and (options.merge or kind == "peft"):
@@ -173,7 +181,7 @@ def _check(target: str, options: argparse.Namespace, terminal: Terminal, dtype: 
     """Compare the weights at `target` with the source: tensors bit by bit, and logits. Returns the result for JSON, and
     whether all tensors are equal and the logits finite."""
     given = None if options.config is None else load(options.config).model
-    source = open_weights(options.source, given, options.optimizer, options.base)
+    source = _opened(options, given)
     base = f"{source.kind}:{source.path}" if target.startswith("peft:") else None
     made = open_weights(target, states=options.optimizer, base=base)
     if options.upcycle:

@@ -12,7 +12,7 @@ from torch import Tensor
 from megalite.base.errors import InputError
 from megalite.checkpoint.local.rescue import Rescue
 from megalite.checkpoint.local.tier import Tier
-from megalite.checkpoint.run.same_run import refuse_other_factors, refuse_other_model, refuse_other_run
+from megalite.checkpoint.run.same_run import refuse_other_factors, refuse_other_run, refuse_other_weights
 from megalite.checkpoint.store.disk import DamagedError, check_hashes, damage_of, share_of
 from megalite.checkpoint.store.finite import refuse_negative_squares, refuse_poisoned
 from megalite.checkpoint.store.host_group import HostGroup
@@ -126,11 +126,11 @@ class Restorer:
         path = self._group.once(partial(newest, path)) if kind == "megalite" else path
         manifest = self._group.once(lambda: check_sizes(path)) if kind == "megalite" else None
         if manifest is not None and manifest.configuration.adapter is None:
-            refuse_other_model(path, manifest.configuration.model, self.config)
+            refuse_other_weights(path, manifest.configuration.model, self.config)
             numbers = self._fill(path, manifest, lambda: self._fill_base(Reader.of_checkpoint(path, manifest)))
         else:
             found = self._group.once(lambda: opened(f"{kind}:{path}", base))
-            refuse_other_model(path, found.model, self.config)
+            refuse_other_weights(path, found.model, self.config)
             numbers = self._group.everywhere(lambda: self._fill_base(reader_of(found)))
         self.state.loaded_weights()
         if self.state.adapted:

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from megalite.base.errors import InputError, Problem
-from megalite.checkpoint.run.same_run import refuse_other_factors, refuse_other_model, refuse_other_run
+from megalite.checkpoint.run.same_run import refuse_other_factors, refuse_other_run, refuse_other_weights
 from megalite.checkpoint.store.disk import DamagedError
 from megalite.checkpoint.store.manifest import Manifest, Source, check_sizes, complete, step_of
 from megalite.checkpoint.store.retain import check_own, refuse_only_damaged
@@ -80,7 +80,7 @@ def _read(path: str, key: str, config: Config) -> Manifest:
         manifest = Manifest.read(Path(path))
     except DamagedError as error:
         raise InputError(f"{key}: is not a checkpoint: {error}") from None
-    refuse_other_model(Path(path), manifest.configuration.model, config)
+    refuse_other_weights(Path(path), manifest.configuration.model, config)
     return manifest
 
 
@@ -108,4 +108,4 @@ def _check_weights(source: str, config: Config) -> None:
     if kind == "megalite":
         _read(str(newest(path)), "checkpoint.weights", config)
     else:
-        refuse_other_model(path, read_model(source), config)
+        refuse_other_weights(path, read_model(source), config)

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,16 @@ FREE_KEYS = {  # no tensor's shape or meaning depends on them
     "model.init_std",
     "model.experts.balance_loss",
     "model.experts.z_loss",
+    "model.mtp.weight",
 }
+
+
+def refuse_other_weights(path: Path, there: Model, here: Config) -> None:
+    """Raises InputError where a run cannot begin with weights of the model `there`.
+
+    Layers of multi-token prediction are left where they are by a run without them.
+    """
+    refuse_other_model(path, there if here.model.mtp is not None else replace(there, mtp=None), here)
 
 
 def refuse_other_model(path: Path, there: Model, here: Config) -> None:

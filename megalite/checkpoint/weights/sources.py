@@ -134,7 +134,7 @@ def open_checkpoint(path: Path, states: bool = False, base: str | None = None) -
 def _adapter(kind: str, path: Path, source: str | None, model: Model | None) -> Weights:
     """A base with an adapter merged into it. source: of the base; None: as the adapter names it."""
     if kind == "peft":
-        base = open_weights(source or peft.base_of(path), model)
+        base = open_weights(source or peft.base_of(path), model).without_mtp()
         return merged(base, *peft.open_folder(path, base))
     if kind != "megalite" or (found := open_checkpoint(path, base=source)).merging is None:
         raise InputError(
@@ -163,7 +163,7 @@ def _adapted(path: Path, manifest: Manifest, index: Index, source: str | None) -
         raise InputError(f"{path}: is an adapter, and does not tell the weights of its base")
     try:
         _refuse_circle(path, source)
-        base = open_weights(source)
+        base = open_weights(source).without_mtp()
     except InputError as error:
         fix = "if it lies elsewhere now, name it: --base of megalite-convert, or BASE --adapter RUN of other tools"
         raise InputError(f"{path}: is an adapter, whose base cannot be opened: {error}; {fix}") from None

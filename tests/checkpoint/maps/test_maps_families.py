@@ -44,7 +44,7 @@ def decoder_of(source: str) -> Decoder:
     found = open_weights(source)
     mesh = Mesh.build(Layout(), torch.device("cpu"))
     assert mesh is not None
-    decoder = Decoder(found.model, mesh.tp, range(found.model.layers)).to_empty(device="cpu")
+    decoder = Decoder(found.model, mesh.tp, range(found.model.layers + found.model.depth)).to_empty(device="cpu")
     reader_of(found).fill(State({0: decoder}).weights())
     return decoder
 

@@ -43,6 +43,8 @@ def open_folder(path: Path) -> Weights:
     """The weights in a folder. Raises InputError for a model that megalite lacks, DamagedError for damaged files."""
     family, model = read_config(path)
     files = _of_text(find(path))
+    if f"model.layers.{model.layers}.eh_proj.weight" not in files.index.tensors:  # as in folders of transformers
+        model = replace(model, mtp=None)
     stacked = family.woven or are_stacked(files.index.tensors)
     _refuse_too_few(path, files, model, stacked)
     table = family.table(model, stacked)
@@ -51,12 +53,19 @@ def open_folder(path: Path) -> Weights:
         for name, stored in files.index.tensors.items()
         if name in table or not (IGNORED_TENSORS.fullmatch(name) or _is_beyond(name, family, model))
     }
+    copies = {
+        name: found.pop(name) for name in family.table(model, stacked, copies=True).keys() - table.keys() & found.keys()
+    }
     head = found.pop(HEAD, None) if model.tie_embeddings else None
     there = Index(files.index.files, found)
     refuse_differences(path, files.source, found.keys(), list(tensors_of(table, there)))
     if head is not None and not _same(path, files.index.files, head, found[EMBEDDING]):
         rule = f"{HEAD} is not {EMBEDDING}, though {CONFIG} ties them"
         raise DamagedError(path, f"{rule}; set tie_word_embeddings to false there if they differ on purpose")
+    for name, copy in copies.items():
+        of = EMBEDDING if model.tie_embeddings or name.endswith(EMBEDDING.removeprefix("model.")) else HEAD
+        if not _same(path, files.index.files, copy, found[of]):
+            raise DamagedError(path, f"{name} is not {of}, which layers of multi-token prediction share")
     with damage_of(path, files.source):
         plain = {name: theirs for name, theirs in table.items() if not theirs.turns}
         index = under_our_names(there, plain, weights(model), PREFIX)
@@ -89,7 +98,7 @@ def _of_text(files: Files) -> Files:
 def _is_beyond(name: str, family: Family, model: Model) -> bool:
     """Return whether a tensor is of a layer after the last, which predicts further tokens; transformers ignores it."""
     found = LAYER_TENSOR.match(name)
-    return family.predicts_more and found is not None and int(found[1]) >= model.layers
+    return family.predicts_more and found is not None and int(found[1]) >= model.layers + model.depth
 
 
 def _refuse_too_few(path: Path, files: Files, model: Model, stacked: bool) -> None:
@@ -123,7 +132,7 @@ def plan(found: Weights, dtype: str | None, shard: int | None) -> OutputPlan:
     """
     beside = {file.name: file for file in found.companions}
     family, fields = _family(found, beside.get(CONFIG))
-    table = family.table(found.model)
+    table = family.table(found.model, copies=True)
     kept = {name: found.index.tensors[PREFIX + theirs.of].dtype for name, theirs in table.items()}
     kinds = kept if dtype is None else {name: dtype_of(theirs.of, dtype) for name, theirs in table.items()}
     texts: dict[str, bytes] = {}

@@ -15,6 +15,7 @@ from megalite.checkpoint.weights.maps.strips import PREFIX
 from megalite.checkpoint.weights.maps.upcycled import Upcycling
 from megalite.checkpoint.weights.maps.woven import Woven
 from megalite.config.schema import Adapter, Model
+from megalite.plan.model.weights import weights
 
 LISTED_NAMES = 5  # names in a message
 COPY = "base."  # begins the name of a copy of a base's tensor that an adapter's files have too
@@ -77,6 +78,14 @@ class Weights:
         """Return these weights without an optimizer's states."""
         kept = {name: tensor for name, tensor in self.index.tensors.items() if name.startswith(PREFIX)}
         return replace(self, index=Index(self.index.files, kept), training=None)
+
+    def without_mtp(self) -> "Weights":
+        """Return these weights without layers of multi-token prediction."""
+        if self.model.mtp is None:
+            return self
+        model = replace(self.model, mtp=None)
+        kept = {name: self.index.tensors[name] for name in (PREFIX + each for each in weights(model))}
+        return replace(self, model=model, index=Index(self.index.files, kept), training=None)
 
     def folded(self) -> "Weights":
         """Return the same function as a model without multipliers, which other programs know; see `maps.folded`.

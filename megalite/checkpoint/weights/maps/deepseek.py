@@ -49,7 +49,7 @@ def _fields(model: Model) -> dict[str, Any]:
 
 
 def _v3_fields(model: Model) -> Mapping[str, Any]:
-    return {**_fields(model), "rope_interleave": True, "num_nextn_predict_layers": 0}
+    return {**_fields(model), "rope_interleave": True}
 
 
 def _v2_fields(model: Model) -> Mapping[str, Any]:

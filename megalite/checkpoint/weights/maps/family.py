@@ -24,7 +24,7 @@ from megalite.checkpoint.weights.maps.rope import (
 from megalite.checkpoint.weights.maps.strips import Table, Theirs, stacked, whole
 from megalite.checkpoint.weights.maps.woven import woven
 from megalite.config.layers import layer_kinds
-from megalite.config.schema import SCALING_KEYS, Attention, Model
+from megalite.config.schema import SCALING_KEYS, Attention, Model, MultiToken
 from megalite.plan.model.weights import weights
 from megalite.plan.parts.part import Weight
 
@@ -42,6 +42,14 @@ LAYER = {  # tensors of a Llama's layer in transformers, in its order, and those
     "input_layernorm.weight": ("attention_norm.weight",),
     "post_attention_layernorm.weight": ("mlp_norm.weight",),
 }
+MTP = {  # those of a layer of multi-token prediction beside
+    "enorm.weight": ("mtp.embedding_norm.weight",),
+    "hnorm.weight": ("mtp.stream_norm.weight",),
+    "eh_proj.weight": ("mtp.projection.weight",),
+    "shared_head.norm.weight": ("mtp.output_norm.weight",),
+}
+MTP_COPIES = {"embed_tokens.weight": "embed.weight", "shared_head.head.weight": "head.output.weight"}  # and of what
+MTP_DEPTH = "num_nextn_predict_layers"  # a key of config.json
 SIZES = {  # keys of config.json that every family has, and ours
     "num_hidden_layers": "layers",
     "hidden_size": "width",
@@ -62,7 +70,7 @@ class Family:
     family has none. dense: models of a family with experts may have none. defaults: what transformers takes for keys
     that a config.json may leave out. features: the model's keys beyond sizes, from the fields and the sizes. fields:
     the inverse. scalings: the kinds of RoPE scaling that transformers knows of it. partial: whether it can turn a part
-    of every head. predicts_more: files may have layers after the last, which predict further tokens and are left out.
+    of every head. predicts_more: files may have layers of multi-token prediction, as DeepSeek-V3's.
     woven: whether tensors of experts are as `maps.woven` tells. latent: its attention is latent. rope_by_type: layers
     with windows have a RoPE of their own, which `features` reads. reads: keys of NEUTRAL_VALUES that `features` reads
     itself.
@@ -84,20 +92,24 @@ class Family:
     latent: bool = False
     rope_by_type: bool = False
 
-    def table(self, model: Model, stacked_experts: bool = False) -> Table:
+    def table(self, model: Model, stacked_experts: bool = False, copies: bool = False) -> Table:
         """Return how their tensors are made of our weights, in transformers' order but for experts.
 
-        stacked_experts: whether one tensor has all experts of a layer, as in transformers' memory.
+        stacked_experts: whether one tensor has all experts of a layer, as in transformers' memory. copies: also of the
+        embedding and the head, which DeepSeek's files have in each layer of multi-token prediction.
         """
         experts = STACKED_EXPERTS if stacked_experts and not self.woven else self.experts
-        ours, layer = weights(model), {**self.layer, **experts}
+        ours, layer = weights(model), {**self.layer, **experts, **MTP}
         table = {"model.embed_tokens.weight": stacked([("embed.weight", ours["embed.weight"])])}
-        for number in range(model.layers):
+        for number in range(model.layers + model.depth):
             for name, parts in layer.items():
                 there = [f"layers.{number}.{each}" for each in parts if f"layers.{number}.{each}" in ours]
                 if there:
                     held = {each: ours[each] for each in there}
                     table |= self._named(model, f"model.layers.{number}.{name}", held)
+            for name, of in MTP_COPIES.items() if copies and number >= model.layers else ():
+                shared = "embed.weight" if model.tie_embeddings else of
+                table[f"model.layers.{number}.{name}"] = stacked([(shared, ours[shared])])
         table["model.norm.weight"] = stacked([("head.norm.weight", ours["head.norm.weight"])])
         if not model.tie_embeddings:
             table["lm_head.weight"] = stacked([("head.output.weight", ours["head.output.weight"])])
@@ -129,6 +141,8 @@ class Family:
             tie_embeddings=fields.flag("tie_word_embeddings"),
             init_std=fields.number("initializer_range", 0.02),
         )
+        if self.predicts_more and (depth := fields.whole(MTP_DEPTH, 0) if fields.get(MTP_DEPTH) else 0):
+            model = replace(model, mtp=MultiToken(depth))
         if (rotary_width := int(model.head_size * share)) != model.head_size:
             model = replace(model, rotary_width=rotary_width)
         return replace(model, **self.features(fields, model))
@@ -149,6 +163,7 @@ class Family:
             "initializer_range": model.init_std,
             "tie_word_embeddings": model.tie_embeddings,
             **self.fields(model),
+            **({MTP_DEPTH: model.depth} if self.predicts_more else {}),
             "bos_token_id": None,  # generation_config.json tells which tokens begin and end texts
             "eos_token_id": None,
             "torch_dtype": dtype,
@@ -216,7 +231,7 @@ def layer_types(model: Model) -> list[str]:
     """List transformers' type of each layer: with a window or without."""
     return [
         SLIDING_ATTENTION if kind.attention.heads.scores.window is not None else FULL_ATTENTION
-        for kind in layer_kinds(model)
+        for kind in layer_kinds(model)[: model.layers]
     ]
 
 

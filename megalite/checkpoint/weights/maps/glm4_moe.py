@@ -24,7 +24,6 @@ def _fields(model: Model) -> Mapping[str, Any]:
         **corrected_fields(model),
         "attention_bias": model.qkv_bias,
         "use_qk_norm": model.qk_norm,
-        "num_nextn_predict_layers": 0,
     }
 
 

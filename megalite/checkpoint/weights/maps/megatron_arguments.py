@@ -9,7 +9,7 @@ from megalite.checkpoint.weights.maps.fields import Fields
 from megalite.checkpoint.weights.maps.megatron import VOCABULARY_STEP, Split
 from megalite.checkpoint.weights.maps.megatron_experts import expert_arguments, experts
 from megalite.checkpoint.weights.maps.megatron_latent import latent, latent_arguments
-from megalite.checkpoint.weights.maps.models import checked, lost
+from megalite.checkpoint.weights.maps.models import checked, lost, refuse_mtp
 from megalite.config.schema import Attention, Model, RopeScaling
 
 DEFAULTS = {  # values that Megatron takes for arguments that checkpoints of older versions do not have
@@ -85,6 +85,7 @@ def model_of(arguments: Mapping[str, Any], file: str) -> Model:
 
 def arguments_of(model: Model, split: Split, size: int, dtype: str) -> dict[str, Any]:
     """The arguments of a model; `size` is that of its vocabulary with padding. Raises InputError if none express it."""
+    refuse_mtp(model, "Megatron's files")
     found = {
         "num_layers": model.layers,
         "hidden_size": model.width,

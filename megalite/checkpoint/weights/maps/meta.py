@@ -10,7 +10,14 @@ from typing import Any
 
 from megalite.base.errors import InputError, listing
 from megalite.checkpoint.weights.maps.fields import Fields
-from megalite.checkpoint.weights.maps.models import EXPERTS_RULE, checked, lost, refuse_experts, refuse_latent
+from megalite.checkpoint.weights.maps.models import (
+    EXPERTS_RULE,
+    checked,
+    lost,
+    refuse_experts,
+    refuse_latent,
+    refuse_mtp,
+)
 from megalite.checkpoint.weights.maps.strips import Strip, Theirs, part, stacked
 from megalite.config.schema import Model, RopeScaling
 from megalite.plan.model.weights import weights
@@ -141,6 +148,7 @@ def check_files(model: Model, files: int) -> None:
     """Raises InputError where the tensors of a model cannot be divided among so many files."""
     refuse_experts(model, "Meta's files")
     refuse_latent(model, "Meta's files")
+    refuse_mtp(model, "Meta's files")
     sizes = {key: getattr(model, key) for key in ("heads", "kv_heads", "ffn", "vocab_size")}
     for key, size in sizes.items():
         if size % files:

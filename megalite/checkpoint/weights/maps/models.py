@@ -41,7 +41,8 @@ def plain_model(model: Model) -> dict[str, Any]:
             experts = replace(experts, first_dense=places[0], every=places[1])
         if all(has_experts(model)):
             ffn = width
-    told = replace(model, head_width=model.head_size, attention=attention, experts=experts, ffn=ffn)
+    mtp = model.mtp and replace(model.mtp, weight=0.0)
+    told = replace(model, head_width=model.head_size, attention=attention, experts=experts, ffn=ffn, mtp=mtp)
     return dict(leaves(to_plain(Config(model=told))["model"], "model"))
 
 
@@ -59,8 +60,8 @@ def dtype_of(name: str, dtype: str) -> str:
 
 
 def has_experts(model: Model) -> list[bool]:
-    """By layer: whether it has experts."""
-    return [kind.mixture is not None for kind in layer_kinds(model)]
+    """By layer: whether it has experts, those of multi-token prediction aside."""
+    return [kind.mixture is not None for kind in layer_kinds(model)[: model.layers]]
 
 
 def first_and_every(mixed: Sequence[bool]) -> tuple[int, int] | None:
@@ -83,6 +84,12 @@ def refuse_experts(model: Model, files: str) -> None:
     """Raises InputError for a model with experts, of which these files are neither read nor written."""
     if model.experts is not None:
         raise InputError(f"{files}: {EXPERTS_RULE}")
+
+
+def refuse_mtp(model: Model, files: str) -> None:
+    """Raises InputError for a model with multi-token prediction, for which these files have no place."""
+    if model.mtp is not None:
+        raise InputError(f"{files}: have no place for model.mtp; use hf, or leave its layers out with --without-mtp")
 
 
 def refuse_latent(model: Model, files: str) -> None:

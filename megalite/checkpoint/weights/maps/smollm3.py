@@ -26,7 +26,7 @@ def _features(fields: Fields, model: Model) -> Mapping[str, Any]:
 
 def _rotary(model: Model) -> list[int]:
     """By layer: 1 with rotary positions, 0 without, as in transformers' configuration."""
-    return [int(kind.rope is not None) for kind in layer_kinds(model)]
+    return [int(kind.rope is not None) for kind in layer_kinds(model)[: model.layers]]
 
 
 def _fields(model: Model) -> Mapping[str, Any]:

@@ -1,8 +1,8 @@
 """Keys and values of the tokens so far, and attention of new tokens to them.
 
 New tokens of many sequences are one flat sequence `[s, 1, d]`. There are two kinds of passes: whole prompts, each of
-which attends to itself alone, as a document of a packed sequence does in training; and one token of every sequence,
-which attends to that sequence's cache.
+which attends to itself alone, as a document of a packed sequence does in training; and a token, or a few, of every
+sequence, which attend to that sequence's cache.
 
     s  tokens of a pass     h  query heads          e  width of a head
     n  sequences            k  key-value heads      g  query heads of a key-value head
@@ -84,12 +84,13 @@ class Prompts(TokenPositions):
 
 @dataclass(frozen=True)
 class Next(TokenPositions):
-    """A pass of the next token of each of the first n slots of the cache."""
+    """A pass of the next tokens of each of the first n slots of the cache, as many of each."""
 
     cache: Cache | None = None
-    at: tuple[int, ...] = ()  # positions of these tokens
+    at: tuple[int, ...] = ()  # positions of these tokens, slot by slot
     index: Tensor | None = None  # the same
-    slots: Tensor | None = None
+    slots: Tensor | None = None  # every token's
+    each: int = 1  # tokens of a slot
     _seen: dict[Scores, tuple[slice, Tensor | None]] = field(default_factory=dict)
 
     def attend(self, layer: int, kind: Scores) -> Attention:
@@ -106,14 +107,20 @@ class Next(TokenPositions):
             keys[self.slots, :, self.index] = k[:count, 0]
             values[self.slots, :, self.index] = v[:count, 0]
         seen, hidden = self._visible(kind, q)
-        padding = q.shape[0] - count
-        queries = (q[:count] if padding else q).view(count, k.shape[2], -1, q.shape[3])  # n k g e
-        y = _attend(queries, keys[:count, :, seen], values[:count, :, seen], hidden, kind, sinks)
-        y = y.reshape(count, 1, q.shape[2], v.shape[3])
+        padding, n = q.shape[0] - count, count // self.each
+        queries = (q[:count] if padding else q).view(n, self.each, k.shape[2], -1, q.shape[3])  # n c k g e
+        group = queries.shape[3]
+        if hidden is not None:
+            hidden = hidden.view(n, 1, self.each, 1, -1).expand(-1, -1, -1, group, -1).flatten(2, 3)
+        if sinks is not None:
+            sinks = sinks.view(-1, 1, group).expand(-1, self.each, -1).flatten()
+        queries = queries.transpose(1, 2).flatten(2, 3)  # n k c·g e
+        y = _attend(queries, keys[:n, :, seen], values[:n, :, seen], hidden, kind, sinks)
+        y = y.unflatten(2, (self.each, group)).transpose(1, 2).reshape(count, 1, q.shape[2], v.shape[3])
         return F.pad(y, (0, 0, 0, 0, 0, 0, 0, padding)) if padding else y
 
     def _visible(self, kind: Scores, q: Tensor) -> tuple[slice, Tensor | None]:
-        """The cached positions that some query attends to, and −∞ `[n, 1, 1, m]` where one does not; None: all do."""
+        """The cached positions that some query attends to, and −∞ `[n·c, m]` where one does not; None: all do."""
         if kind not in self._seen:
             window, last = kind.window or max(self.at) + 1, max(self.at)
             seen = range(max(0, min(self.at) - window + 1), last + 1)
@@ -124,7 +131,6 @@ class Next(TokenPositions):
                 now = self.index[:, None]
                 outside = (places > now) | (places <= now - window)
                 hidden = torch.zeros(outside.shape, dtype=q.dtype, device=q.device).masked_fill_(outside, -torch.inf)
-                hidden = hidden[:, None, None]
             self._seen[kind] = slice(seen.start, seen.stop), hidden
         return self._seen[kind]
 
@@ -132,10 +138,9 @@ class Next(TokenPositions):
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None, kind: Scores, sinks: Tensor | None = None
 ) -> Tensor:
-    """q `[n, k, g, e]`, k `[n, k, m, e]`, v `[n, k, m, u]`, hidden `[n, 1, 1, m]`, sinks `[k·g]` → `[n, k, g, u]`."""
+    """q `[n, k, g, e]`, k `[n, k, m, e]`, v `[n, k, m, u]`, hidden `[n, 1, g, m]`, sinks `[k·g]` → `[n, k, g, u]`."""
     if kind.softcap is None and sinks is None:
-        mask = None if hidden is None else hidden.expand(-1, -1, q.shape[2], -1)
-        return F.scaled_dot_product_attention(q, k, v, mask, scale=kind.scale)
+        return F.scaled_dot_product_attention(q, k, v, hidden, scale=kind.scale)
     wide = torch.promote_types(q.dtype, torch.float32)
     scores = (q.to(wide) @ k.to(wide).mT) * (q.shape[-1] ** -0.5 if kind.scale is None else kind.scale)
     if kind.softcap is not None:

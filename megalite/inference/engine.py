@@ -6,7 +6,7 @@ r  rows of it whose logits are wanted                   v  vocabulary
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import accumulate, groupby
 
 import torch
@@ -41,6 +41,36 @@ def check_layout(model: Model, layout: Layout) -> None:
         raise InputError(f"--{name} {ranks}: must divide model.experts.count = {count}")
     if layout.pp > model.layers:
         raise InputError(f"--pp {layout.pp}: the model has {model.layers} layers; use {model.layers} or fewer")
+
+
+@dataclass(frozen=True)
+class Pass:
+    """A pass that was made: its activations `[s/t, 1, d]` on the last stage, None on others, and how many rows it has
+    without padding."""
+
+    engine: "Engine"
+    x: Tensor | None
+    positions: TokenPositions
+    rows: int
+
+    def logits(self, rows: Sequence[int] | None = None) -> Tensor | None:
+        """Logits `[r, v/t]` of these rows, or of all, on the last stage."""
+        if self.x is None:
+            return None
+        if rows is None:
+            return self.engine.decoder.answer(self.x)[: self.rows, 0]
+        return self.engine._logits(self.x, rows)
+
+    def further(self, tokens: Sequence[int], rows: Sequence[int]) -> Tensor | None:
+        """Logits `[r, v/t]` of the token after the next at these rows, on the last stage.
+
+        tokens: of every row, the one after it. The first layer of multi-token prediction predicts what follows.
+        """
+        if self.x is None:
+            return None
+        engine = self.engine
+        x = engine.decoder.further(self.x, engine._padded(tokens), self.positions)
+        return engine.decoder.further_logits(engine._rows(x, rows))[: len(rows), 0]
 
 
 class Engine:
@@ -100,9 +130,22 @@ class Engine:
     ) -> Tensor | None:
         """Logits `[r, v/t]` of one pass of whole texts, from their beginnings, on the last stage.
 
-        cache, slots: where every text goes, if it will be continued. wanted: rows of the texts laid end to end; None:
-        all. lengths: how many tokens of every text will be read in the end, on which the angles of some models depend;
-        None: as many as fit into the cache, or as there are.
+        wanted: rows of the texts laid end to end; None: all. Others: as for `prompts_pass`.
+        """
+        return self.prompts_pass(texts, cache, slots, lengths).logits(wanted)
+
+    def prompts_pass(
+        self,
+        texts: Sequence[Sequence[int]],
+        cache: Cache | None = None,
+        slots: Sequence[int] = (),
+        lengths: Sequence[int] | None = None,
+    ) -> "Pass":
+        """A pass of whole texts, from their beginnings.
+
+        cache, slots: where every text goes, if it will be continued. lengths: how many tokens of every text will be
+        read in the end, on which the angles of some models depend; None: as many as fit into the cache, or as there
+        are.
         """
         rows = None
         if cache is not None:
@@ -111,22 +154,25 @@ class Engine:
             for slot, length in zip(slots, lengths, strict=True):
                 cache.lengths[slot] = length
         tokens, positions = self._whole_texts([Stem(text) for text in texts], cache, rows, lengths)
-        x = self._activations(tokens, positions)
-        if x is None:
-            return None
-        return self._logits(x, range(sum(map(len, texts))) if wanted is None else wanted)
+        return Pass(self, self._activations(tokens, positions), positions, sum(map(len, texts)))
 
     def next(self, tokens: Sequence[int], at: Sequence[int], cache: Cache) -> Tensor | None:
         """Logits `[n, v/t]` of one more token of each of the first n slots of `cache`, at these positions."""
-        device = self.mesh.device
-        index = self._there(at)
-        padded = self._padded(tokens)
-        angles, rows = self._angles_of([range(place, place + 1) for place in at], cache.lengths[: len(at)])
-        places = self._places(index if rows is None else rows, len(padded))
-        slots = torch.arange(len(at), device=device)
-        positions = Next(angles, {}, places, cache, tuple(at), index, slots)
-        x = self._activations(padded, positions)
-        return None if x is None else self.decoder.answer(x)[: len(at), 0]
+        return self.next_pass(tokens, at, cache).logits()
+
+    def next_pass(self, tokens: Sequence[int], at: Sequence[int], cache: Cache, each: int = 1) -> "Pass":
+        """A pass of `each` more tokens of the first n slots of `cache`, slot by slot, from these positions on."""
+        at = [place + number for place in at for number in range(each)]
+        index, padded = self._there(at), self._padded(tokens)
+        angles, rows = self._angles_of(
+            [range(place, place + each) for place in at[::each]], cache.lengths[: len(at) // each]
+        )
+        if rows is None:  # a token that is tried may lie beyond the last position
+            rows = index.clamp(max=self.model.sequence_length - 1)
+        slots = torch.arange(len(at) // each, device=self.mesh.device).repeat_interleave(each)
+        places = self._places(rows, len(padded))
+        positions = Next(angles, {}, places, cache, tuple(at), index, slots, each)
+        return Pass(self, self._activations(padded, positions), positions, len(at))
 
     def scores(self, passes: Iterable[Sequence[Stem]]) -> Tensor:
         """The log-probability of every token of every branch, and whether it is the likeliest: `[tokens, 2]`, float64.

@@ -1,7 +1,7 @@
 """Sources of a model: the single place that opens a run, or weights of any kind, to compute with them."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -37,6 +37,13 @@ class Opened:
     begins: bool = False  # whether texts begin as the tokenizer would let them, with a special token for example
     run: Path | None = None  # the run folder that it lies in
     step: int = 0  # step of that run
+    drafting: "Opened | None" = None  # the same with a layer of multi-token prediction, if there is one
+
+    def with_mtp(self) -> "Opened":
+        """Return the same with a layer of multi-token prediction. Raises InputError where there is none."""
+        if self.drafting is None:
+            raise InputError(f"--draft: {self.name} has no layers of multi-token prediction (model.mtp); leave it out")
+        return self.drafting
 
 
 Open = Callable[[], Opened]
@@ -97,13 +104,14 @@ def open_tokenizer(opened: Opened, instead: str | None = None) -> tuple[Tokenize
 
 def _open(source: str, run: Path | None, step: int, base: str | None) -> Opened:
     """The weights `source`. Raises DamagedError before memory is taken for them."""
-    found = open_weights(source, base=base).without_mtp()
+    whole = open_weights(source, base=base)
+    found = whole.without_mtp()
     tokenizer = found.tokenizer or next((file for file in found.companions if file.name in TOKENIZERS), None)
     settings = next((file.parent for file in found.companions if file.name == GENERATION_CONFIG), None)
     ends = ends_in(settings) if settings is not None else ()
     # A tokenizer that a checkpoint names is not opened: anybody may have written its path.
     trained = f", as {found.tokenizer_name!r:.200}" if found.tokenizer_name else ""
-    return Opened(
+    opened = Opened(
         name=str(found.path) if found.merging is None else f"{found.path} + {found.merging.factors.path}",
         model=found.model,
         fill=partial(_fill, source, found.model, base),
@@ -115,6 +123,10 @@ def _open(source: str, run: Path | None, step: int, base: str | None) -> Opened:
         run=run if run is not None and is_folder(run / "checkpoints") else None,
         step=step,
     )
+    if whole.model.mtp is None:
+        return opened
+    model = replace(whole.model, mtp=replace(whole.model.mtp, depth=1))  # others would draft from what it drafts
+    return replace(opened, drafting=replace(opened, model=model, fill=partial(_fill, source, model, base)))
 
 
 def _fill(source: str, model: Model, base: str | None, state: State, group: HostGroup) -> None:

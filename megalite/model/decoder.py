@@ -216,13 +216,19 @@ class Head(nn.Module):
         if ahead is not None:
             return self._several(x, weight, ahead, layers)
         if targets is None:
-            logits = linears(x, [weight], self.group)
-            (made,) = logits if self.output is None else with_adapters(logits, x, [self.output], self.group)
-            return made if self.softcap is None else self.softcap * (made / self.softcap).tanh()
+            return self.logits(x, tied)
         beside = None if self.output is None else self._beside(x, self.output)
         x = all_gather(x, self.group)  # s b d
         flat = x.flatten(0, 1), part(weight), targets.flatten()
         return self.cross_entropy(*flat, self.group, wide_gradient=_is_wide(weight, x), beside=beside)
+
+    def logits(self, x: Tensor, tied: Tensor | None) -> Tensor:
+        """Logits `[s, b, v/t]` of a stream `[s/t, b, d]` that has its norm."""
+        weight = tied if self.output is None else self.output.weight
+        assert weight is not None
+        logits = linears(x, [weight], self.group)
+        (made,) = logits if self.output is None else with_adapters(logits, x, [self.output], self.group)
+        return made if self.softcap is None else self.softcap * (made / self.softcap).tanh()
 
     def _several(self, x: Tensor, weight: Tensor, ahead: Ahead, layers: Sequence[Callable[[Tensor], Tensor]]) -> Tensor:
         """The loss of the next token, with the gradient of the losses of all that are predicted. x: with its norm."""
@@ -306,9 +312,7 @@ class Decoder(nn.Module):
     def activations(self, x: Tensor, positions: TokenPositions | None = None) -> Tensor:
         """Activations `[s/t, b, d]` of the last layer here. x, positions: as in `forward`."""
         if self.first:
-            assert self.embed is not None
-            x = self.embed(x)  # s/t b d
-            x = x if self.factor == 1 else x * self.factor
+            x = self._embedded(x)
         positions = positions or self._whole(x)
         turned = dict.fromkeys(kind.rotation for kind in self.kinds)
         angles = {each: () if each is None else positions.angles(each) for each in turned}
@@ -329,14 +333,31 @@ class Decoder(nn.Module):
     def _with_layers_of_mtp(self, x: Tensor, positions: TokenPositions, ahead: Ahead) -> Tensor:
         """The head's loss of the next token, with the gradient of the losses of all that are predicted."""
         assert self.head is not None
-        assert self.embed is not None
-        embedded = self.embed(ahead.tokens)
-        embedded = embedded if self.factor == 1 else embedded * self.factor
+        embedded = self._embedded(ahead.tokens)
         layers = [
             partial(self._predict, name, layer, kind, part, positions)
             for (name, layer, kind), part in zip(self._further, embedded.chunk(len(self._further), 1), strict=True)
         ]
         return self.head(x, self._tied(), None, ahead, layers)
+
+    def further(self, x: Tensor, tokens: Tensor, positions: TokenPositions) -> Tensor:
+        """The stream `[s/t, b, d]`, with its norm, of the first layer of multi-token prediction.
+
+        x: activations of the last of the other layers, likewise. tokens: `[s, b]`, each the one after its position.
+        """
+        assert self.head is not None
+        name, layer, kind = self._further[0]
+        return self._predict(name, layer, kind, self._embedded(tokens), positions, self.head.norm(x))
+
+    def further_logits(self, x: Tensor) -> Tensor:
+        """Logits `[s, b, v/t]` of what `further` returns."""
+        assert self.head is not None
+        return self.head.logits(x, self._tied())
+
+    def _embedded(self, tokens: Tensor) -> Tensor:
+        assert self.embed is not None
+        found = self.embed(tokens)  # s/t b d
+        return found if self.factor == 1 else found * self.factor
 
     def _predict(
         self, name: str, layer: nn.Module, kind: LayerKind, embedded: Tensor, positions: TokenPositions, x: Tensor

@@ -11,10 +11,11 @@ from megalite.config.schema import Attention, Model
 from megalite.data.tokenizer import Tokenizer
 from megalite.distributed.mesh import Mesh
 from megalite.inference.crew import Crew, Writing
+from megalite.inference.draft import DraftedSteps
 from megalite.inference.draw import Draw
 from megalite.inference.engine import Engine
 from megalite.inference.flat import Stem
-from megalite.inference.generate import Request, generate
+from megalite.inference.generate import Request, Steps, Timing, generate
 from megalite.inference.logprobs import Completion, logprobs
 from megalite.model.init import initialize
 from megalite.parallel.parameter import cut, parameters
@@ -72,10 +73,18 @@ def requests(most: int, samples: int = 1, model: Model = MODEL) -> list[Request]
     ]
 
 
-def texts(engine: Engine, asked: list[Request], draw: Draw, batch: int, end: int | None = None) -> Texts:
+def texts(
+    engine: Engine,
+    asked: list[Request],
+    draw: Draw,
+    batch: int,
+    end: int | None = None,
+    steps: type[Steps] = Steps,
+    timing: Timing | None = None,
+) -> Texts:
     """All tokens drawn, by request."""
     found: Texts = {}
-    for drawn in generate(engine, asked, draw, batch, 2 * engine.model.vocab_size, end):
+    for drawn in generate(engine, asked, draw, batch, 2 * engine.model.vocab_size, end, timing, steps=steps):
         found.setdefault((drawn.request.index, drawn.request.sample), []).append(drawn.token)
     return found
 
@@ -100,6 +109,30 @@ def in_layouts(layouts: list[Layout], model: Model) -> list[tuple[Texts, Texts] 
         engine = engine_of(mesh, model)
         random = texts(engine, requests(9, 2, model), Draw(1.0, 20, 0.9, seed=3), batch=3)
         found.append((texts(engine, requests(12, 1, model), Draw(0), batch=4), random))
+    return found
+
+
+def drafted(layouts: list[Layout], model: Model) -> list[bool | None]:
+    """Whether texts are the same with drafts, greedy and random ones; None where this rank is not needed.
+
+    With so few tokens in the vocabulary, a draft is right now and then. One text goes on to the model's last position.
+    """
+    found: list[bool | None] = []
+    for layout in layouts:
+        mesh = Mesh.build(layout, torch.device("cpu"), sharded=False)
+        if mesh is None:
+            found.append(None)
+            continue
+        engine, right = engine_of(mesh, model), []
+        longest = Request(9, 0, [1] * 30, model.sequence_length - 29)
+        for draw, asked, end in (
+            (Draw(0), [*requests(12, 1, model), longest], None),
+            (Draw(1.0, 3, 0.9, 3), requests(9, 2, model), 5),
+        ):
+            timing = Timing()
+            with_drafts = texts(engine, asked, draw, 3, end, DraftedSteps, timing)
+            right.append(with_drafts == texts(engine, asked, draw, 3, end) and timing.tokens > timing.passes)
+        found.append(all(right))
     return found
 
 

@@ -10,7 +10,7 @@ from ranks import Ranks
 
 from megalite.base.errors import InputError
 from megalite.config.layout import Layout
-from megalite.config.schema import Attention, Experts, Latent
+from megalite.config.schema import Attention, Experts, Latent, MultiToken
 from megalite.distributed.mesh import Mesh
 from megalite.inference.draw import Draw
 from megalite.inference.engine import check_layout
@@ -59,6 +59,15 @@ def test_every_layout_writes_the_same_texts(change: dict[str, Any], ranks: Ranks
         there = [texts for texts in found if texts is not None]
         assert len(there) == layout.world_size
         assert all(texts == reference for texts in there), layout
+
+
+@pytest.mark.parametrize("change", [{}, LATENT, GPT_OSS, {"vocab_size": 5, "tie_embeddings": True}], ids=str)
+def test_drafts_change_no_text(change: dict[str, Any], ranks: Ranks) -> None:
+    model = replace(inference_cases.MODEL, **{"vocab_size": 7, **change}, mtp=MultiToken(1))
+    layouts = [Layout(), Layout(tp=4), Layout(dp_shard=2, pp=2, tp=2)]
+    found = list(zip(*ranks.run(inference_cases.drafted, layouts, model), strict=True))
+    for layout, there in zip(layouts, found, strict=True):
+        assert [each for each in there if each is not None] == [True] * layout.world_size, layout
 
 
 def test_all_ranks_tell_of_logits_that_are_not_finite(ranks: Ranks) -> None:

@@ -27,9 +27,10 @@ FREE_KEYS = {  # no tensor's shape or meaning depends on them
 def refuse_other_weights(path: Path, there: Model, here: Config) -> None:
     """Raises InputError where a run cannot begin with weights of the model `there`.
 
-    Layers of multi-token prediction are left where they are by a run without them.
+    A run may have fewer layers of multi-token prediction, or none; it leaves the last ones where they are.
     """
-    refuse_other_model(path, there if here.model.mtp is not None else replace(there, mtp=None), here)
+    fewer = here.model.depth < there.depth
+    refuse_other_model(path, replace(there, mtp=here.model.mtp) if fewer else there, here)
 
 
 def refuse_other_model(path: Path, there: Model, here: Config) -> None:

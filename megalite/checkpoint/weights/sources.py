@@ -62,7 +62,8 @@ def open_weights(text: str, model: Model | None = None, states: bool = False, ba
 def read_model(text: str) -> Model:
     """The model of the weights at `KIND:PATH`, as `open_weights`; tensors are not looked at unless they tell it."""
     kind, path = resolved(text)
-    return read_config(path)[1] if kind == "hf" else open_weights(text).model
+    told = read_config(path)[1] if kind == "hf" else None
+    return told if told is not None and told.mtp is None else open_weights(text).model  # layers of mtp may be left out
 
 
 def _open(kind: str, path: Path, model: Model | None = None, states: bool = False) -> Weights:

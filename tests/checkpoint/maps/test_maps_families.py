@@ -66,7 +66,7 @@ def test_logits_loss_and_gradients_are_those_of_transformers(name: str, tmp_path
         loss.backward()
         assert distance(loss, expected.loss * targets.numel()) < TOLERANCE
         gradients = {key: param.grad.full_tensor() for key, param in ours.named_parameters()}
-    family, model = read_config(tmp_path / "theirs")
+    family, model = read_config(tmp_path / "theirs")[0], open_weights(str(tmp_path / "theirs")).model
     parameters = dict(theirs.named_parameters())
     table = family.table(model, stacked_experts=model.experts is not None)
     corrections = {key for key, _ in theirs.named_buffers() if key.endswith("correction_bias")}

@@ -97,7 +97,9 @@ def test_a_copy_that_differs_is_refused(tmp_path: Path) -> None:
 def test_folders_may_lack_layers_that_their_configuration_tells(tmp_path: Path) -> None:
     """As transformers writes them."""
     folder(tmp_path)
-    kept = {key: value for key, value in load_file(tmp_path / FILE).items() if not re.match(r"model\.layers\.[45]\.", key)}
+    kept = {
+        key: value for key, value in load_file(tmp_path / FILE).items() if not re.match(r"model\.layers\.[45]\.", key)
+    }
     save_file(kept, tmp_path / FILE, {"format": "pt"})
     assert open_weights(str(tmp_path)).model.mtp is None
 

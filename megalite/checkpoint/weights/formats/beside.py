@@ -1,5 +1,6 @@
 """Files of a Hugging Face folder that are taken along in other formats, in a folder of their own. Imports no torch."""
 
+from dataclasses import replace
 from pathlib import Path
 
 from megalite.base.files import is_file, is_folder
@@ -14,8 +15,14 @@ FOLDER = "huggingface"
 
 
 def config_beside(path: Path) -> tuple[Family, Model] | None:
-    """The family and the model that the files taken along in `path` tell, if there are some. Raises InputError."""
-    return read_config(path / FOLDER) if is_file(path / FOLDER / CONFIG) else None
+    """The family and the model that the files taken along in `path` tell, if there are some. Raises InputError.
+
+    These are of formats that have no layers of multi-token prediction.
+    """
+    if not is_file(path / FOLDER / CONFIG):
+        return None
+    family, model = read_config(path / FOLDER)
+    return family, replace(model, mtp=None)
 
 
 def beside(path: Path) -> tuple[str | None, tuple[Path, ...]]:

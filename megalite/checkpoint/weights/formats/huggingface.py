@@ -188,6 +188,8 @@ def _family(found: Weights, config: Path | None) -> tuple[Family, dict[str, Any]
             family, model = read_config(config.parent)
         except InputError:
             return family_of(found.model), None
+        if found.model.mtp is None:  # transformers leaves its layers out, and still tells of them
+            model = replace(model, mtp=None)
         if not lost(found.model, model):
             fields = read_object(config, MAX_CONFIG_BYTES)
             other = fields.get("quantization_config") or fields["model_type"] in TEXT_PARTS  # the weights are not so

@@ -85,7 +85,8 @@ class Weights:
             return self
         model = replace(self.model, mtp=None)
         kept = {name: self.index.tensors[name] for name in (PREFIX + each for each in weights(model))}
-        return replace(self, model=model, index=Index(self.index.files, kept), training=None)
+        files = tuple(file for file in self.companions if file.name != "config.json")  # which tells of these layers
+        return replace(self, model=model, index=Index(self.index.files, kept), companions=files, training=None)
 
     def folded(self) -> "Weights":
         """Return the same function as a model without multipliers, which other programs know; see `maps.folded`.

@@ -42,13 +42,13 @@ LAYER = {  # tensors of a Llama's layer in transformers, in its order, and those
     "input_layernorm.weight": ("attention_norm.weight",),
     "post_attention_layernorm.weight": ("mlp_norm.weight",),
 }
-MTP = {  # those of a layer of multi-token prediction beside
+MTP = {  # tensors that layers of multi-token prediction have beside
     "enorm.weight": ("mtp.embedding_norm.weight",),
     "hnorm.weight": ("mtp.stream_norm.weight",),
     "eh_proj.weight": ("mtp.projection.weight",),
     "shared_head.norm.weight": ("mtp.output_norm.weight",),
 }
-MTP_COPIES = {"embed_tokens.weight": "embed.weight", "shared_head.head.weight": "head.output.weight"}  # and of what
+MTP_COPIES = {"embed_tokens.weight": "embed.weight", "shared_head.head.weight": "head.output.weight"}  # copies
 MTP_DEPTH = "num_nextn_predict_layers"  # a key of config.json
 SIZES = {  # keys of config.json that every family has, and ours
     "num_hidden_layers": "layers",

@@ -38,7 +38,7 @@ COMPLETEP: Overrides = {
     "model.base": "{width: 64, layers: 1, head_width: 8}",
     "model.embedding_multiplier": 3,
 }
-STREAMED: Overrides = {"parallel.parameters": "host", "optim.placement": "host"}
+STREAMED: Overrides = {"parallel.placement.parameters": "host", "optim.placement": "host"}
 ON_HOST: Overrides = {**STREAMED, "optim.update_on": "host"}
 WIDE: Overrides = {**TIED, "model.width": 1024, "model.ffn": 512, "model.sequence_length": 256}
 ZERO2: Overrides = {"parallel.data.mode": "zero2"}
@@ -157,14 +157,23 @@ CASES: dict[str, tuple[Overrides, int]] = {  # name -> overrides and the pipelin
     "parameters on the host, experts apart": ({**ON_HOST, **EXPERTS, **SHARDED, "parallel.ep": 2}, 0),
     "parameters on the host, states in files": ({**STREAMED, "optim.placement": "./files", **SHARDED}, 0),
     "parameters on the host, muon": ({**STREAMED, "optim.name": "muon", "parallel.tp": 2, **SHARDED}, 0),
-    "base on the host": ({"parallel.parameters": "host", "adapter.rank": 8, **FEW_TOKENS}, 0),
-    "base on the host, zero3": ({"parallel.parameters": "host", "adapter.rank": 8, **SHARDED, **FEW_TOKENS}, 0),
+    "base on the host": ({"parallel.placement.parameters": "host", "adapter.rank": 8, **FEW_TOKENS}, 0),
+    "base on the host, zero3": (
+        {"parallel.placement.parameters": "host", "adapter.rank": 8, **SHARDED, **FEW_TOKENS},
+        0,
+    ),
     "base on the host, zero1": (
-        {"parallel.parameters": "host", "adapter.rank": 8, **SHARDED, **FEW_TOKENS, "parallel.data.mode": "zero1"},
+        {
+            "parallel.placement.parameters": "host",
+            "adapter.rank": 8,
+            **SHARDED,
+            **FEW_TOKENS,
+            "parallel.data.mode": "zero1",
+        },
         0,
     ),
     "base on the host, four bits, last of 2 stages": (
-        {"parallel.parameters": "host", "adapter.rank": 8, "adapter.base": "nf4", **FEW_TOKENS, **PIPELINE},
+        {"parallel.placement.parameters": "host", "adapter.rank": 8, "adapter.base": "nf4", **FEW_TOKENS, **PIPELINE},
         1,
     ),
     "attention most of all": (ATTENTION, 0),

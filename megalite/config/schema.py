@@ -268,6 +268,13 @@ class ExpertParallel:
 
 
 @dataclass
+class Placement:
+    # Home of parameters: host: they are copied to the device ahead of use, and reduced gradients to the host; beside an
+    # adapter, only weights that are not trained.
+    parameters: Literal["device", "host"] = "device"
+
+
+@dataclass
 class Parallel:
     pp: int = 1
     dp_replicate: int = 1
@@ -279,9 +286,7 @@ class Parallel:
     context: Context = field(default_factory=Context)
     data: DataParallel = field(default_factory=DataParallel)
     experts: ExpertParallel = field(default_factory=ExpertParallel)
-    # Home of parameters: host: they are copied to the device ahead of use, and reduced gradients to the host; beside an
-    # adapter, only weights that are not trained.
-    parameters: Literal["device", "host"] = "device"
+    placement: Placement = field(default_factory=Placement)
 
     @property
     def fixed_buffers(self) -> bool:
@@ -306,7 +311,7 @@ class Parallel:
     def data_modes(self) -> tuple[DataMode, ...]:
         """The modes that `auto` tries one after another. Each sends at least as much as the one before."""
         alone = self.layout.dp * self.layout.cp == 1
-        return ("zero3",) if alone and self.parameters == "host" else ("zero1", "zero2", "zero3")
+        return ("zero3",) if alone and self.placement.parameters == "host" else ("zero1", "zero2", "zero3")
 
     @property
     def expert_shards(self) -> int:
@@ -543,7 +548,7 @@ class Config:
 
     def on_host(self, trained: bool) -> bool:
         """Return whether parameters live in host memory, those that are `trained` with their gradients, or others."""
-        return self.parallel.parameters == "host" and not (trained and self.adapter is not None)
+        return self.parallel.placement.parameters == "host" and not (trained and self.adapter is not None)
 
     @property
     def kernels_by_operation(self) -> Kernels:

@@ -19,7 +19,7 @@ from megalite.inference.generate import Steps, Text
 class DraftedSteps(Steps):
     """Passes of two tokens. One pass of the first layer of multi-token prediction follows each, for the next drafts.
 
-    That layer keeps keys and values of its own, of positions whose next token is known. After a wrong draft they are
+    The layer keeps keys and values of its own, of positions whose next token is known. After a wrong draft they are
     overwritten, like the model's.
     """
 

@@ -339,7 +339,7 @@ class Estimate:
             states = 0 if choice.states != "device" else 2 if self.config.optim.name == "adamw" else 1
             gathers = choice.mode != "zero3" and self.config.train.dtype == "bf16"
             trains = self.config.adapter is None  # else factors are left out, which are few
-            here = self.config.parallel.parameters == "device"
+            here = self.config.parallel.placement.parameters == "device"
             self._each_of[key] = Each(
                 ((here + states) * self._wide if trains else here * self._frozen) / shards / choice.tp,
                 (self._element if trains else self._frozen) * gathers / choice.tp if trains or shards > 1 else 0.0,

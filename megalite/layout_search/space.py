@@ -365,7 +365,7 @@ class Space:
                 yield name, None
 
     def _modes(self, shape: Shape) -> list[DataMode]:
-        on_host = self.config.parallel.parameters == "host"
+        on_host = self.config.parallel.placement.parameters == "host"
         return list(self._pinned("parallel.data.mode", lambda: shape.modes(on_host)))
 
     def _replicas(self, shape: Shape, mode: DataMode) -> list[int]:

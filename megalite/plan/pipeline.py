@@ -252,7 +252,7 @@ def uses_fsdp(config: Config) -> bool:
 
 def is_managed(config: Config, ranks: int, mode: str) -> bool:
     """`uses_fsdp` of `config` in a layout with `ranks` data-parallel ranks and another mode."""
-    frees = config.train.dtype == "bf16" or config.parallel.parameters == "host"
+    frees = config.train.dtype == "bf16" or config.parallel.placement.parameters == "host"
     return ranks > 1 or (frees and mode == "zero3")
 
 

@@ -212,7 +212,7 @@ def build_stage(
         if mesh.experts is not None:  # modules before those that they are in
             groups = [*((module, mesh.expert_data) for module in stage.experts()), *groups]
         shard(stage, groups, mesh.data, config.train.dtype, parallel.data_mode, parallel.data.reduce_precision)
-    if config.parallel.parameters == "host":
+    if config.parallel.placement.parameters == "host":
         keep_on_host(stage, mesh.device, config.on_host(trained=True))
     materialize(stage, mesh.device)
     if mesh.device.type != "meta":  # where tensors have no values

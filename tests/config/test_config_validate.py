@@ -201,19 +201,24 @@ def test_the_defaults_are_valid() -> None:
             "or optim.placement=host",
         ),
         (
-            ["parallel.parameters=host"],
-            'parallel.parameters = "host": needs the optimizer\'s states outside of the device too, but '
-            "optim.placement = device; use optim.placement=host or a folder, or parallel.parameters=device",
+            ["parallel.placement.parameters=host"],
+            'parallel.placement.parameters = "host": needs the optimizer\'s states outside of the device too, but '
+            "optim.placement = device; use optim.placement=host or a folder, or parallel.placement.parameters=device",
         ),
         (
-            ["parallel.parameters=host", "optim.placement=host", "parallel.data.mode=ddp", "parallel.dp_shard=2"],
-            'parallel.parameters = "host": needs weights that are gathered, but parallel.data.mode = ddp keeps them '
-            "on data-parallel ranks; use parallel.data.mode=zero1, zero2 or zero3",
+            [
+                "parallel.placement.parameters=host",
+                "optim.placement=host",
+                "parallel.data.mode=ddp",
+                "parallel.dp_shard=2",
+            ],
+            'parallel.placement.parameters = "host": needs weights that are gathered, but parallel.data.mode = ddp '
+            "keeps them on data-parallel ranks; use parallel.data.mode=zero1, zero2 or zero3",
         ),
         (
-            ["parallel.parameters=host", "adapter.rank=4", "parallel.data.mode=zero1"],
-            'parallel.parameters = "host": needs weights that are gathered, but parallel.data.mode = zero1 keeps '
-            "them on one data-parallel rank; use parallel.data.mode=zero3",
+            ["parallel.placement.parameters=host", "adapter.rank=4", "parallel.data.mode=zero1"],
+            'parallel.placement.parameters = "host": needs weights that are gathered, but parallel.data.mode = zero1 '
+            "keeps them on one data-parallel rank; use parallel.data.mode=zero3",
         ),
         (
             ["optim.placement=hots"],

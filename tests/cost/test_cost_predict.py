@@ -128,7 +128,7 @@ def test_a_base_on_the_host_takes_the_longer_of_compute_and_copies_in_every_pass
         return predict(configured(1, *adapter, *keys, model="llama3_8b"), H100, TIMER).seconds
 
     def added(*keys: str) -> float:
-        return seconds("parallel.parameters=host", *keys) - seconds(*keys)
+        return seconds("parallel.placement.parameters=host", *keys) - seconds(*keys)
 
     whole = 2 * 8_030_261_248 / (H100.gpu.host * HOST_SHARE)  # of one pass
     few, many = added("model.sequence_length=64"), added("model.sequence_length=32768")
@@ -142,9 +142,9 @@ def test_trained_parameters_on_the_host_pass_through_the_device_with_their_state
         sizes = "batch.global=64", "optim.placement=host", "parallel.data.mode=zero3"
         return predict(configured(8, *sizes, *keys, model="llama3_8b"), H100, TIMER).parts
 
-    here, there = parts(), parts("parallel.parameters=host")
+    here, there = parts(), parts("parallel.placement.parameters=host")
     assert there["optimizer"] == pytest.approx(2 * here["optimizer"], rel=0.05), "16 bytes each way in place of 8"
-    on_host = parts("parallel.parameters=host", "optim.update_on=host")["optimizer"]
+    on_host = parts("parallel.placement.parameters=host", "optim.update_on=host")["optimizer"]
     assert on_host < parts("optim.update_on=host")["optimizer"], "nothing is copied"
 
 

@@ -105,7 +105,7 @@ SEARCHED_ORDER = {  # of few layouts, since each has a search of its own
                 "train.compile=true",
                 "model.vocab_size=1001",
                 "model.mtp.depth=1",
-                "parallel.parameters=host optim.placement=host",
+                "parallel.placement.parameters=host optim.placement=host",
             ]
         ),
         max_size=2,

@@ -7,7 +7,7 @@ from unittest.mock import patch
 from file_cases import LARGER, SPARSE, case, placed, trained, unlike
 
 from megalite.config.layout import Layout
-from megalite.config.schema import Adapter, Config, Pipeline, Train
+from megalite.config.schema import Adapter, Config, Pipeline, Placement, Train
 from megalite.parallel import host_parameters
 
 Home = Literal["device", "host", "files", "updated on the host"]  # of the optimizer's states
@@ -43,7 +43,7 @@ CASES: dict[str, tuple[Config, Home]] = {
 
 
 def on_host(config: Config) -> Config:
-    return replace(config, parallel=replace(config.parallel, parameters="host"))
+    return replace(config, parallel=replace(config.parallel, placement=Placement("host")))
 
 
 def differences(folder: str) -> list[str]:

@@ -48,13 +48,13 @@ def test_a_prediction_that_was_wrong_asks_for_less_than_before() -> None:
 
 def test_a_base_that_is_too_large_goes_to_the_host() -> None:
     small = ("adapter.rank=4", "batch.micro=1", "train.recompute=full", "model.sequence_length=64")
-    remedy = "parallel.parameters=host parallel.data.mode=zero3"
+    remedy = "parallel.placement.parameters=host parallel.data.mode=zero3"
     total = round(1.01 * peak_bytes(configured(*small, *remedy.split())) / TENSOR_SHARE)
     assert remedy in named(out_of_memory_text(configured(*small), total))
 
 
 def test_trained_parameters_go_to_the_host_with_their_states() -> None:
-    remedy = "parallel.parameters=host parallel.data.mode=zero3 optim.placement=host"
+    remedy = "parallel.placement.parameters=host parallel.data.mode=zero3 optim.placement=host"
     small = ("batch.micro=1", "train.recompute=full", "train.offload_activations=true", "model.sequence_length=64")
     large = (*small, "model.vocab_size=262144", "model.width=1024")
     total = round(1.01 * peak_bytes(configured(*large, *remedy.split())) / TENSOR_SHARE)

@@ -232,13 +232,13 @@ def _data_parallel(config: Config, world_size: int | None) -> Iterator[Problem]:
     if data.reduce_precision == "bf16" and precision != "bf16":
         rule = f"needs train.precision = bf16, not {precision}"
         yield Problem("parallel.data.reduce_precision", rule, "use fp32: gradients have their own precision", "bf16")
-    if config.parallel.parameters == "host":
+    if config.parallel.placement.parameters == "host":
         yield from _on_host(config, world_size)
 
 
 def _on_host(config: Config, world_size: int | None) -> Iterator[Problem]:
     """Rules of parameters in host memory, which FSDP2 copies to the device where they are gathered."""
-    parallel, key = config.parallel, "parallel.parameters"
+    parallel, key = config.parallel, "parallel.placement.parameters"
     alone = parallel.dp_replicate * shards(parallel, world_size) * parallel.cp == 1
     if parallel.data.mode == "ddp" or (alone and parallel.data.mode not in ("auto", "zero3")):
         ranks = "one data-parallel rank" if alone else "data-parallel ranks"
@@ -246,7 +246,9 @@ def _on_host(config: Config, world_size: int | None) -> Iterator[Problem]:
         yield Problem(key, rule, f"use parallel.data.mode={'zero3' if alone else 'zero1, zero2 or zero3'}", "host")
     if config.adapter is None and config.optim.place == "device":
         rule = "needs the optimizer's states outside of the device too, but optim.placement = device"
-        yield Problem(key, rule, "use optim.placement=host or a folder, or parallel.parameters=device", "host")
+        yield Problem(
+            key, rule, "use optim.placement=host or a folder, or parallel.placement.parameters=device", "host"
+        )
 
 
 def _world(parallel: Parallel, world_size: int | None) -> Iterator[Problem]:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from megalite.base.errors import InputError
 from megalite.config.rules.validate import check
-from megalite.config.schema import Config
+from megalite.config.schema import Config, Placement
 from megalite.plan.memory.fit import TENSOR_SHARE, choices, peak_bytes, with_mode
 from megalite.plan.memory.peak import KINDS, memory_of_ranks
 from megalite.plan.recompute_modes import Mode
@@ -79,15 +79,15 @@ def _offload(config: Config) -> Iterator[Change]:
     if not config.train.offload_activations:
         changed = replace(config.train, offload_activations=True)
         yield "train.offload_activations=true", replace(config, train=changed)
-    if config.parallel.parameters == "device":
+    if config.parallel.placement.parameters == "device":
         yield _parameters_on_host(config)
 
 
 def _parameters_on_host(config: Config) -> Change:
     if moved := config.adapter is None and config.optim.place == "device":
         config = replace(config, optim=replace(config.optim, placement="host"))
-    there = replace(config, parallel=replace(config.parallel, parameters="host"))
-    keys = "parallel.parameters=host parallel.data.mode=zero3" + " optim.placement=host" * moved
+    there = replace(config, parallel=replace(config.parallel, placement=Placement("host")))
+    keys = "parallel.placement.parameters=host parallel.data.mode=zero3" + " optim.placement=host" * moved
     return keys, with_mode(there, "zero3")
 
 

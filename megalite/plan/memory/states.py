@@ -49,7 +49,7 @@ class States:
 
     def on_host(self, count: int, trained: int, four_bits: int) -> int:
         """Bytes, of those of `kept`, that are in host memory."""
-        if self.config.parallel.parameters == "device":
+        if self.config.parallel.placement.parameters == "device":
             return 0
         return self.kept(count, trained, four_bits) - (0 if self.config.on_host(trained=True) else self.p * trained)
 
@@ -75,7 +75,7 @@ class States:
     @cached_property
     def ahead(self) -> bool:
         """Flag: weights that a rank has whole are copied from the host while the part before computes."""
-        return self.config.parallel.parameters == "host" and self.frees and self.shards == 1
+        return self.config.parallel.placement.parameters == "host" and self.frees and self.shards == 1
 
     @cached_property
     def replicas(self) -> bool:

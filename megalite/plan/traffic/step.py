@@ -151,9 +151,9 @@ class StepTransfers:
         return Counter({(transfer, "step: targets of multi-token prediction"): 1} if depth else {})
 
     def _signs(self) -> Transfers:
-        """The square of the gradients' norm, the loss, how many ranks each signal has reached, and experts' load."""
+        """The square of the gradients' norm, losses, how many ranks each signal has reached, and experts' load."""
         mixtures = [kind.mixture for kind in self.plan.kinds if kind.mixture is not None]
-        numbers = 2 + len(STOP_SIGNALS) + sum(mixture.count for mixture in mixtures)
+        numbers = 2 + len(STOP_SIGNALS) + self.config.model.depth + sum(mixture.count for mixture in mixtures)
         load = ", tokens of experts" if mixtures else ""
         purpose = f"step: norm of the gradients, loss, requests to stop{load}"
         return Counter({(Transfer("all_reduce", "world", 8 * numbers, "float64"), purpose): 1})

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from megalite.config.parametrization import multipliers
 from megalite.config.schema import Kernels, Model
 from megalite.model.norm import Norm, NormKind
 from megalite.parallel.tensor import CopiedLinear, of_own_part
@@ -40,12 +41,12 @@ class Join(nn.Module):
         super().__init__()
         weights, kind = dict(MtpPart(model.width).weights()), NormKind.of(model)
 
-        def norm(name: str) -> Norm:
-            return Norm(weights[f"{name}.weight"], kind, tp, kernels)
+        def norm(name: str, factor: float = 1.0) -> Norm:
+            return Norm(weights[f"{name}.weight"], kind, tp, kernels, factor)
 
         self.embedding_norm, self.stream_norm = norm("embedding_norm"), norm("stream_norm")
         self.projection = CopiedLinear(weights["projection.weight"], tp)
-        self.output_norm = norm("output_norm")
+        self.output_norm = norm("output_norm", multipliers(model).logits)
 
     def forward(self, x: Tensor, embedded: Tensor) -> Tensor:
         """The layer's stream, of that of the layer before and the embeddings of the tokens it predicts: `[s/t, b, d]`

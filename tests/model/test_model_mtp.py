@@ -16,7 +16,8 @@ from megalite.parallel.parameter import part
 from megalite.train.inputs import inputs
 from megalite.train.step import gradients
 
-MODEL = Model(3, 12, 4, 2, 4, 20, 40, 10, mtp=MultiToken(2, 0.7), init_std=0.3)
+FACTORS = {"embedding_multiplier": 1.3, "logits_multiplier": 1.7}
+MODEL = Model(3, 12, 4, 2, 4, 20, 40, 10, mtp=MultiToken(2, 0.7), init_std=0.3, **FACTORS)
 SPEC = Config(model=MODEL, parallel=Parallel(dp_shard=1), batch=Batch(2, 4), train=Train(3, "fp64"))
 
 
@@ -45,13 +46,13 @@ def expected_loss(stage: Decoder, micros: Micros, positions: list[TokenPositions
     sums, counts = torch.zeros(3, dtype=torch.float64), torch.zeros(3)
     losses = [sums[k] for k in range(3)]
     for m, tokens in enumerate(micros.tokens):
-        streams = [norm(stage.activations(tokens[:, :10].T, positions[m]), part(stage.head.norm.weight))]
+        streams = [norm(stage.activations(tokens[:, :10].T, positions[m]), part(stage.head.norm.weight) * 1.7)]
         for k, name in enumerate(("3", "4"), start=1):
             layer = stage.layers[name]
             ahead = torch.zeros(10, 2, dtype=torch.long)  # the token at position i + k
             ahead[: 11 - k] = tokens[:, k:][:, :10].T
             both = (
-                norm(F.embedding(ahead, table), part(layer.mtp.embedding_norm.weight)),
+                norm(1.3 * F.embedding(ahead, table), part(layer.mtp.embedding_norm.weight)),
                 norm(streams[-1], part(layer.mtp.stream_norm.weight)),
             )
             x = torch.cat(both, -1) @ part(layer.mtp.projection.weight).T
@@ -59,7 +60,7 @@ def expected_loss(stage: Decoder, micros: Micros, positions: list[TokenPositions
             how = positions[m].angles(kind.rotation), positions[m].attend(3, kind.attention.heads.scores)
             of_experts = (positions[m].losses,) if kind.mixture else ()
             x, added = super(type(layer), layer).forward(x, *how, None, None, *of_experts)
-            streams.append(norm(x + added, part(layer.mtp.output_norm.weight)))
+            streams.append(norm(x + added, part(layer.mtp.output_norm.weight) * 1.7))
         for k, stream in enumerate(streams):
             logits = stream @ output.T
             for b in range(2):

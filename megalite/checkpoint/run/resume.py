@@ -1,5 +1,6 @@
 """Checks, before any rank is started, whether a run can begin as `checkpoint.resume` says. Imports no torch."""
 
+from dataclasses import replace
 from pathlib import Path
 
 from megalite.base.errors import InputError, Problem
@@ -47,7 +48,7 @@ def check_export(config: Config) -> None:
     """Raises InputError if the model cannot be exported as `checkpoint.export` asks."""
     if config.checkpoint.export is not None:
         try:
-            family_of(folded(config.model)[0])
+            family_of(folded(replace(config.model, mtp=None))[0])  # its layers are left out where they have no place
         except InputError as error:
             problem = Problem("checkpoint.export", str(error), "use null", config.checkpoint.export)
             raise InputError([problem]) from None

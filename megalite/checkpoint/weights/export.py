@@ -11,6 +11,7 @@ from megalite.checkpoint.store.retain import make_room
 from megalite.checkpoint.weights.convert import convert
 from megalite.checkpoint.weights.formats import huggingface, peft
 from megalite.checkpoint.weights.formats.tokenizer import doubts
+from megalite.checkpoint.weights.maps.families import is_known
 from megalite.checkpoint.weights.read import factors_of
 from megalite.checkpoint.weights.sources import open_checkpoint
 from megalite.config.schema import Checkpoint, Config
@@ -41,8 +42,12 @@ def export(checkpoint: Path, config: Config, advanced: Callable[[], None]) -> tu
     if kind == "peft":  # factors stay in float32, as they are trained
         dtype, plan, written = None, peft.plan(found, None), factors_of(found)
     else:
+        left_out = found.model.mtp is not None and not is_known(found.model)
+        found = found.without_mtp() if left_out else found
         plan, written = huggingface.plan(found, dtype, None), found
         warnings = doubts(found, huggingface.model_type(found))
+        if left_out:
+            warnings += ("layers of multi-token prediction are left out, for which the family has no place",)
     convert(written, plan, fresh, {"to": kind, "dtype": dtype}, 1, lambda _: advanced())
     make_room(target)  # an export of an earlier checkpoint of this step
     fresh.rename(target)

@@ -133,6 +133,15 @@ def family_of(model: Model, preferred: str | None = None) -> Family:
     )
 
 
+def is_known(model: Model) -> bool:
+    """Return whether a family can express `model`."""
+    try:
+        family_of(model)
+    except InputError:
+        return False
+    return True
+
+
 def _lost(family: Family, model: Model) -> list[str]:
     """The keys of `model`, with their values, that are not the same after a way through the family's config.json."""
     try:

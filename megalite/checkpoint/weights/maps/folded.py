@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from megalite.base.errors import InputError
-from megalite.checkpoint.weights.maps.families import family_of
+from megalite.checkpoint.weights.maps.families import is_known
 from megalite.config.parametrization import multipliers
 from megalite.config.schema import Model
 
@@ -18,7 +18,7 @@ def folded(model: Model) -> tuple[Model, dict[str, float]]:
     InputError where a factor belongs into a norm to whose weight 1 is added.
     """
     factors = {name: factor for name, factor in _factors(model) if factor != 1}
-    if factors and _is_known(model):
+    if factors and is_known(model):
         return model, {}
     if model.norm_gain == "one_plus_weight" and any(name.endswith("norm.weight") for name in factors):
         rule = (
@@ -29,20 +29,13 @@ def folded(model: Model) -> tuple[Model, dict[str, float]]:
     return replace(plain, attention=replace(model.attention, scale=None)), factors
 
 
-def _is_known(model: Model) -> bool:
-    """Return whether a family of transformers has the model with its multipliers."""
-    try:
-        family_of(model)
-    except InputError:
-        return False
-    return True
-
-
 def _factors(model: Model) -> Iterator[tuple[str, float]]:
     found = multipliers(model)
     yield "embed.weight", found.embedding
     # The norm, since tied embeddings are the head's weight too; there, it also undoes the embedding's factor.
-    yield "head.norm.weight", found.logits / (found.embedding if model.tie_embeddings else 1)
+    further = [f"layers.{number}.mtp.output_norm.weight" for number in range(model.layers, model.layers + model.depth)]
+    for name in ("head.norm.weight", *further):
+        yield name, found.logits / (found.embedding if model.tie_embeddings else 1)
     scores = 1.0 if found.scores is None else found.scores * math.sqrt(model.head_size)
     # A norm of queries undoes what is before it, and RoPE turns what comes after it.
     queries = ("q_norm.weight",) if model.qk_norm else ("q.weight", *(("q.bias",) if model.qkv_bias else ()))
@@ -51,7 +44,7 @@ def _factors(model: Model) -> Iterator[tuple[str, float]]:
         "post": ("attention_norm", "mlp_norm"),
         "both": ("attention_output_norm", "mlp_output_norm"),
     }[model.norm]
-    for number in range(model.layers):
+    for number in range(model.layers + model.depth):
         for name in queries:
             yield f"layers.{number}.attention.{name}", scores
         for name in last:

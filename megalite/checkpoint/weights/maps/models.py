@@ -41,9 +41,10 @@ def plain_model(model: Model) -> dict[str, Any]:
             experts = replace(experts, first_dense=places[0], every=places[1])
         if all(has_experts(model)):
             ffn = width
-    mtp = model.mtp and replace(model.mtp, weight=0.0)
-    told = replace(model, head_width=model.head_size, attention=attention, experts=experts, ffn=ffn, mtp=mtp)
-    return dict(leaves(to_plain(Config(model=told))["model"], "model"))
+    told = replace(model, head_width=model.head_size, attention=attention, experts=experts, ffn=ffn)
+    found = dict(leaves(to_plain(Config(model=told))["model"], "model"))
+    found.pop("model.mtp.weight", None)
+    return found
 
 
 def is_correction(name: str) -> bool:

@@ -1,6 +1,5 @@
 """Documents from text, JSON Lines and Parquet files, plain or compressed."""
 
-import argparse
 import codecs
 import io
 import json
@@ -13,8 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megalite.base.errors import InputError
-from megalite.base.files import exists, is_file, is_folder
-from megalite_tools.data.opened import FORMATS, Format, UnknownFormatError, check_encoding, format_of, open_utf8
+from megalite_tools.data.opened import Format, format_of, open_utf8
 
 try:
     import pyarrow
@@ -46,51 +44,6 @@ class Reading:
     make: "Callable[[str, dict[str, Any]], Document | Reject] | None" = None
 
 
-def add_reading_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of programs that read documents."""
-    parser.add_argument("inputs", nargs="+", metavar="INPUT", help="a file, or a directory of files")
-    parser.add_argument(
-        "--glob", help="files to take from a directory, as '**/*.txt' (default: all whose suffix tells of a format)"
-    )
-    parser.add_argument("--format", choices=FORMATS, help="format of the files (default: by suffix)")
-    parser.add_argument("--encoding", default="utf-8", help="encoding of text and JSON Lines (default: %(default)s)")
-    parser.add_argument(
-        "--json-key",
-        default=DEFAULT_KEY,
-        metavar="KEY",
-        help="field or column that holds the text, such as meta.text (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--max-document",
-        type=int,
-        default=MAX_DOCUMENT_BYTES,
-        metavar="BYTES",
-        help="the most text that a document may have (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--on-error",
-        choices=("stop", "skip"),
-        default="stop",
-        help="where a document or file cannot be used: stop and write nothing, or leave it out and count it "
-        "(default: %(default)s)",
-    )
-
-
-def reading_of(options: argparse.Namespace, separator: str | None = None) -> Reading:
-    """Settings for reading, from the options of `add_reading_options`. Raises InputError if they are not valid."""
-    check_encoding(options.encoding)
-    if options.max_document < 1:
-        raise InputError(f"--max-document {options.max_document}: must be at least 1")
-    if separator == "":
-        raise InputError("--separator is empty; give the text that stands between documents")
-    if separator is not None and not separator.isascii():
-        try:
-            separator.encode()
-        except UnicodeEncodeError:
-            raise InputError(f"--separator {separator!a} is not valid UTF-8; give it in UTF-8") from None
-    return Reading(options.json_key, options.format, options.encoding, separator, options.max_document)
-
-
 @dataclass(frozen=True)
 class Document:
     text: str
@@ -107,37 +60,6 @@ class Reject:
     def __str__(self) -> str:
         detail = " ".join(self.detail.split())  # messages of packages may have several lines
         return f"{self.origin}: {self.reason}" + (f": {detail}" if detail else "")
-
-
-def find_files(
-    inputs: Iterable[str], pattern: str | None, reading: Reading, on_error: Literal["stop", "skip"], skipped: "Skipped"
-) -> list[Path]:
-    """The files named by `inputs`, in order. A directory stands for the files in it that match `pattern`, sorted.
-
-    Without a pattern, a directory stands for all its files of known formats. Hidden files are left out, and files of
-    other formats are added to `skipped`. If a file is named twice, by whatever names, the second is added to `skipped`
-    if `on_error` is "skip"; otherwise InputError is raised. InputError is also raised for a missing path, a directory
-    without a match, and a named file whose format is not known.
-    """
-    files: dict[tuple[int, int], Path] = {}
-    for path in map(Path, inputs):
-        if not is_folder(path):
-            found = [path]
-        elif pattern is None:
-            found = _known(path, reading, skipped)
-        else:
-            found = _matches(path, pattern)
-        for file in found:
-            if not is_file(file):
-                rule = "not a regular file" if exists(file) else "no such file or directory"
-                raise InputError(f"{file}: {rule}")
-            format_of(file, reading.format)
-            status = file.stat()
-            first = files.setdefault((status.st_dev, status.st_ino), file)
-            if first is not file:
-                reject = Reject(str(file), "given twice", f"it is {first}, whose documents would be repeated")
-                refuse(reject, on_error, skipped)
-    return list(files.values())
 
 
 def read_documents(
@@ -173,9 +95,9 @@ class Skipped:
         self.counts[reject.reason] += 1
         self.first.setdefault(reject.reason, reject)
 
-    def nothing_kept(self, files: Sequence[Path]) -> str:
-        """The message for the case that `files` have no usable document."""
-        empty = f"{files[0]} is empty" + (f", and so are {len(files) - 1:,} more files" if len(files) > 1 else "")
+    def nothing_kept(self, inputs: Sequence[object]) -> str:
+        """The message for the case that `inputs` have no usable document."""
+        empty = f"{inputs[0]} is empty" + (f", and so are {len(inputs) - 1:,} more" if len(inputs) > 1 else "")
         return "no usable document in the input: " + ("; ".join(self.lines()) or empty)
 
     def lines(self) -> list[str]:
@@ -183,69 +105,11 @@ class Skipped:
         return [f"{count:,} × {reason}, first {self.first[reason].origin}" for reason, count in self.counts.items()]
 
 
-def read_texts(
-    files: Iterable[Path],
-    reading: Reading,
-    on_error: Literal["stop", "skip"],
-    skipped: Skipped,
-    advanced: Callable[[int], None] = lambda _: None,
-) -> Iterator[str]:
-    """The text of every usable document of `files`, in order; the others are added to `skipped`.
-
-    advanced: called with byte counts that sum to the total size of all files. Raises InputError at the first unusable
-    document if `on_error` is "stop". Empty documents are always skipped.
-    """
-    for path in files:
-        left = path.stat().st_size
-
-        def read(count: int) -> None:
-            nonlocal left
-            left -= count
-            advanced(count)
-
-        for document in read_documents(path, reading, read):
-            if isinstance(document, Document):
-                yield document.text
-            else:
-                refuse(document, "skip" if document.reason == EMPTY_DOCUMENT else on_error, skipped)
-        advanced(left)  # the rest of a damaged file, which is not read
-
-
 def refuse(reject: Reject, on_error: Literal["stop", "skip"], skipped: Skipped) -> None:
     """Add a document to those left out. Raises InputError if `on_error` is "stop"."""
     if on_error == "stop":
         raise InputError(f"{reject}; --on-error skip leaves such out")
     skipped.add(reject)
-
-
-def _known(folder: Path, reading: Reading, skipped: Skipped) -> list[Path]:
-    """The files at any depth whose format is known, except hidden ones and those in hidden folders.
-
-    Files of unknown format are added to `skipped`. Raises InputError if no file is left.
-    """
-    known = []
-    for file in sorted(folder.rglob("*")):
-        if any(part.startswith(".") for part in file.relative_to(folder).parts) or not is_file(file):
-            continue
-        try:
-            format_of(file, reading.format)
-        except UnknownFormatError:
-            skipped.add(Reject(str(file), "unknown format"))
-        else:
-            known.append(file)
-    if not known:
-        raise InputError(f"{folder}: no file in this directory has a suffix that tells of a format; --format says it")
-    return known
-
-
-def _matches(folder: Path, pattern: str) -> list[Path]:
-    try:
-        matches = sorted(match for match in folder.glob(pattern) if is_file(match))
-    except (ValueError, NotImplementedError) as error:
-        raise InputError(f"--glob {pattern!r}: {error}") from error
-    if not matches:
-        raise InputError(f"{folder}: no file in this directory matches --glob {pattern!r}")
-    return matches
 
 
 def _text(path: Path, file: io.BufferedIOBase, reading: Reading) -> Iterator[Document | Reject]:

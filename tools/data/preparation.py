@@ -4,7 +4,6 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Literal
 
 from rich.console import Console
@@ -12,12 +11,13 @@ from rich.progress import DownloadColumn, Progress, TaskID, TextColumn, TimeRema
 from rich.table import Column
 
 from megalite.base.errors import InputError
-from megalite.data.description import SourceFile, TokenizerFile
+from megalite.data.description import TokenizerFile
 from megalite.data.store import TokenStore, token_dtype
 from megalite.data.store_writer import StoreWriter, sweep
 from megalite_tools.data.chat import ChatEncoding, encode_chats
-from megalite_tools.data.documents import Reading, Skipped, read_texts, refuse
+from megalite_tools.data.documents import Reading, Skipped, refuse
 from megalite_tools.data.encode import Encoding, encode_texts
+from megalite_tools.data.inputs import InputFile, read_texts
 from megalite_tools.data.outputs import published_together
 from megalite_tools.data.pack import write_packed
 
@@ -39,7 +39,7 @@ class Preparation:
 
 def write_stores(
     settings: Preparation,
-    files: Sequence[Path],
+    inputs: Sequence[InputFile],
     prefixes: Sequence[str],
     choose: Callable[[int], int],
     skipped: Skipped,
@@ -47,13 +47,13 @@ def write_stores(
     check: Callable[[int, StoreWriter], None],
     shard: bool = False,
 ) -> list[StoreWriter]:
-    """Write the documents of `files`, in order, to the stores `prefixes`: all of them appear, or none.
+    """Write the documents of `inputs`, in order, to the stores `prefixes`: all of them appear, or none.
 
     choose: the index of the store for a document, given its number. check: called with the number of documents and the
     first writer once all are read; it may raise. shard: show no progress, and take the place of stores that are there.
     Raises InputError.
     """
-    sources = [SourceFile(str(file), file.stat().st_size) for file in files]
+    sources = [each.source for each in inputs]
     for prefix in prefixes:
         sweep(f"{prefix}{UNPACKED}")
     with ExitStack() as stack:
@@ -79,7 +79,7 @@ def write_stores(
             writers = [stack.enter_context(unpacked(f"{prefix}{UNPACKED}")) for prefix in prefixes]
         progress = stack.enter_context(_progress(shown=not shard))
         task = progress.add_task("·", total=sum(source.bytes for source in sources), documents=0, tokens=0)
-        texts = read_texts(files, settings.reading, settings.on_error, skipped, partial(progress.advance, task))
+        texts = read_texts(inputs, settings.reading, settings.on_error, skipped, partial(progress.advance, task))
         if isinstance(settings.encoding, ChatEncoding):
             encoded = encode_chats(texts, settings.encoding, workers)
         else:
@@ -110,11 +110,11 @@ def write_stores(
     return finals
 
 
-def nothing_kept(files: Sequence[Path], skipped: Skipped, documents: int, first: StoreWriter) -> None:
+def nothing_kept(inputs: Sequence[InputFile], skipped: Skipped, documents: int, first: StoreWriter) -> None:
     """Raises InputError unless the first store has a document: a check for `write_stores`."""
     if not first.documents:
         if not documents:
-            raise InputError(skipped.nothing_kept(files))
+            raise InputError(skipped.nothing_kept(inputs))
         raise InputError(f"all {documents} documents fell to validation; lower --valid-fraction")
 
 

@@ -15,9 +15,10 @@ from megalite.data.trial import open_tokenizer_file
 from megalite_tools.data.chat import ChatEncoding
 from megalite_tools.data.chat_template import found_template
 from megalite_tools.data.conversations import checked_chat
-from megalite_tools.data.documents import DEFAULT_KEY, Skipped, add_reading_options, find_files, reading_of
+from megalite_tools.data.documents import DEFAULT_KEY, Skipped
 from megalite_tools.data.encode import Encoding, add_workers_option, check_workers
 from megalite_tools.data.held_out import in_validation
+from megalite_tools.data.inputs import InputFile, add_reading_options, find_inputs, reading_of
 from megalite_tools.data.opened import format_of
 from megalite_tools.data.outputs import check_name, report
 from megalite_tools.data.preparation import UNPACKED, Preparation, nothing_kept, write_stores
@@ -99,26 +100,26 @@ def _prepare(options: argparse.Namespace) -> None:
     if options.pack is not None and (options.pack < 2 or end is None):
         raise InputError(f"--pack {options.pack}: needs 2 or more tokens, and documents that end with a token")
     made_with = TokenizerFile(tokenizer.name, tokenizer_hash(options.tokenizer))
-    files = find_files(options.inputs, options.glob, reading, options.on_error, skipped)
-    if reading.separator is not None and not any(format_of(file, reading.format) == "text" for file in files):
+    inputs = find_inputs(options.inputs, options.glob, reading, options.on_error, skipped)
+    if reading.separator is not None and not any(format_of(each.path, reading.format) == "text" for each in inputs):
         raise InputError("--lines and --separator are for text files, but no input is one")
-    for file in files if options.chat else []:
-        if (form := format_of(file, reading.format)) != "jsonl":
-            raise InputError(f"{file}: --chat reads JSON Lines, and this is {form}; --format jsonl says that it is not")
+    for each in inputs if options.chat else []:
+        if (form := format_of(each.path, reading.format)) != "jsonl":
+            raise InputError(f"{each}: --chat reads JSON Lines, and this is {form}; --format jsonl says that it is not")
     given = options.tokenizer, options.eod_token, end is not None
     encoding: Encoding | ChatEncoding = Encoding(*given)
     if options.chat:
         encoding = ChatEncoding(*given, found_template(Path(options.tokenizer), options.template))
     settings = Preparation(reading, options.on_error, encoding, made_with, tokenizer.vocab_size, end, options.pack)
     if options.engine is not None or options.shards is not None:
-        prepare_shards(options, settings, files, skipped)
+        prepare_shards(options, settings, inputs, skipped)
     else:
-        _prepare_one(options, settings, files, skipped)
+        _prepare_one(options, settings, inputs, skipped)
     for line in skipped.lines():
         print(printable(f"skipped {line}"))
 
 
-def _prepare_one(options: argparse.Namespace, settings: Preparation, files: list[Path], skipped: Skipped) -> None:
+def _prepare_one(options: argparse.Namespace, settings: Preparation, inputs: list[InputFile], skipped: Skipped) -> None:
     """Write the store, or the two of a split."""
     splits = ("_train", "_valid") if options.valid_fraction else ("",)
     for split in ("", "_train", "_valid"):
@@ -128,12 +129,12 @@ def _prepare_one(options: argparse.Namespace, settings: Preparation, files: list
     report(
         write_stores(
             settings,
-            files,
+            inputs,
             [f"{options.out}{split}" for split in splits],
             lambda document: in_validation(document, options.seed, options.valid_fraction),
             skipped,
             options.workers,
-            partial(nothing_kept, files, skipped),
+            partial(nothing_kept, inputs, skipped),
         )
     )
 

@@ -22,11 +22,11 @@ from megalite.data.store import TokenStore, token_dtype
 from megalite.data.store_writer import StoreWriter
 from megalite.data.tokenizer import tokenizer_hash
 from megalite_tools.data.documents import Reject, Skipped
+from megalite_tools.data.inputs import InputFile
 from megalite_tools.data.preparation import Preparation, write_stores
 
 FORMAT, VERSION = "megalite-shard", 1
 MAX_RECORD_BYTES = 1 << 20
-BLOCK = 1 << 20  # bytes of input hashed at a time
 ANY_TEXT = ValueKind("a text", lambda value: isinstance(value, str))
 SHAPE = {
     "format": ValueKind(f"{FORMAT!r}", lambda value: value == FORMAT),
@@ -77,11 +77,10 @@ class Record:
 
 @dataclass(frozen=True)
 class ShardTask:
-    """The shard to be made of some files."""
+    """The shard to be made of some inputs."""
 
     preparation: Preparation
-    files: tuple[Path, ...]
-    sizes: tuple[int, ...]  # bytes of each
+    inputs: tuple[InputFile, ...]
     out: str  # the prefix of the list
     number: int
     shards: int  # in all
@@ -97,16 +96,21 @@ class ShardTask:
         """The path of its record."""
         return Path(f"{self.prefix}.record")
 
+    @property
+    def bytes(self) -> int:
+        """The size of its inputs."""
+        return sum(each.bytes for each in self.inputs)
+
     @cached_property
     def settings(self) -> str:
-        """Hash of the settings, and of the names and sizes of the files."""
+        """Hash of the settings, and of the names and sizes of the inputs."""
         made = self.preparation
         values = asdict(made)
         values["reading"]["make"] = None if made.reading.make is None else repr(getattr(made.reading.make, "args", ()))
         del values["encoding"]["tokenizer"]  # a path: name and content of the file are in `values["tokenizer"]`
-        files = [(os.fsencode(file).hex(), size) for file, size in zip(self.files, self.sizes, strict=True)]
-        text = json.dumps([version("megalite"), values, files], sort_keys=True, default=str)
-        return hashlib.sha256(text.encode(errors="backslashreplace")).hexdigest()
+        inputs = [asdict(each) for each in self.inputs]
+        text = json.dumps([version("megalite"), values, inputs], sort_keys=True, default=str)
+        return hashlib.sha256(text.encode()).hexdigest()
 
     def whole(self) -> Record | None:
         """The record of the shard, if it was made with the same settings and its store is whole. Reads no input."""
@@ -145,7 +149,7 @@ def _make(task: ShardTask) -> Record:
     if tokenizer_hash(made.encoding.tokenizer) != made.tokenizer.sha256:
         raise InputError(f"{made.encoding.tokenizer}: has changed since the preparation began; begin it again")
     before = _states(task)
-    content = _hash(task.files)
+    content = _hash(task.inputs)
     old, whole = Record.read(task.record), task.whole()
     if whole is not None and whole.input == content:
         return whole
@@ -158,47 +162,44 @@ def _make(task: ShardTask) -> Record:
         rule = f"{task.prefix} was made of other input or settings, and the list is complete"
         raise InputError(f"{shards_file(task.out)}: {rule}; remove it to make its shards anew, or choose another --out")
 
-    def unchanged(documents: int, writer: StoreWriter) -> None:
+    def check_unchanged() -> None:
         if _states(task) != before:
             raise InputError(f"{task.prefix}: its input has changed while it was read; begin again when it is complete")
 
     skipped = Skipped()
     try:
-        (writer,) = write_stores(made, task.files, [task.prefix], lambda _: 0, skipped, 1, unchanged, shard=True)
-    except OSError as error:
-        raise _unread(error.filename or task.prefix, error) from error
+        (writer,) = write_stores(
+            made, task.inputs, [task.prefix], lambda _: 0, skipped, 1, lambda *_: check_unchanged(), shard=True
+        )
+    except InputError:
+        check_unchanged()  # a change explains whatever is wrong with the input
+        raise
     store = TokenStore(task.prefix)
     record = Record(task.settings, content, store.fingerprint(), writer.documents, writer.tokens, skipped)
     record.write(task.record)
     return record
 
 
-def _states(task: ShardTask) -> list[tuple[int, int, int]]:
-    """Size, time of change and number of each file. Raises InputError for one that is not as it was when planned."""
-    states = []
-    for file, size in zip(task.files, task.sizes, strict=True):
+def _states(task: ShardTask) -> list[object]:
+    """The state of each input. Raises InputError for one that is not as it was when planned."""
+    states: list[object] = []
+    for each in task.inputs:
         try:
-            status = file.stat()
+            states.append(each.state())
         except OSError as error:
-            raise _unread(file, error) from error
-        if status.st_size != size:
-            rule = f"has {status.st_size:,} bytes, and had {size:,} when the preparation began"
-            raise InputError(f"{file}: {rule}; begin again when it is complete: finished shards are kept")
-        states.append((status.st_size, status.st_mtime_ns, status.st_ino))
+            raise _unread(each, error) from error
     return states
 
 
-def _hash(files: Sequence[Path]) -> str:
+def _hash(inputs: Sequence[InputFile]) -> str:
     digest = xxhash.xxh3_128()
-    for path in files:
+    for each in inputs:
         try:
-            with path.open("rb", buffering=0) as file:
-                while block := file.read(BLOCK):
-                    digest.update(block)
+            each.identify(digest)
         except OSError as error:
-            raise _unread(path, error) from error
+            raise _unread(each, error) from error
     return digest.hexdigest()
 
 
-def _unread(path: object, error: OSError) -> InputError:
-    return InputError(f"{path}: cannot be read any more: {error.strerror}; finished shards are kept")
+def _unread(name: object, error: OSError) -> InputError:
+    return InputError(f"{name}: cannot be read any more: {error.strerror}; finished shards are kept")

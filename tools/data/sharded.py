@@ -6,13 +6,13 @@ import os
 import posixpath
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
-from pathlib import Path
 
 from megalite.base.errors import InputError, counted, printable
 from megalite.base.files import exists
 from megalite.data.shards import MAX_SHARDS, Shard, read_shards, relative_path, shards_file, write_shards
 from megalite_tools.data.documents import Skipped
 from megalite_tools.data.engines import ENGINES, run_local, run_ray, submit_slurm
+from megalite_tools.data.inputs import InputFile
 from megalite_tools.data.preparation import Preparation
 from megalite_tools.data.shard_task import Record, ShardTask
 from megalite_tools.terminal import bar
@@ -46,7 +46,9 @@ def add_sharding_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--plan", help=argparse.SUPPRESS)
 
 
-def prepare_shards(options: argparse.Namespace, settings: Preparation, files: Sequence[Path], skipped: Skipped) -> None:
+def prepare_shards(
+    options: argparse.Namespace, settings: Preparation, inputs: Sequence[InputFile], skipped: Skipped
+) -> None:
     """Make the shards that are not there, and then their list. Raises InputError; finished shards are kept."""
     if options.valid_fraction:
         fix = f"leave it out, then: megalite-split-data OUT {options.out} --valid-fraction {options.valid_fraction}"
@@ -56,7 +58,7 @@ def prepare_shards(options: argparse.Namespace, settings: Preparation, files: Se
         raise InputError(f"--pack: sequences would be cut anew where shards join; {fix}")
     if options.sbatch and options.engine != "slurm":
         raise InputError("--sbatch is for --engine slurm")
-    tasks = plan(settings, files, options.out, options.shards)
+    tasks = plan(settings, inputs, options.out, options.shards)
     _check_list(options.out, tasks)
     if options.plan is not None:
         _array_task(options, tasks, skipped)
@@ -68,32 +70,31 @@ def prepare_shards(options: argparse.Namespace, settings: Preparation, files: Se
             _finish(options.out, tasks, [record for record in records if record is not None], skipped)
     else:
         records_by_number = {}
-        with bar("encoding", sum(sum(task.sizes) for task in tasks)) as advanced:
+        with bar("encoding", sum(task.bytes for task in tasks)) as advanced:
             done = run_ray(tasks) if options.engine == "ray" else run_local(tasks, options.workers)
             for task, record in done:
                 records_by_number[task.number] = record
-                advanced(sum(task.sizes))
+                advanced(task.bytes)
         _finish(options.out, tasks, [records_by_number[task.number] for task in tasks], skipped)
 
 
-def plan(settings: Preparation, files: Sequence[Path], out: str, shards: int | None) -> list[ShardTask]:
-    """Cut the files, in order, into shards of about as many bytes. Depends on their sizes alone. Raises InputError."""
-    sizes = [file.stat().st_size for file in files]
-    total = sum(sizes)
+def plan(settings: Preparation, inputs: Sequence[InputFile], out: str, shards: int | None) -> list[ShardTask]:
+    """Cut the inputs, in order, into shards of about as many bytes. Depends on their sizes alone. Raises InputError."""
+    reached = list(accumulate(each.bytes for each in inputs))
+    total = reached[-1]
     if shards is None:
-        shards = min(max(1, -(-total // SHARD_BYTES)), len(files), MAX_SHARDS)
-    if not 1 <= shards <= min(len(files), MAX_SHARDS):
-        rule = f"a shard has whole files, and 1 to {min(len(files), MAX_SHARDS):,} are possible here"
+        shards = min(max(1, -(-total // SHARD_BYTES)), len(inputs), MAX_SHARDS)
+    if not 1 <= shards <= min(len(inputs), MAX_SHARDS):
+        rule = f"a shard has whole files, and 1 to {min(len(inputs), MAX_SHARDS):,} are possible here"
         raise InputError(f"--shards {shards}: {rule}; use fewer, or cut large files into several")
     ends: list[int] = []
-    reached = list(accumulate(sizes))
     for number in range(1, shards):
-        least, most = (ends[-1] if ends else 0) + 1, len(files) - (shards - number)
+        least, most = (ends[-1] if ends else 0) + 1, len(inputs) - (shards - number)
         ideal = total * number / shards
         ends.append(min(range(least, most + 1), key=lambda end: abs(reached[end - 1] - ideal)))
-    bounds = [0, *ends, len(files)]
+    bounds = [0, *ends, len(inputs)]
     return [
-        ShardTask(settings, tuple(files[first:last]), tuple(sizes[first:last]), out, number, shards, os.getcwd())
+        ShardTask(settings, tuple(inputs[first:last]), out, number, shards, os.getcwd())
         for number, (first, last) in enumerate(pairwise(bounds))
     ]
 
@@ -119,7 +120,7 @@ def _finish(out: str, tasks: Sequence[ShardTask], records: Sequence[Record], ski
     pairs = zip(tasks, records, strict=True)
     shards = [Shard(relative_path(task.prefix, out), each.documents, each.tokens) for task, each in pairs]
     if not any(shard.documents for shard in shards):
-        raise InputError(skipped.nothing_kept([file for task in tasks for file in task.files]))
+        raise InputError(skipped.nothing_kept([each for task in tasks for each in task.inputs]))
     path = shards_file(out)
     if not exists(path, follow=False):
         write_shards(out, shards)

@@ -21,7 +21,8 @@ from megalite.base.files import exists
 from megalite.base.stop_signals import STOP_SIGNALS, Handler, listen, restore
 from megalite.data.exclusive_file import claim
 from megalite.data.sentence_piece import with_short_scores
-from megalite_tools.data.documents import Skipped, add_reading_options, find_files, read_texts, reading_of
+from megalite_tools.data.documents import Skipped
+from megalite_tools.data.inputs import add_reading_options, find_inputs, read_texts, reading_of
 
 COMMAND = "megalite-train-tokenizer"
 LINE_CHARACTERS = 2000  # longer lines are cut, since SentencePiece drops what exceeds LINE_BYTES
@@ -109,13 +110,13 @@ def _train(options: argparse.Namespace) -> None:
     if not MIN_PIECES <= options.vocab_size <= MAX_PIECES:
         raise InputError(f"--vocab-size {options.vocab_size} is not from {MIN_PIECES} to {MAX_PIECES:,}")
     reading, skipped = reading_of(options), Skipped()
-    files = find_files(options.inputs, options.glob, reading, options.on_error, skipped)
+    inputs = find_inputs(options.inputs, options.glob, reading, options.on_error, skipped)
     with _claimed(out) as write, _progress() as progress:
-        task = progress.add_task("reading", total=sum(file.stat().st_size for file in files))
-        texts = read_texts(files, reading, options.on_error, skipped, partial(progress.advance, task))
+        task = progress.add_task("reading", total=sum(each.bytes for each in inputs))
+        texts = read_texts(inputs, reading, options.on_error, skipped, partial(progress.advance, task))
         first = next(texts, None)
         if first is None:
-            raise InputError(skipped.nothing_kept(files))
+            raise InputError(skipped.nothing_kept(inputs))
 
         def learn() -> None:
             progress.reset(task, total=None, description="learning")
@@ -126,7 +127,7 @@ def _train(options: argparse.Namespace) -> None:
         model = train_model(_then(chain([first], texts), learn), options.vocab_size, options.type, options.lines)
         restore(previous)
         write(model)
-    print(f"{out}: {options.type}, {options.vocab_size:,} pieces, from {counted(len(files), 'file')}")
+    print(f"{out}: {options.type}, {options.vocab_size:,} pieces, from {counted(len(inputs), 'input')}")
     for line in skipped.lines():
         print(printable(f"skipped {line}"))
 

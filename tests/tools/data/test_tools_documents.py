@@ -1,10 +1,8 @@
-import argparse
 import bz2
 import gzip
 import io
 import json
 import lzma
-import os
 import resource
 from collections.abc import Callable
 from pathlib import Path
@@ -23,12 +21,9 @@ from megalite_tools.data.documents import (
     Reject,
     Skipped,
     _between,
-    add_reading_options,
-    find_files,
     read_documents,
-    read_texts,
-    reading_of,
 )
+from megalite_tools.data.inputs import InputFile, find_inputs, read_texts
 from megalite_tools.data.opened import check_encoding
 
 TEXTS = ["first\n", "sécond ☃\r\n", "third"]
@@ -48,8 +43,12 @@ def in_two(compress: Callable[[bytes], bytes]) -> bytes:
     return compress(LINES[:20]) + compress(LINES[20:])
 
 
+def file_at(path: Path) -> InputFile:
+    return InputFile(path, path.stat().st_size)
+
+
 def texts(path: Path, key: str = "text", **reading: object) -> list[str]:
-    return list(read_texts([path], Reading(key, **reading), "stop", Skipped()))  # type: ignore[arg-type]
+    return list(read_texts([file_at(path)], Reading(key, **reading), "stop", Skipped()))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -132,7 +131,7 @@ def test_what_cannot_be_used_is_named(tmp_path: Path, name: str, content: bytes,
     assert "sys." not in str(caught.value)
     rejects = [item for item in read_documents(path, Reading()) if not isinstance(item, Document)]
     skipped = Skipped()
-    kept = list(read_texts([path], Reading(), "skip", skipped))
+    kept = list(read_texts([file_at(path)], Reading(), "skip", skipped))
     assert skipped.counts.total() == len(rejects) > 0
     assert "first " + rejects[0].origin in skipped.lines()[0]
     assert len(kept) == len(list(read_documents(path, Reading()))) - len(rejects)
@@ -180,7 +179,7 @@ def test_lines_and_separators_cut_text(tmp_path: Path) -> None:
     path = tmp_path / "d.txt"
     path.write_bytes(b"\xef\xbb\xbfone\r\ntwo\n\nthree <|end|> four<|end|>\n")
     skipped = Skipped()
-    assert list(read_texts([path], Reading(separator="\n"), "stop", skipped)) == [
+    assert list(read_texts([file_at(path)], Reading(separator="\n"), "stop", skipped)) == [
         "one",
         "two",
         "three <|end|> four<|end|>",
@@ -190,7 +189,7 @@ def test_lines_and_separators_cut_text(tmp_path: Path) -> None:
     path.write_bytes("ä \xff".encode("latin-1") + b"\nb\n")
     with pytest.raises(InputError, match=r"d\.txt:1: not valid UTF-8: byte 0xe4"):
         texts(path, separator="\n")
-    assert list(read_texts([path], Reading(separator="\n"), "skip", Skipped())) == ["b"]
+    assert list(read_texts([file_at(path)], Reading(separator="\n"), "skip", Skipped())) == ["b"]
 
 
 @given(st.lists(st.text("ab<|>\n", max_size=6), max_size=8), st.sampled_from(["\n", "<|", "aab"]), st.integers(1, 9))
@@ -235,14 +234,6 @@ def test_text_in_another_encoding_than_told_is_named(tmp_path: Path) -> None:
             check_encoding(name)
 
 
-def test_a_separator_that_is_not_utf8_is_refused() -> None:
-    parser = argparse.ArgumentParser()
-    add_reading_options(parser)
-    with pytest.raises(InputError, match=r"--separator 'a\\udcff' is not valid UTF-8"):
-        reading_of(parser.parse_args(["d.txt"]), "a\udcff")
-    assert reading_of(parser.parse_args(["d.txt"]), "☃").separator == "☃"
-
-
 def test_fields_inside_of_others(tmp_path: Path) -> None:
     record = {"meta": {"text": "inside", "n": 1}, "meta.n": "by its full name"}
     path = tmp_path / "d.jsonl"
@@ -277,7 +268,7 @@ def test_more_compressions_in_any_case(tmp_path: Path, name: str, compress: Call
 def test_a_suffix_that_says_nothing_is_refused(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_bytes(gz(LINES) if name == "d.gz" else LINES)
     with pytest.raises(InputError, match=r"--format text, jsonl or parquet says what it is"):
-        find_files([str(tmp_path / name)], "*", Reading(), "skip", Skipped())
+        find_inputs([str(tmp_path / name)], "*", Reading(), "skip", Skipped())
     assert texts(tmp_path / name, format="jsonl") == TEXTS
 
 
@@ -293,11 +284,11 @@ def test_a_document_above_the_bound_is_refused_by_itself(tmp_path: Path, form: s
     else:
         path.write_text(f"a\n{long}\nb")
     skipped = Skipped()
-    kept = list(read_texts([path], reading, "skip", skipped))
+    kept = list(read_texts([file_at(path)], reading, "skip", skipped))
     assert kept == ([] if form == "text" else ["a", "b"])
     assert skipped.lines() == [f"1 × document too long, first {path}{'' if form == 'text' else ':2'}"]
     with pytest.raises(InputError, match=r"more than 1,000 bytes; --lines or --separator cut .* --max-document allows"):
-        list(read_texts([path], reading, "stop", Skipped()))
+        list(read_texts([file_at(path)], reading, "stop", Skipped()))
 
 
 @pytest.mark.parametrize(("suffix", "compress"), [(".zst", zstd), (".gz", gz)])
@@ -311,34 +302,11 @@ def test_what_compresses_well_does_not_fill_memory(
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 80_000  # kB
 
 
-def test_bytes_read_come_to_the_size_of_the_files(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_bytes(b"text " * 50_000)
-    (tmp_path / "b.jsonl.gz").write_bytes(gz(LINES * 1000))
-    (tmp_path / "c.jsonl.gz").write_bytes(gz(LINES * 1000)[:100])
-    pyarrow.parquet.write_table(pyarrow.table({"text": ["row"] * 500}), tmp_path / "d.parquet")
-    files, told = sorted(tmp_path.iterdir()), list[int]()
-    assert len(list(read_texts(files, Reading(), "skip", Skipped(), told.append))) > 3500
-    assert sum(told) == sum(file.stat().st_size for file in files)
-    assert len([count for count in told if count]) > 8
-
-
-@pytest.mark.parametrize("link", ["symlink_to", "hardlink_to"])
-def test_another_name_of_a_file_is_told_or_skipped(tmp_path: Path, link: str) -> None:
-    file, other = tmp_path / "a.txt", tmp_path / "b.txt"
-    file.write_text("text")
-    getattr(other, link)(file)
-    with pytest.raises(InputError, match=rf"b\.txt: given twice: it is {file}, .*--on-error skip"):
-        find_files([str(tmp_path)], "*.txt", Reading(), "stop", Skipped())
-    skipped = Skipped()
-    assert find_files([str(tmp_path)], "*.txt", Reading(), "skip", skipped) == [file]
-    assert skipped.lines() == [f"1 × given twice, first {other}"]
-
-
 def test_empty_documents_are_always_skipped_and_counted(tmp_path: Path) -> None:
     path = tmp_path / "d.jsonl"
     path.write_text('{"text": ""}\n{"text": "a"}\n{"text": " \\n"}\n')
     skipped = Skipped()
-    assert list(read_texts([path], Reading(), "stop", skipped)) == ["a"]
+    assert list(read_texts([file_at(path)], Reading(), "stop", skipped)) == ["a"]
     assert skipped.lines() == [f"2 × empty document, first {path}:1"]
 
 
@@ -349,57 +317,4 @@ def test_a_missing_optional_package_is_named(
     (tmp_path / name).write_bytes(b"x")
     monkeypatch.setattr(f"megalite_tools.data.{module}", None)
     with pytest.raises(InputError, match=rf"{module.partition('.')[2]}.*pip install 'megalite\[data\]'"):
-        list(read_texts([tmp_path / name], Reading(), "skip", Skipped()))
-
-
-def test_files_are_found_in_order(tmp_path: Path) -> None:
-    for name in ("b/z.txt", "b/a.txt", "b/deep/m.txt", "b/x.md", "a.md"):
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).touch()
-    found = find_files([str(tmp_path / "b"), str(tmp_path / "a.md")], "**/*.txt", Reading(), "stop", Skipped())
-    assert [str(path.relative_to(tmp_path)) for path in found] == ["b/a.txt", "b/deep/m.txt", "b/z.txt", "a.md"]
-
-
-def test_a_directory_stands_for_all_files_of_known_formats(tmp_path: Path) -> None:
-    for name in ("b.jsonl.gz", "a.TXT", "deep/c.parquet", ".hidden.txt", ".git/d.txt", "notes.log", "data.lz4"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).touch()
-    skipped = Skipped()
-    found = find_files([str(tmp_path)], None, Reading(), "stop", skipped)
-    assert [str(path.relative_to(tmp_path)) for path in found] == ["a.TXT", "b.jsonl.gz", "deep/c.parquet"]
-    assert skipped.lines() == [f"2 × unknown format, first {tmp_path}/data.lz4"]
-    assert len(find_files([str(tmp_path)], None, Reading(format="text"), "stop", Skipped())) == 5
-    for name in ("", "deep.txt"):  # empty, or with nothing of a known format
-        (tmp_path / "other" / name).mkdir(parents=True)
-    with pytest.raises(InputError, match="other: no file in this directory has a suffix that tells of a format"):
-        find_files([str(tmp_path / "other")], None, Reading(), "stop", Skipped())
-    (tmp_path / "other" / "d.parquet.gz").touch()
-    with pytest.raises(InputError, match=r"d\.parquet\.gz: Parquet files have a compression of their own"):
-        find_files([str(tmp_path / "other")], None, Reading(), "stop", Skipped())
-
-
-def test_what_is_no_regular_file_is_told(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "fifo.txt")
-    for name in (str(tmp_path / "fifo.txt"), "/dev/zero"):
-        with pytest.raises(InputError, match="not a regular file"):
-            find_files([name], None, Reading(format="text"), "stop", Skipped())
-
-
-@pytest.mark.parametrize(
-    ("inputs", "pattern", "message"),
-    [
-        (["here", "here/a.txt"], "*.txt", r"here/a\.txt: given twice"),
-        (["gone.txt"], "*", r"gone\.txt: no such file or directory"),
-        (["here"], "*.md", r"here: no file in this directory matches --glob '\*\.md'"),
-        (["here"], "/a*", "--glob '/a"),
-        (["here"], "", "--glob ''"),
-    ],
-)
-def test_bad_inputs_are_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, inputs: list[str], pattern: str, message: str
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "here").mkdir()
-    (tmp_path / "here" / "a.txt").touch()
-    with pytest.raises(InputError, match=message):
-        find_files(inputs, pattern, Reading(), "stop", Skipped())
+        list(read_texts([file_at(tmp_path / name)], Reading(), "skip", Skipped()))

@@ -122,9 +122,9 @@ def test_input_that_changes_or_goes_away_is_told_and_finished_shards_stay(
     kept = last.read_bytes()
     for change, message in zip(changes, ("cannot be read any more", "had", "while it was read"), strict=True):
 
-        def then_changed(files, change=change):  # type: ignore[no-untyped-def]
-            found = hashed(files)
-            if last in files:
+        def then_changed(inputs, change=change):  # type: ignore[no-untyped-def]
+            found = hashed(inputs)
+            if last in [each.path for each in inputs]:
                 change(last)
             return found
 

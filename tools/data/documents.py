@@ -177,6 +177,11 @@ def _json_document(origin: str, line: bytes, reading: Reading) -> Document | Rej
         return Reject(origin, "not valid JSON", f"{what[:200]}; expected one object per line")
     if not isinstance(record, dict):
         return Reject(origin, "not a JSON object", type(record).__name__)
+    return record_document(origin, record, reading)
+
+
+def record_document(origin: str, record: dict[str, Any], reading: Reading) -> Document | Reject:
+    """The document that a record of fields is; or why it is none."""
     return reading.make(origin, record) if reading.make else _checked(origin, inside(record, reading.key), reading)
 
 

@@ -22,6 +22,7 @@ from megalite_tools.data.documents import (
     read_documents,
     refuse,
 )
+from megalite_tools.data.hf_dataset import FORM, SCHEME, DatasetPart, find_dataset, is_saved
 from megalite_tools.data.opened import FORMATS, UnknownFormatError, check_encoding, format_of
 
 BLOCK = 1 << 20  # bytes of a file hashed at a time
@@ -42,6 +43,10 @@ class InputFile:
         """The file as a store's description names it."""
         return SourceFile(str(self.path), self.bytes)
 
+    def cut(self, parts: int) -> "list[InputFile]":
+        """The file, as it is not cut."""
+        return [self]
+
     def documents(self, reading: Reading, advanced: Callable[[int], None]) -> Iterator[Document | Reject]:
         """Every document of it, as `read_documents` yields them."""
         return read_documents(self.path, reading, advanced)
@@ -61,9 +66,17 @@ class InputFile:
                 digest.update(block)
 
 
+Input = InputFile | DatasetPart
+
+
 def add_reading_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of programs that read documents."""
-    parser.add_argument("inputs", nargs="+", metavar="INPUT", help="a file, or a directory of files")
+    parser.add_argument(
+        "inputs",
+        nargs="+",
+        metavar="INPUT",
+        help=f"a file, a directory of files, or {FORM}, a dataset of Hugging Face: a folder or a name on the Hub",
+    )
     parser.add_argument(
         "--glob", help="files to take from a directory, as '**/*.txt' (default: all whose suffix tells of a format)"
     )
@@ -108,18 +121,26 @@ def reading_of(options: argparse.Namespace, separator: str | None = None) -> Rea
 
 def find_inputs(
     named: Iterable[str], pattern: str | None, reading: Reading, on_error: Literal["stop", "skip"], skipped: Skipped
-) -> list[InputFile]:
-    """The files that are named, in order. A directory stands for the files in it that match `pattern`, sorted.
+) -> list[Input]:
+    """The files and datasets named, in order. A directory stands for the files in it that match `pattern`, sorted.
 
     Without a pattern, a directory stands for all its files of known formats. Hidden files are left out, and files of
     other formats are added to `skipped`. If a file is named twice, by whatever names, the second is added to `skipped`
     if `on_error` is "skip"; otherwise InputError is raised. InputError is also raised for a missing path, a directory
     without a match, and a named file whose format is not known.
     """
-    inputs: dict[tuple[int, int], InputFile] = {}
-    for path in map(Path, named):
+    inputs: dict[object, Input] = {}
+    for name in named:
+        if name.startswith(SCHEME):
+            dataset = find_dataset(name)
+            if inputs.setdefault(str(dataset), dataset) is not dataset:
+                refuse(Reject(name, "given twice", "its documents would be repeated"), on_error, skipped)
+            continue
+        path = Path(name)
         if not is_folder(path):
             found = [path]
+        elif is_saved(path):
+            raise InputError(f"{path}: is a dataset that save_to_disk has written; name it {SCHEME}{path}")
         elif pattern is None:
             found = _known(path, reading, skipped)
         else:
@@ -139,7 +160,7 @@ def find_inputs(
 
 
 def read_texts(
-    inputs: Iterable[InputFile],
+    inputs: Iterable[Input],
     reading: Reading,
     on_error: Literal["stop", "skip"],
     skipped: Skipped,
@@ -155,6 +176,7 @@ def read_texts(
 
         def read(count: int) -> None:
             nonlocal left
+            count = min(count, left)  # texts of a dataset may be longer than its files
             left -= count
             advanced(count)
 

@@ -17,7 +17,7 @@ from megalite.data.store_writer import StoreWriter, sweep
 from megalite_tools.data.chat import ChatEncoding, encode_chats
 from megalite_tools.data.documents import Reading, Skipped, refuse
 from megalite_tools.data.encode import Encoding, encode_texts
-from megalite_tools.data.inputs import InputFile, read_texts
+from megalite_tools.data.inputs import Input, read_texts
 from megalite_tools.data.outputs import published_together
 from megalite_tools.data.pack import write_packed
 
@@ -39,7 +39,7 @@ class Preparation:
 
 def write_stores(
     settings: Preparation,
-    inputs: Sequence[InputFile],
+    inputs: Sequence[Input],
     prefixes: Sequence[str],
     choose: Callable[[int], int],
     skipped: Skipped,
@@ -53,7 +53,7 @@ def write_stores(
     first writer once all are read; it may raise. shard: show no progress, and take the place of stores that are there.
     Raises InputError.
     """
-    sources = [each.source for each in inputs]
+    sources = list(dict.fromkeys(each.source for each in inputs))  # a dataset may come in parts
     for prefix in prefixes:
         sweep(f"{prefix}{UNPACKED}")
     with ExitStack() as stack:
@@ -110,7 +110,7 @@ def write_stores(
     return finals
 
 
-def nothing_kept(inputs: Sequence[InputFile], skipped: Skipped, documents: int, first: StoreWriter) -> None:
+def nothing_kept(inputs: Sequence[Input], skipped: Skipped, documents: int, first: StoreWriter) -> None:
     """Raises InputError unless the first store has a document: a check for `write_stores`."""
     if not first.documents:
         if not documents:

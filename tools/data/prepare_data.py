@@ -1,4 +1,4 @@
-"""Tokenize text, JSON Lines and Parquet files into a token store (Megatron's .bin and .idx)."""
+"""Tokenize text, JSON Lines and Parquet files, and datasets, into a token store (Megatron's .bin and .idx)."""
 
 import argparse
 import sys
@@ -18,7 +18,7 @@ from megalite_tools.data.conversations import checked_chat
 from megalite_tools.data.documents import DEFAULT_KEY, Skipped
 from megalite_tools.data.encode import Encoding, add_workers_option, check_workers
 from megalite_tools.data.held_out import in_validation
-from megalite_tools.data.inputs import InputFile, add_reading_options, find_inputs, reading_of
+from megalite_tools.data.inputs import Input, InputFile, add_reading_options, find_inputs, reading_of
 from megalite_tools.data.opened import format_of
 from megalite_tools.data.outputs import check_name, report
 from megalite_tools.data.preparation import UNPACKED, Preparation, nothing_kept, write_stores
@@ -47,8 +47,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--chat",
         action="store_true",
-        help="documents are conversations in JSON Lines: `messages`, ShareGPT's `conversations`, or `prompt` and"
-        " `completion`. They become text by the tokenizer's chat template, and a mask tells which tokens are trained",
+        help="documents are conversations in JSON Lines or a dataset: `messages`, ShareGPT's `conversations`, or"
+        " `prompt` and `completion`. They become text by the tokenizer's chat template, and a mask tells which tokens"
+        " are trained",
     )
     parser.add_argument("--template", metavar="FILE", help="chat template in place of the tokenizer's own; with --chat")
     parser.add_argument(
@@ -101,10 +102,11 @@ def _prepare(options: argparse.Namespace) -> None:
         raise InputError(f"--pack {options.pack}: needs 2 or more tokens, and documents that end with a token")
     made_with = TokenizerFile(tokenizer.name, tokenizer_hash(options.tokenizer))
     inputs = find_inputs(options.inputs, options.glob, reading, options.on_error, skipped)
-    if reading.separator is not None and not any(format_of(each.path, reading.format) == "text" for each in inputs):
+    forms = {each: format_of(each.path, reading.format) for each in inputs if isinstance(each, InputFile)}
+    if reading.separator is not None and "text" not in forms.values():
         raise InputError("--lines and --separator are for text files, but no input is one")
-    for each in inputs if options.chat else []:
-        if (form := format_of(each.path, reading.format)) != "jsonl":
+    for each, form in forms.items() if options.chat else ():
+        if form != "jsonl":
             raise InputError(f"{each}: --chat reads JSON Lines, and this is {form}; --format jsonl says that it is not")
     given = options.tokenizer, options.eod_token, end is not None
     encoding: Encoding | ChatEncoding = Encoding(*given)
@@ -119,7 +121,7 @@ def _prepare(options: argparse.Namespace) -> None:
         print(printable(f"skipped {line}"))
 
 
-def _prepare_one(options: argparse.Namespace, settings: Preparation, inputs: list[InputFile], skipped: Skipped) -> None:
+def _prepare_one(options: argparse.Namespace, settings: Preparation, inputs: list[Input], skipped: Skipped) -> None:
     """Write the store, or the two of a split."""
     splits = ("_train", "_valid") if options.valid_fraction else ("",)
     for split in ("", "_train", "_valid"):

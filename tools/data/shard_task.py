@@ -22,7 +22,7 @@ from megalite.data.store import TokenStore, token_dtype
 from megalite.data.store_writer import StoreWriter
 from megalite.data.tokenizer import tokenizer_hash
 from megalite_tools.data.documents import Reject, Skipped
-from megalite_tools.data.inputs import InputFile
+from megalite_tools.data.inputs import Input
 from megalite_tools.data.preparation import Preparation, write_stores
 
 FORMAT, VERSION = "megalite-shard", 1
@@ -80,7 +80,7 @@ class ShardTask:
     """The shard to be made of some inputs."""
 
     preparation: Preparation
-    inputs: tuple[InputFile, ...]
+    inputs: tuple[Input, ...]
     out: str  # the prefix of the list
     number: int
     shards: int  # in all
@@ -191,7 +191,7 @@ def _states(task: ShardTask) -> list[object]:
     return states
 
 
-def _hash(inputs: Sequence[InputFile]) -> str:
+def _hash(inputs: Sequence[Input]) -> str:
     digest = xxhash.xxh3_128()
     for each in inputs:
         try:

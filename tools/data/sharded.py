@@ -12,7 +12,7 @@ from megalite.base.files import exists
 from megalite.data.shards import MAX_SHARDS, Shard, read_shards, relative_path, shards_file, write_shards
 from megalite_tools.data.documents import Skipped
 from megalite_tools.data.engines import ENGINES, run_local, run_ray, submit_slurm
-from megalite_tools.data.inputs import InputFile
+from megalite_tools.data.inputs import Input
 from megalite_tools.data.preparation import Preparation
 from megalite_tools.data.shard_task import Record, ShardTask
 from megalite_tools.terminal import bar
@@ -47,7 +47,7 @@ def add_sharding_options(parser: argparse.ArgumentParser) -> None:
 
 
 def prepare_shards(
-    options: argparse.Namespace, settings: Preparation, inputs: Sequence[InputFile], skipped: Skipped
+    options: argparse.Namespace, settings: Preparation, inputs: Sequence[Input], skipped: Skipped
 ) -> None:
     """Make the shards that are not there, and then their list. Raises InputError; finished shards are kept."""
     if options.valid_fraction:
@@ -78,15 +78,18 @@ def prepare_shards(
         _finish(options.out, tasks, [records_by_number[task.number] for task in tasks], skipped)
 
 
-def plan(settings: Preparation, inputs: Sequence[InputFile], out: str, shards: int | None) -> list[ShardTask]:
+def plan(settings: Preparation, inputs: Sequence[Input], out: str, shards: int | None) -> list[ShardTask]:
     """Cut the inputs, in order, into shards of about as many bytes. Depends on their sizes alone. Raises InputError."""
-    reached = list(accumulate(each.bytes for each in inputs))
-    total = reached[-1]
+    total = sum(each.bytes for each in inputs)
+    wanted = max(1, -(-total // SHARD_BYTES)) if shards is None else shards
+    inputs = [part for each in inputs for part in each.cut(min(wanted, MAX_SHARDS))]
+    possible = min(len(inputs), MAX_SHARDS)
     if shards is None:
-        shards = min(max(1, -(-total // SHARD_BYTES)), len(inputs), MAX_SHARDS)
-    if not 1 <= shards <= min(len(inputs), MAX_SHARDS):
-        rule = f"a shard has whole files, and 1 to {min(len(inputs), MAX_SHARDS):,} are possible here"
+        shards = min(wanted, possible)
+    if not 1 <= shards <= possible:
+        rule = f"a shard has whole files, and 1 to {possible:,} are possible here"
         raise InputError(f"--shards {shards}: {rule}; use fewer, or cut large files into several")
+    reached = list(accumulate(each.bytes for each in inputs))
     ends: list[int] = []
     for number in range(1, shards):
         least, most = (ends[-1] if ends else 0) + 1, len(inputs) - (shards - number)

@@ -28,7 +28,7 @@ def inputs(tmp_path: Path) -> Path:
     return folder
 
 
-def command(inputs: Path, tokenizer_file: Path, prefix: Path, *more: str) -> list[str]:
+def command(inputs: Path | str, tokenizer_file: Path, prefix: Path, *more: str) -> list[str]:
     return [str(inputs), "--tokenizer", str(tokenizer_file), "--out", str(prefix), "--workers", "1", *more]
 
 
@@ -36,7 +36,7 @@ def content(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-def merged_is_one_store(inputs: Path, tokenizer_file: Path, prefix: Path, *more: str) -> None:
+def merged_is_one_store(inputs: Path | str, tokenizer_file: Path, prefix: Path, *more: str) -> None:
     folder = prefix.parent.parent
     assert main(command(inputs, tokenizer_file, folder / "one", *more)) == 0
     assert merge([str(folder / "merged"), str(prefix)]) == 0

@@ -1,10 +1,11 @@
 """One shard as a task: made once, kept while its record names the same input and settings, made anew otherwise."""
 
+import errno
 import hashlib
 import json
 import os
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from importlib.metadata import version
@@ -19,7 +20,7 @@ from megalite.data.description import COUNT, SHA256, Description
 from megalite.data.exclusive_file import claim
 from megalite.data.shards import shards_file
 from megalite.data.store import TokenStore, token_dtype
-from megalite.data.store_writer import StoreWriter
+from megalite.data.store_writer import StoreWriter, sweep
 from megalite.data.tokenizer import tokenizer_hash
 from megalite_tools.data.documents import Reject, Skipped
 from megalite_tools.data.inputs import Input
@@ -97,6 +98,11 @@ class ShardTask:
         return Path(f"{self.prefix}.record")
 
     @property
+    def lock(self) -> Path:
+        """The path of a file that its maker holds."""
+        return Path(self.prefix).with_name(f".{Path(self.prefix).name}.lock")
+
+    @property
     def bytes(self) -> int:
         """The size of its inputs."""
         return sum(each.bytes for each in self.inputs)
@@ -124,24 +130,44 @@ class ShardTask:
                 return record
         return None
 
+    def sweep(self) -> None:
+        """Remove what a killed maker has left hidden, unless another is at work."""
+        with suppress(InputError, OSError):
+            if exists(self.lock):
+                with claim(self.lock, self.prefix):
+                    self.lock.unlink()
+            sweep(self.prefix)
 
+
+@contextmanager
+def resumable() -> Iterator[None]:
+    """Tell, where a disk is full, that the same command goes on."""
+    try:
+        yield
+    except InputError as error:
+        cause = error.__cause__
+        if isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise InputError(f"{error}; make room, and the same command goes on: finished shards are kept") from cause
+        raise
+
+
+@resumable()
 def make_shard(task: ShardTask) -> Record:
     """Make the shard, unless it is there: whole, and of the same settings and input. Raises InputError.
 
     Input that changes while it is read is refused, and so is a changed one if the list of shards is there already.
     """
     os.chdir(task.folder)
-    lock = Path(task.prefix).with_name(f".{Path(task.prefix).name}.lock")
     try:
-        lock.parent.mkdir(parents=True, exist_ok=True)
-        claimed = claim(lock, task.prefix)
+        task.lock.parent.mkdir(parents=True, exist_ok=True)
+        claimed = claim(task.lock, task.prefix)
     except OSError as error:
         raise InputError(f"{task.prefix}: cannot write the shard: {error.strerror}") from error
     with claimed:
         try:
             return _make(task)
         finally:
-            lock.unlink(missing_ok=True)
+            task.lock.unlink(missing_ok=True)
 
 
 def _make(task: ShardTask) -> Record:

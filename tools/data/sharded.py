@@ -14,7 +14,7 @@ from megalite_tools.data.documents import Skipped
 from megalite_tools.data.engines import ENGINES, run_local, run_ray, submit_slurm
 from megalite_tools.data.inputs import Input
 from megalite_tools.data.preparation import Preparation
-from megalite_tools.data.shard_task import Record, ShardTask
+from megalite_tools.data.shard_task import Record, ShardTask, resumable
 from megalite_tools.terminal import bar
 
 SHARD_BYTES = 1 << 30  # bytes of input in a shard, unless --shards says how many there are
@@ -70,11 +70,16 @@ def prepare_shards(
             _finish(options.out, tasks, [record for record in records if record is not None], skipped)
     else:
         records_by_number = {}
-        with bar("encoding", sum(task.bytes for task in tasks)) as advanced:
-            done = run_ray(tasks) if options.engine == "ray" else run_local(tasks, options.workers)
-            for task, record in done:
-                records_by_number[task.number] = record
-                advanced(task.bytes)
+        try:
+            with bar("encoding", sum(task.bytes for task in tasks)) as advanced:
+                done = run_ray(tasks) if options.engine == "ray" else run_local(tasks, options.workers)
+                for task, record in done:
+                    records_by_number[task.number] = record
+                    advanced(task.bytes)
+        except BaseException:  # workers were killed at their shards
+            for task in tasks:
+                task.sweep()
+            raise
         _finish(options.out, tasks, [records_by_number[task.number] for task in tasks], skipped)
 
 
@@ -126,7 +131,8 @@ def _finish(out: str, tasks: Sequence[ShardTask], records: Sequence[Record], ski
         raise InputError(skipped.nothing_kept([each for task in tasks for each in task.inputs]))
     path = shards_file(out)
     if not exists(path, follow=False):
-        write_shards(out, shards)
+        with resumable():
+            write_shards(out, shards)
     elif list(read_shards(path)) != shards:
         raise InputError(f"{path}: is the list of other shards than these; remove it or choose another --out")
     documents, tokens = sum(shard.documents for shard in shards), sum(shard.tokens for shard in shards)

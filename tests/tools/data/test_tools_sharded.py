@@ -4,10 +4,16 @@ import json
 import os
 import signal
 import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
+from megalite.data.exclusive_file import claim
+from megalite.data.store import TokenStore
+from megalite.data.store_writer import StoreWriter
 from megalite_launch.base.slurm import Answer
 from megalite_tools.data import engines, shard_task
 from megalite_tools.data.merge_data import main as merge
@@ -170,6 +176,67 @@ def test_workers_that_die_again_and_again_end_it(
     monkeypatch.setattr(engines, "attempt", dies)
     assert main(command(inputs, tokenizer_file, out / "p", "--shards", "2", "--workers", "2")) == 2
     assert "workers died 3 times" in capsys.readouterr().err
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of its own."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8k", "tmpfs", folder], capture_output=True)
+    if made.returncode:
+        pytest.skip(f"cannot mount: {made.stderr.decode()}")
+    yield folder
+    subprocess.run(["umount", "--lazy", folder], check=True, timeout=30)
+
+
+def test_wherever_a_disk_is_full_shards_are_whole_and_the_same_command_goes_on(
+    inputs: Path, tokenizer_file: Path, tmp_path: Path, disk: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The disk grows page by page until all shards have room, and is then full again when the list is written."""
+    assert main(command(inputs, tokenizer_file, tmp_path / "calm/p", "--shards", "4")) == 0
+    given, size, failed = command(inputs, tokenizer_file, disk / "p", "--shards", "4"), 8, list[str]()
+    going_on = "No space left on device; make room, and the same command goes on: finished shards are kept\n"
+    while main(given) == 2:
+        error = capsys.readouterr().err
+        assert error.endswith(going_on)
+        failed.append(error)
+        assert not [name for name in content(disk) if name.startswith(".")]
+        for index in disk.glob("*.idx"):
+            TokenStore(index.with_suffix("")).verify()
+        size += 4
+        subprocess.run(["mount", "-o", f"remount,size={size}k", disk], check=True, timeout=30)
+    assert any("cannot write the store" in error for error in failed)
+    assert any(".record: cannot be written" in error for error in failed)
+    (disk / "p.shards").unlink()
+    with suppress(OSError), (disk / "filler").open("wb", buffering=0) as filler:
+        while True:
+            filler.write(bytes(4096))
+    assert main(given) == 2
+    assert capsys.readouterr().err.endswith(f"p.shards: cannot be written: {going_on}")
+    (disk / "filler").unlink()
+    assert main(given) == 0
+    assert content(disk) == content(tmp_path / "calm")
+
+
+def hangs(task: shard_task.ShardTask) -> str:
+    """Hold shard 1 with half a store, until shard 0 fails and this process is killed."""
+    if task.number == 1:
+        half = StoreWriter(task.prefix, "uint16").hidden[0]
+        with claim(half, "half"), claim(task.lock, "lock"):
+            time.sleep(60)
+    while not Path(f"{task.out}-00001-of-00002").with_name(".p-00001-of-00002.lock").exists():
+        time.sleep(0.01)
+    return "shard 0 has failed"
+
+
+def test_workers_that_are_killed_for_another_shard_leave_nothing(
+    inputs: Path, tokenizer_file: Path, out: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(engines, "attempt", hangs)
+    assert main(command(inputs, tokenizer_file, out / "p", "--shards", "2", "--workers", "2")) == 2
+    assert "shard 0 has failed" in capsys.readouterr().err
+    assert list(out.iterdir()) == []
 
 
 @pytest.mark.timeout(180)

@@ -99,7 +99,7 @@ SLOW += (
     "layout_search/test_search.py",
 )
 SLOW += tuple(f"distributed/test_{name}.py" for name in ("local", "start", "watchdog"))
-SLURM = tuple(f"launch/test_{name}slurm.py" for name in ("", "disk_full_", "supervisor_", "sweep_"))
+SLURM = tuple(f"launch/test_{name}slurm.py" for name in ("", "disk_full_", "preparation_", "supervisor_", "sweep_"))
 
 PRIORITY = os.getpriority(os.PRIO_PROCESS, 0)
 

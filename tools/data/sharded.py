@@ -131,9 +131,13 @@ def _finish(out: str, tasks: Sequence[ShardTask], records: Sequence[Record], ski
         raise InputError(skipped.nothing_kept([each for task in tasks for each in task.inputs]))
     path = shards_file(out)
     if not exists(path, follow=False):
-        with resumable():
-            write_shards(out, shards)
-    elif list(read_shards(path)) != shards:
+        try:
+            with resumable():
+                write_shards(out, shards)
+        except InputError:
+            if not exists(path, follow=False):  # otherwise another task of an array has ended at the same time
+                raise
+    if list(read_shards(path)) != shards:
         raise InputError(f"{path}: is the list of other shards than these; remove it or choose another --out")
     documents, tokens = sum(shard.documents for shard in shards), sum(shard.tokens for shard in shards)
     print(

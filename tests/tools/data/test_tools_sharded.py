@@ -12,10 +12,11 @@ from pathlib import Path
 import pytest
 
 from megalite.data.exclusive_file import claim
+from megalite.data.shards import Shard, write_shards
 from megalite.data.store import TokenStore
 from megalite.data.store_writer import StoreWriter
 from megalite_launch.base.slurm import Answer
-from megalite_tools.data import engines, shard_task
+from megalite_tools.data import engines, shard_task, sharded
 from megalite_tools.data.merge_data import main as merge
 from megalite_tools.data.prepare_data import main
 
@@ -293,6 +294,17 @@ def test_an_array_of_slurm_whose_tasks_run_in_any_order(
     assert len(asked) == 1  # all of it is there
     script.unlink()
     assert content(tmp_path / "slurm") == content(tmp_path / "calm")
+
+
+def test_two_tasks_of_an_array_that_end_at_the_same_time_agree(
+    inputs: Path, tokenizer_file: Path, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def after_another(prefix: str, shards: list[Shard]) -> None:
+        write_shards(prefix, shards)
+        write_shards(prefix, shards)
+
+    monkeypatch.setattr(sharded, "write_shards", after_another)
+    assert main(command(inputs, tokenizer_file, out / "p", "--shards", "2")) == 0
 
 
 @pytest.mark.parametrize(

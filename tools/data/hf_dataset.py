@@ -66,7 +66,7 @@ class DatasetPart:
         return [replace(self, number=number, parts=parts) for number in range(parts)]
 
     def documents(self, reading: Reading, advanced: Callable[[int], None]) -> Iterator[Document | Reject]:
-        """The document of every row, in order; `advanced` is called with numbers of bytes of text.
+        """The document of every row, in order; `advanced` is called with numbers of characters.
 
         Raises InputError where a row cannot be read, as all that follow would be lost.
         """
@@ -125,6 +125,7 @@ def is_saved(folder: Path) -> bool:
 
 
 def _parsed(named: str) -> tuple[str, dict[str, str]]:
+    """The path and the fields of an input. A path may have commas."""
     words, asked = named.removeprefix(SCHEME).split(","), dict[str, str]()
     while len(words) > 1 and words[-1].partition("=")[0] in FIELDS:
         field, _, value = words.pop().partition("=")
@@ -149,11 +150,12 @@ def _chosen(named: str, splits: Any, asked: str | None) -> str:
 
 def _saved(path: str, folder: str, split: str | None) -> DatasetPart:
     """The dataset in a folder, which is that of a split or tells of its own split, if that has a name."""
-    dataset = _load_saved(folder)
-    split = split or (dataset.split and str(dataset.split))
-    files = tuple(file["filename"] for file in dataset.cache_files)
-    size = sum(size for size, *_ in _stamps(files))
-    return DatasetPart(path, None, split, None, _fingerprint(path, folder, files), folder, files, size, len(dataset))
+    with _explained(f"{SCHEME}{path}"):
+        dataset = _load_saved(folder)
+        split = split or (dataset.split and str(dataset.split))
+        files = tuple(file["filename"] for file in dataset.cache_files)
+        fingerprint, size = _fingerprint(path, folder, files), sum(size for size, *_ in _stamps(files))
+        return DatasetPart(path, None, split, None, fingerprint, folder, files, size, len(dataset))
 
 
 def _streamed(named: str, path: str, asked: Mapping[str, str]) -> DatasetPart:
@@ -166,28 +168,31 @@ def _streamed(named: str, path: str, asked: Mapping[str, str]) -> DatasetPart:
         if commit is not None:
             system, _ = fsspec.core.url_to_fs(files[0])
             return DatasetPart(path, name, split, commit, None, None, (), sum(map(system.size, files)), most)
-    size = sum(size for size, *_ in _stamps(files))
-    return DatasetPart(path, name, split, None, _fingerprint(path, None, files), None, files, size, most)
+        fingerprint, size = _fingerprint(path, None, files), sum(size for size, *_ in _stamps(files))
+        return DatasetPart(path, name, split, None, fingerprint, None, files, size, most)
 
 
 @lru_cache(maxsize=1)  # the parts of a split are read one after the other
 def _opened(whole: DatasetPart) -> Any:
-    if whole.saved is not None:
-        return _load_saved(whole.saved)
+    """The split as a dataset of the package, on a disk or a stream: both have `shard`, `features` and rows."""
     with _explained(str(whole)):
+        if whole.saved is not None:
+            return _load_saved(whole.saved)
         return _builder(whole.path, whole.config, whole.revision)[0].as_streaming_dataset(whole.split)
 
 
 def _load_saved(folder: str) -> Any:
-    with _explained(f"{SCHEME}{folder}"):
-        return _library().load_from_disk(folder).with_format(None)
+    return _library().load_from_disk(folder).with_format(None)
 
 
 def _builder(path: str, config: str | None, revision: str | None) -> tuple[Any, str | None]:
     """The builder of a stream, and the commit on the Hub that it is of; None: it is of a folder."""
+    local = is_folder(path)
     with _explained(f"{SCHEME}{path}"):
-        builder = _library().load_dataset_builder(path, config, revision=revision)
-    if is_folder(path):
+        # A relative path could be the name of a format, such as json, which has a builder of its own.
+        where = os.path.abspath(path) if local else path
+        builder = _library().load_dataset_builder(where, config, revision=revision)
+    if local:
         return builder, None
     commit = COMMIT.match(builder.base_path or "")
     if commit is None:  # a copy in the package's cache, of any revision

@@ -97,6 +97,15 @@ def test_the_store_is_that_of_the_same_json_lines(
     assert found.split_bytes == sum(Path(file).stat().st_size for file in found.files) > 0
 
 
+def test_a_folder_may_have_the_name_of_a_format_and_commas(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    names = ("json", "a,b=c")
+    for name in names:
+        write_lines(Path(name))
+    for name in names:
+        assert list(read_texts([find_dataset(f"hf:{name}")], Reading(), "stop", Skipped())) == TEXTS
+
+
 def test_a_split_is_chosen(tmp_path: Path) -> None:
     save(tmp_path / "two")
     named = f"hf:{tmp_path}/two,split=test"

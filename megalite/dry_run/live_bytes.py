@@ -63,7 +63,10 @@ class LiveBytes(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(kind not in COUNTED_TYPES for kind in types):
             return NotImplemented
-        result = func(*args, **kwargs or {})
+        kwargs = kwargs or {}
+        result = _known(func, args, kwargs)
+        if result is None:
+            result = func(*args, **kwargs)
         self._follow_phase()
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor) and self._counts(leaf):
@@ -150,6 +153,24 @@ class LiveBytes(TorchDispatchMode):
         if task != self._task and (task == -1 or task > self._newest):  # else a pass beside it has had its turn
             self._phase += 1
         self._task, self._newest = task, max(task, self._newest)
+
+
+def _known(func: Any, args: Any, kwargs: Any) -> Any:
+    """The result of an operation on fake tensors that needs no computing, for which FakeTensorMode takes long; or None.
+
+    It works out a product written to `out` anew every time, in milliseconds: half the time of a rank with experts.
+    """
+    first = args[0] if args else None
+    if not isinstance(first, FakeTensor):
+        return None
+    if func is torch.ops.prim.device.default:
+        return first.fake_device
+    if func is torch.ops.aten.addmm.out:
+        (_, left, right), out = args, kwargs["out"]
+        assert left.shape[1] == right.shape[0], (left.shape, right.shape)
+        assert out.shape == (left.shape[0], right.shape[1]), (out.shape, left.shape, right.shape)
+        return out
+    return None
 
 
 def _parts(tensor: Tensor) -> Iterator[Tensor]:

@@ -33,6 +33,18 @@ def test_results_in_place_and_out_take_nothing_new(live: LiveBytes) -> None:
     assert live.live == 8000
 
 
+def test_a_product_written_to_a_fake_tensor_must_fit_it() -> None:
+    fake = FakeTensorMode()
+    with fake, LiveBytes(fake) as counting:
+        x, y, out = torch.ones(3, 5), torch.ones(5, 7), torch.ones(4, 7)
+        before = counting.live
+        assert torch.addmm(out[:3], x, y, out=out[:3]).shape == (3, 7)
+        assert counting.live == before
+        for left, right in ((x, y), (torch.ones(4, 6), y), (torch.ones(4, 5), y[:, 1:])):
+            with pytest.raises(AssertionError):
+                torch.addmm(out, left, right, out=out)
+
+
 def test_resizing_a_storage_is_seen(live: LiveBytes) -> None:
     x = torch.zeros(1000)
     x.untyped_storage().resize_(0)

@@ -155,7 +155,7 @@ def within_budget(config: Config, share: float) -> tuple[Config, Costs]:
 
 
 def compare_within_budget(config: Config, share: float) -> list[Difference]:
-    return compare(within_budget(config, share)[0], 3, 1e-10)
+    return compare(within_budget(config, share)[0], 2, 1e-10)
 
 
 def built(config: Config) -> tuple[Job, list[Mode], list[Counted]] | None:

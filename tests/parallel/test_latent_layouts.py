@@ -77,5 +77,5 @@ def test_training_is_that_of_one_process(case: str, documents: bool, ranks: Rank
         data=Data(mask_documents=documents, reset_positions=documents, end_of_document=3),
     )
     assert validate(config, layout.world_size) == []
-    told = ranks.run(compare, config, 3, 1e-11)  # losses and norms must then agree to 1e-13, gradients to 1e-12
+    told = ranks.run(compare, config, 2, 1e-11)  # losses and norms must then agree to 1e-13, gradients to 1e-12
     assert [difference for difference in told[0] if not difference.passed] == []

@@ -116,28 +116,27 @@ def test_a_split_is_chosen(tmp_path: Path) -> None:
     assert find_dataset(f"hf:{tmp_path}/only").split == "only"
 
 
-@pytest.mark.parametrize("kind", ["saved", "parquet", "lines"])
-def test_conversations_have_the_tokens_and_masks_of_json_lines(kind: str, out: Path, tmp_path: Path) -> None:
+def test_conversations_have_the_tokens_and_masks_of_json_lines(out: Path, tmp_path: Path) -> None:
     """Other rows' arguments of a call, which are nulls in a table, reach no template."""
-    folder, rows = tmp_path / "data", [{"messages": chat} for chat in CHATS]
-    folder.mkdir()
+    rows = [{"messages": chat} for chat in CHATS]
     (tmp_path / "lines.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    if kind == "saved":
-        datasets.Dataset.from_list(rows).save_to_disk(folder)
-    elif kind == "parquet":
-        datasets.Dataset.from_list(rows).to_parquet(folder / "chats.parquet")
-    else:
-        (folder / "chats.jsonl").write_bytes((tmp_path / "lines.jsonl").read_bytes())
+    datasets.Dataset.from_list(rows).to_parquet(tmp_path / "data/chats.parquet")
     tokenizer = write_tokenizer(tmp_path / "tokenizer", MARKED["chatml"])
-    for name, given in (("a", str(tmp_path / "lines.jsonl")), ("b", f"hf:{folder}")):
+    for name, given in (("a", tmp_path / "lines.jsonl"), ("b", f"hf:{tmp_path}/data")):
         assert main(command(given, tokenizer, out / name, "--chat", "--eod-token", "</s>")) == 0
     for suffix in (".bin", ".idx", ".mask"):
         assert (out / f"a{suffix}").read_bytes() == (out / f"b{suffix}").read_bytes()
 
 
-def test_null_fields_of_a_table_are_left_out_but_for_content(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["saved", "parquet", "lines"])
+def test_null_fields_of_a_table_are_left_out_but_for_content(kind: str, tmp_path: Path) -> None:
     rows = [{"messages": chat} for chat in CHATS]
-    datasets.Dataset.from_list(rows).to_parquet(tmp_path / "chats.parquet")
+    if kind == "saved":
+        datasets.Dataset.from_list(rows).save_to_disk(tmp_path)
+    elif kind == "parquet":
+        datasets.Dataset.from_list(rows).to_parquet(tmp_path / "chats.parquet")
+    else:
+        (tmp_path / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     records: list[dict[str, Any]] = []
     reading = Reading(make=lambda _, record: records.append(record) or Document("it"))  # type: ignore[func-returns-value]
     assert len(list(find_dataset(f"hf:{tmp_path}").documents(reading, lambda _: None))) == len(rows)
@@ -151,17 +150,17 @@ def test_other_columns_are_not_read(tmp_path: Path) -> None:
     assert list(read_texts([find_dataset(f"hf:{tmp_path}")], Reading(), "stop", Skipped())) == ["alone"]
 
 
-@pytest.mark.parametrize(("write", "shards"), [(save, 7), (write_lines, 3)])
-def test_shards_are_the_same_for_any_workers_and_merged_they_are_one_store(
-    write: Callable[[Path], str], shards: int, tmp_path: Path, tokenizer_file: Path
-) -> None:
-    named = write(tmp_path / "data")
-    for workers in ("1", "2"):
-        more = ("--shards", str(shards), "--workers", workers)
-        assert main(command(named, tokenizer_file, tmp_path / workers / "p", *more)) == 0
+def test_workers_change_nothing_and_shards_merged_are_one_store(tmp_path: Path, tokenizer_file: Path) -> None:
+    saved, streamed = save(tmp_path / "saved"), write_lines(tmp_path / "streamed")
+    for name, named, shards, workers in (("1", saved, 7, 1), ("2", saved, 7, 2), ("3", streamed, 3, 1)):
+        more = ("--shards", str(shards), "--workers", str(workers))
+        assert main(command(named, tokenizer_file, tmp_path / name / "p", *more)) == 0
+        assert len(json.loads((tmp_path / name / "p.shards").read_text())["shards"]) == shards
     assert content(tmp_path / "1") == content(tmp_path / "2")
-    assert len(json.loads((tmp_path / "1/p.shards").read_text())["shards"]) == shards
-    merged_is_one_store(named, tokenizer_file, tmp_path / "1/p")
+    for name, named in (("2", saved), ("3", streamed)):
+        merged_is_one_store(named, tokenizer_file, tmp_path / name / "p")
+        for path in (*tmp_path.glob("merged.*"), *tmp_path.glob("one.*")):
+            path.unlink()
 
 
 def test_a_dataset_is_one_source_of_a_shard_with_several_parts_of_it(

@@ -272,6 +272,7 @@ def test_layout_trains_as_one_process(layout: Layout, row: Row, ranks: Ranks) ->
         "weights after 2 steps": 1e-10,
     }
     required |= {} if config.model.experts is None else {"routing": 0.0}
+    required |= {f"mtp_loss/{k}": 1e-12 for k in range(1, config.model.depth + 1)}
     assert tolerances == pytest.approx(required, rel=1e-9, abs=0.0)
     assert [difference for difference in told[0] if not difference.passed] == []
 

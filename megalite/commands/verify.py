@@ -87,6 +87,7 @@ class Trace:
     gradients: list[Parts]  # gradients of every step
     weights: Parts  # after the last step
     choices: list[Choices] = field(default_factory=list)  # experts of tokens in every step
+    further: list[tuple[float, ...]] = field(default_factory=list)  # losses of tokens further ahead, likewise
 
 
 @dataclass(frozen=True)
@@ -140,7 +141,7 @@ def trace(config: Config, mesh: Mesh, steps: int, masked: bool = False) -> Trace
     """Train from the beginning, on random tokens."""
     job = build(plan_for(config, mesh), mesh)
     initial, recorder = _state(job), Recorder(job)
-    losses, norms, grads, choices = [], [], [], []
+    losses, norms, grads, choices, further = [], [], [], [], []
     for step in range(steps):
         loss = gradients(job, random_batch(job, step, masked))
         grads.append(_gradients(job))
@@ -148,7 +149,8 @@ def trace(config: Config, mesh: Mesh, steps: int, masked: bool = False) -> Trace
         reading = update(job, loss, step).read()
         losses.append(reading.loss)
         norms.append(reading.norm)
-    return Trace(losses, norms, initial, grads, _state(job), choices)
+        further.append(reading.further)
+    return Trace(losses, norms, initial, grads, _state(job), choices, further)
 
 
 def refuse_dead(reference: Trace, config: Config, tolerance: float) -> None:
@@ -240,7 +242,7 @@ def _parts(tensors: Iterable[tuple[str, Any, tuple[int, ...]]]) -> Parts:
 
 
 def _differences(reference: Trace, found: Trace, steps: int, tolerance: float, mesh: Mesh) -> list[Difference]:
-    def numbers(quantity: str, expected: list[float], got: list[float]) -> Difference:
+    def numbers(quantity: str, expected: Sequence[float], got: Sequence[float]) -> Difference:
         apart = [_relative(abs(a - b), abs(a)) for a, b in zip(expected, got, strict=True)]
         each = [(f"step {step}", value) for step, value in enumerate(apart)]
         return _largest(quantity, each, tolerance / 100, mesh)
@@ -259,12 +261,14 @@ def _differences(reference: Trace, found: Trace, steps: int, tolerance: float, m
     grads = tensors(reference.gradients[0], found.gradients[0])
     for expected, got in zip(reference.gradients, found.gradients, strict=True):
         grads += nothing(expected, got)
+    ahead = zip(zip(*reference.further, strict=True), zip(*found.further, strict=True), strict=True)
     weights = _largest(
         f"weights after {counted(steps, 'step')}", tensors(reference.weights, found.weights), tolerance, mesh
     )
     return [
         *_routing(reference, found, mesh),
         numbers("loss", reference.losses, found.losses),
+        *[numbers(f"mtp_loss/{k}", *each) for k, each in enumerate(ahead, start=1)],
         numbers("gradient norm", reference.norms, found.norms),
         _largest("initial weights", initial, 0.0, mesh),
         _largest("gradients", grads, tolerance / 10, mesh),

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import nan
-from operator import add
+from statistics import fmean
 from typing import TypeVar
 
 import torch
@@ -77,8 +77,7 @@ class Meter:
 
     def _restart(self) -> None:
         self.loss = 0.0  # summed over tokens
-        self.further = [0.0] * self.job.config.model.depth  # summed over good steps
-        self.good = 0  # steps
+        self.further: list[list[float]] = [[] for _ in range(self.job.config.model.depth)]  # of steps with such tokens
         self.trained = 0  # tokens that went into it: those of bad steps, and untrained ones, did not
         self.masked = 0  # tokens of good steps that were not trained
         self.steps = 0
@@ -146,8 +145,9 @@ class Meter:
         self.trained += trained
         self.masked += tokens - trained
         self.loss += judged.reading.loss * trained
-        self.further = [*map(add, self.further, judged.reading.further)]
-        self.good += 1
+        for losses, loss in zip(self.further, judged.reading.further, strict=True):
+            if loss:  # 0 without targets, as in the short sequences of a curriculum
+                losses.append(loss)
         return self.load.add(judged.reading.load)
 
     def read(self, step: int) -> dict[str, float]:
@@ -167,8 +167,7 @@ class Meter:
             "peak_memory_bytes": float(peak_memory(job.mesh.device)),
             **self.load.read(),
         }
-        if self.good:
-            record |= {f"mtp_loss/{k}": total / self.good for k, total in enumerate(self.further, start=1)}
+        record |= {f"mtp_loss/{k}": fmean(losses) for k, losses in enumerate(self.further, start=1) if losses}
         if self.masked:
             record["trained_share"] = self.trained / (self.trained + self.masked)
         self._restart()

@@ -126,8 +126,8 @@ def drafted(layouts: list[Layout], model: Model) -> list[bool | None]:
         engine, right = engine_of(mesh, model), []
         longest = Request(9, 0, [1] * 30, model.sequence_length - 29)
         for draw, asked, end in (
-            (Draw(0), [*requests(12, 1, model), longest], None),
-            (Draw(1.0, 3, 0.9, 3), requests(9, 2, model), 5),
+            (Draw(0), [*requests(6, 1, model)[:3], longest], None),
+            (Draw(1.0, 3, 0.9, 3), requests(5, 2, model)[2:8], 5),
         ):
             timing = Timing()
             with_drafts = texts(engine, asked, draw, 3, end, DraftedSteps, timing)

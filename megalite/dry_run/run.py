@@ -34,7 +34,6 @@ from megalite.config.schema import Config
 from megalite.cost.order_costs import costing_of
 from megalite.data.loader import Micros
 from megalite.distributed.mesh import Mesh
-from megalite.distributed.start.signals import die_with_launcher
 from megalite.dry_run.configuration import as_counted, busiest_rank
 from megalite.dry_run.live_bytes import LiveBytes
 from megalite.dry_run.transfers import CountedTransfers, axes_of, with_world_apart
@@ -50,6 +49,7 @@ from megalite.plan.parts.transfers import Transfer
 from megalite.plan.resolved import Plan, resolve
 from megalite.plan.state_streams import BUCKET_BYTES
 from megalite.train.build import Job, build, build_mesh
+from megalite.train.garbage import Garbage
 from megalite.train.step import train_step
 
 CPU = torch.device("cpu")
@@ -152,7 +152,8 @@ def count_step(job: Job, batch: Micros, fake: FakeTensorMode | None = None) -> t
     if reduced_to == HOST_MEMORY:
         hooks += [param.register_post_accumulate_grad_hook(move_gradient) for param in trained]
     job.memory.watch = lambda host: live.add([host], HOST_MEMORY)  # on a CPU too
-    with live, _swapped(FSDPParam, "all_gather_inputs", property(copied_from_host)):
+    at_rest = Garbage(job.config.train.gc_interval)
+    with at_rest, live, _swapped(FSDPParam, "all_gather_inputs", property(copied_from_host)):
         train_step(job, batch, 0)
     job.memory.watch = None
     for hook in hooks:
@@ -237,8 +238,3 @@ def main(arguments: Sequence[str]) -> int:
         print(error, file=sys.stderr)
         return ExitCode.BAD_INPUT
     return ExitCode.DONE
-
-
-if __name__ == "__main__":
-    die_with_launcher()
-    sys.exit(main(sys.argv[1:]))

@@ -107,7 +107,7 @@ def test_a_dry_run_knows_the_command_that_it_ends_with(monkeypatch: pytest.Monke
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux ends a process with its parent")
 def test_a_dry_run_does_not_outlive_the_command() -> None:
-    command, environment = [sys.executable, "-m", "megalite.dry_run.run", "--pp=0"], {**os.environ, LAUNCHER: "1"}
+    command, environment = [sys.executable, "-m", "megalite.dry_run", "--pp=0"], {**os.environ, LAUNCHER: "1"}
     assert subprocess.run(command, env=environment, timeout=60, check=False).returncode == -signal.SIGKILL
 
 

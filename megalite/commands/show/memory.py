@@ -121,7 +121,7 @@ def dry_run_command(args: argparse.Namespace, config: Config, pp: int) -> list[s
         "batch.memory": config.batch.memory,
     }
     keys = [f"{key}={json.dumps(value)}" for key, value in decided.items()]
-    return [sys.executable, "-m", "megalite.dry_run.run", f"--pp={pp}", *world, *args.files, *args.overrides, *keys]
+    return [sys.executable, "-m", "megalite.dry_run", f"--pp={pp}", *world, *args.files, *args.overrides, *keys]
 
 
 def verdict(config: Config, memories: Sequence[Memory], limit: float | None, cluster: Cluster | None = None) -> Text:

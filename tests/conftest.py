@@ -17,6 +17,9 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in a shell's background
 if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # under nohup
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
+if gc.isenabled():  # until tests are collected: it would look at all packages and tests over and over
+    gc.disable()
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -147,11 +150,12 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Leave all that has been imported, and the tests themselves, to the garbage collector no more.
+    """Turn the garbage collector on, but leave it nothing of what has been imported, nor the tests themselves.
 
     It would look at those many objects in every run that a test trains, several times.
     """
     gc.freeze()
+    gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -2,15 +2,15 @@
 
 import sys
 from collections.abc import Callable
-from importlib import import_module
 
+from megalite.base.late_import import import_for_good
 from megalite.base.stop_signals import Stopped, ended_at_once, listen, stop
 
 
 def _program(module: str) -> Callable[[], int]:
     def main() -> int:
         with ended_at_once():
-            program = import_module(f"megalite_tools.{module}")
+            program = import_for_good(f"megalite_tools.{module}")
             try:
                 listen(stop)  # signals raise an exception from here on, so that the program can clean up
                 code: int = program.main()

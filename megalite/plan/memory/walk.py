@@ -140,6 +140,7 @@ class Walk(Held):
         gradient, end = states.r if states.copies else states.w, len(parts) - 1
         if not self.config.model.tie_embeddings:  # multi-token prediction uses it
             end = next((index for index, part in enumerate(parts) if part.name == FURTHER), end)
+            gradient = states.w  # of a look-up, which no sum is added to at once
         waiting = gradient * parts[0].weights.gradients if parts[0].with_stage and not parts[0].copy else 0
         for index, part in self._through(action.stage, backwards=True):
             key = action.stage, index
@@ -166,8 +167,8 @@ class Walk(Held):
                 again = part.again[moment.name]
                 summed = waiting if index == 0 else 0
                 taken = moment.temporaries - held - moment.held * puts_off
-                # The two gradients of a tied copy make one, which is its float32 sum.
-                new = made + (summed or sums if states.copies else sums + summed)
+                # An embedding's two gradients make one: with a copy, a float32 sum, or one that is then cast to it.
+                new = max(made + summed, sums) if summed and states.copies else made + sums + summed
                 self._see(taken + new + again + beside, gathered, moment.name)
                 # Full recompute begins after the first pause, and what has arrived is used after the second.
                 for missing in part.missing[: moment.pauses] if moment.where == "remade" else [0] * moment.pauses:

@@ -56,6 +56,7 @@ def drawn(draw: st.DrawFn) -> tuple[Config, str]:
         "model.tie_embeddings": draw(st.booleans()),
         "model.qk_norm": not latent and draw(st.booleans()),
         "model.attention.window": draw(st.sampled_from(["null", 64, 1000])),
+        "model.mtp": draw(st.sampled_from(["null", "{depth: 1}", "{depth: 3}"])),
         "parallel.tp": tp,
         "parallel.cp": cp,
         "parallel.pp": pp,

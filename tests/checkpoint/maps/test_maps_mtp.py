@@ -16,9 +16,10 @@ from toy_jobs import one_rank
 from megalite.base.errors import InputError
 from megalite.checkpoint.store.disk import DamagedError
 from megalite.checkpoint.weights.convert import convert
+from megalite.checkpoint.weights.maps.families import FAMILIES, family_of
 from megalite.checkpoint.weights.sources import open_weights
 from megalite.checkpoint.weights.targets import Wanted, plan_of
-from megalite.config.schema import MultiToken
+from megalite.config.schema import Model, MultiToken
 from megalite.parallel.parameter import part
 
 FILE, SHARED = "model.safetensors", ("embed_tokens.weight", "shared_head.head.weight")
@@ -110,6 +111,33 @@ def test_they_may_be_left_out(tmp_path: Path) -> None:
     again, theirs = load_file(tmp_path / "again" / FILE), folder(tmp_path / "plain", depth=0).keys()
     assert again.keys() == theirs
     assert open_weights(str(tmp_path / "again")).model.mtp is None
+
+
+def test_a_family_without_them_is_refused_with_a_way_out() -> None:
+    """The factor of their losses is no part of the weights, so it is not what the family lacks."""
+    rule = r"llama, the nearest, cannot express model\.mtp\.depth = 2; megalite-convert --without-mtp leaves"
+    with pytest.raises(InputError, match=rule):
+        family_of(Model(mtp=MultiToken(2, 0.1)))
+
+
+def test_a_configuration_keeps_what_else_it_tells_without_them(tmp_path: Path) -> None:
+    """A folder as transformers writes it, whose config.json has keys that megalite does not know."""
+    folder(tmp_path / "theirs", depth=0)
+    path = tmp_path / "theirs" / "config.json"
+    told = {**json.loads(path.read_text()), "num_nextn_predict_layers": 2, "pretraining_tp": 7}
+    path.write_text(json.dumps(told))
+    found = open_weights(str(tmp_path / "theirs"))
+    convert(found, plan_of("hf", found, tmp_path / "again", Wanted()), tmp_path / "again", {}, 1)
+    again = json.loads((tmp_path / "again" / "config.json").read_text())
+    assert again["pretraining_tp"] == 7
+    assert open_weights(str(tmp_path / "again")).model == found.model
+
+
+def test_copies_of_a_tied_head_are_the_embedding() -> None:
+    """In files whose configuration ties the head, which has no tensor of its own."""
+    table = FAMILIES["glm4_moe"].table(Model(4, tie_embeddings=True, mtp=MultiToken(1)), copies=True)
+    assert table["model.layers.4.shared_head.head.weight"] == table["model.embed_tokens.weight"]
+    assert "lm_head.weight" not in table
 
 
 @pytest.mark.parametrize("kind", ["megatron", "megatron-dist"])

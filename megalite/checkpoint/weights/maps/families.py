@@ -127,9 +127,10 @@ def family_of(model: Model, preferred: str | None = None) -> Family:
             return family
         found.append((missing, family))
     missing, family = min(found, key=lambda pair: len(pair[0]))
+    fix = "; megalite-convert --without-mtp leaves these layers out" if model.mtp and not family.predicts_more else ""
     raise InputError(
         f"no family of Hugging Face transformers that megalite knows has this model: {family.model_type}, the nearest, "
-        f"cannot express {listing(missing, 'and')}"
+        f"cannot express {listing(missing, 'and')}{fix}"
     )
 
 

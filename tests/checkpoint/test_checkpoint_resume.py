@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 
 from megalite.base.errors import InputError
 from megalite.checkpoint.run.resume import check_start, starting_point
-from megalite.checkpoint.run.same_run import refuse_other_data, refuse_other_model
+from megalite.checkpoint.run.same_run import refuse_other_data, refuse_other_model, refuse_other_weights
 from megalite.checkpoint.store.disk import DamagedError, File, share_of
 from megalite.checkpoint.store.manifest import INDEX, MANIFEST, Manifest, Source, complete
 from megalite.checkpoint.store.retain import damaged, retain, set_aside
 from megalite.config.convert import to_plain
-from megalite.config.schema import Attention, Checkpoint, Config, Experts, Model, RopeScaling, Run
+from megalite.config.schema import Attention, Checkpoint, Config, Experts, Model, MultiToken, RopeScaling, Run
 
 MODEL = Model(layers=2, width=16)
 CONFIG = Config(model=MODEL, run=Run(seed=3))
@@ -99,6 +99,21 @@ def test_a_checkpoint_from_before_kinds_of_scaling_is_of_llama3s() -> None:
     assert refused(refuse_other_model, Path("x"), there, Config(model=replace(MODEL, rope_scaling=RopeScaling()))) == []
     yarn = Config(model=replace(MODEL, rope_scaling=RopeScaling("yarn")))
     assert refused(refuse_other_model, Path("x"), there, yarn) == ["model.rope_scaling.kind"]
+
+
+def test_only_new_runs_may_leave_out_layers_of_multi_token_prediction() -> None:
+    """The factor of their losses may change in both; more layers than the checkpoint has are in no case there."""
+    there = replace(MODEL, mtp=MultiToken(2))
+    same, fewer, none, more = (
+        Config(model=replace(MODEL, mtp=mtp)) for mtp in (MultiToken(2, 0.1), MultiToken(1), None, MultiToken(3))
+    )
+    found = [
+        [refused(refuse, Path("x"), there, config) for config in (same, fewer, none, more)]
+        for refuse in (refuse_other_weights, refuse_other_model)
+    ]
+    depth = ["model.mtp.depth"]
+    assert found == [[[], [], [], depth], [[], depth, ["model.mtp"], depth]]
+    assert refused(refuse_other_weights, Path("x"), MODEL, same) == ["model.mtp"]
 
 
 def test_weights_do_not_depend_on_sequence_length_and_initialization() -> None:

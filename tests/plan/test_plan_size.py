@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from megalite.config.layers import LayerKind, Scores, layer_kinds
 from megalite.config.load import load
 from megalite.config.schema import Attention as Windows
-from megalite.config.schema import Model
+from megalite.config.schema import Model, MultiToken
 from megalite.plan.model.size import (
     Attention,
     Parameters,
@@ -16,10 +16,12 @@ from megalite.plan.model.size import (
     flops_per_token,
     head_forward_flops,
     layer_forward_flops,
+    layer_matrix_flops,
     layer_parameters,
     model_parameters,
     stage_parameters,
 )
+from megalite.plan.parts.layer import Layer
 from megalite.plan.parts.window import attended_pairs
 
 PRESETS = Path(__file__).parents[2] / "configs/model"
@@ -124,6 +126,18 @@ def test_a_token_costs_the_active_weights_of_matrices() -> None:
     active = active_parameters(model)
     matrices = active.attention + active.mlp + active.head
     assert flops_per_token(model, "full") == 6 * matrices + 12 * 48 * 4096 * 4096
+
+
+def test_a_token_further_ahead_costs_a_layer_a_projection_and_the_head() -> None:
+    model = Model(layers=2, width=16, heads=4, kv_heads=2, ffn=24, vocab_size=40, sequence_length=8)
+    layer = flops_per_token(replace(model, layers=3)) - flops_per_token(model)
+    deep = replace(model, mtp=MultiToken(3))
+    assert flops_per_token(deep) - flops_per_token(model) == 3 * (layer + 6 * 16 * (2 * 16 + 40))
+    kind = layer_kinds(deep)[-1]
+    for tp in (1, 2):
+        products = Layer(16, kind).products(tokens=8, tp=tp)
+        flops = sum(2 * each.rows * each.outputs * each.inputs for each in products)
+        assert flops * tp == 8 * layer_matrix_flops(deep, kind)
 
 
 def test_llama3_8b_costs_the_published_flops() -> None:

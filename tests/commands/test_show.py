@@ -140,6 +140,7 @@ def test_flops_come_with_their_convention(show: Show) -> None:
     assert row(output, "full") == ["57,912,852,480"]
     counted = "6 · weights of matrices, with the head, without the embedding"
     assert f"\n{counted}, + 6 (causal) or 12 (full) · layers · q · s\n" in output
+    assert "6 · weights of matrices, with the head 3 times," in show(LLAMA3_8B, "model.mtp.depth=2")
 
 
 def test_flops_of_windows_come_with_their_own(show: Show) -> None:

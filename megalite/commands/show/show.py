@@ -201,7 +201,8 @@ def _flops_table(model: Model) -> RenderableType:
         shown.add_row(attention, f"{flops_per_token(model, attention):,}")
     factors = " or ".join(f"{factor} ({attention})" for attention, factor in ATTENTION_FACTOR.items())
     which = "weights of matrices" if model.experts is None else "active weights of matrices"
-    weights = f"6 · {which}, with the head, without the embedding"
+    times = "" if model.mtp is None else f" {1 + model.depth} times"
+    weights = f"6 · {which}, with the head{times}, without the embedding"
     if trained_parameters(model) != model_parameters(model):
         weights += ", 4 · those that are not trained"
     formula = f"{weights}, + {factors} · layers · q · s"

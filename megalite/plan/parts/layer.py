@@ -185,9 +185,8 @@ class Layer:
             found += self.forward_transfers(sizes, cp, "recompute")
             last = self.parts[-1]
             needed = isinstance(last, Adapted) and last.scales_output and self.kind.mixture is None
-            if (
-                "after" not in self.kind.norms and not needed and self.mtp is None
-            ):  # nothing that backward needs is made of the last output
+            needed = needed or "after" in self.kind.norms or self.mtp is not None
+            if not needed:  # nothing that backward needs is made of the last output
                 found -= last.output_transfers(sizes, "recompute")
         for part in self.parts:
             found += part.backward_transfers(sizes, cp)

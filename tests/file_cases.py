@@ -10,7 +10,8 @@ import torch
 from toy_jobs import CPU, MODEL, Parts, advance, config_of, make, parts
 
 from megalite.config.layout import Layout
-from megalite.config.schema import Adapter, Config, DataMode, Experts
+from megalite.config.model_schema import Adapter, Experts
+from megalite.config.schema import Config, DataMode
 from megalite.optim import build as optim_build
 from megalite.plan.resolved import resolve
 from megalite.plan.state_streams import BLOCK, padded

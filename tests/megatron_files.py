@@ -16,7 +16,7 @@ from torch import Tensor
 from megalite.checkpoint.weights.formats.opened import Weights
 from megalite.checkpoint.weights.maps.strips import PREFIX
 from megalite.checkpoint.weights.read import reader_of
-from megalite.config.schema import Attention, Experts, Latent, Model, RopeScaling
+from megalite.config.model_schema import Attention, Experts, Latent, Model, RopeScaling
 from megalite.plan.model.weights import weights
 
 Ours = dict[str, Tensor]

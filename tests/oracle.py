@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 
 from megalite.checkpoint.weights.maps.families import FAMILIES
 from megalite.checkpoint.weights.maps.family import Family
-from megalite.config.schema import Attention, Base, Experts, Latent, Model, RopeScaling
+from megalite.config.model_schema import Attention, Base, Experts, Latent, Model, RopeScaling
 from megalite.model.decoder import Decoder
 from megalite.plan.model.weights import weights
 

@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 
 from megalite.config.load import dump
-from megalite.config.schema import Config, Model
+from megalite.config.model_schema import Model
+from megalite.config.schema import Config
 from megalite.experiment.folder import NUMBERS
 from megalite.plan.model.size import flops_per_token, model_parameters
 from megalite.scaling.law import Law

@@ -18,26 +18,19 @@ from ranks import SIZE, Ranks
 
 from megalite.commands.verify import compare
 from megalite.config.layout import AXES, Layout
+from megalite.config.model_schema import Adapter, Attention, Base, Experts, Latent, Model, MultiToken, RopeScaling
 from megalite.config.rules.adapter import targets_of
 from megalite.config.rules.validate import validate
 from megalite.config.schema import (
-    Adapter,
-    Attention,
-    Base,
     Batch,
     Config,
     Context,
     Data,
     DataParallel,
     ExpertParallel,
-    Experts,
-    Latent,
-    Model,
-    MultiToken,
     Optim,
     Parallel,
     Pipeline,
-    RopeScaling,
     Train,
 )
 

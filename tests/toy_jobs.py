@@ -20,7 +20,8 @@ from megalite.checkpoint.store.save_events import Failed, Saved
 from megalite.checkpoint.store.state import State
 from megalite.commands.verify import RankPart, random_batch
 from megalite.config.layout import Layout
-from megalite.config.schema import Batch, Config, LearningRate, Model, Optim, Parallel, Pipeline, Train
+from megalite.config.model_schema import Model
+from megalite.config.schema import Batch, Config, LearningRate, Optim, Parallel, Pipeline, Train
 from megalite.parallel.parameter import cut, extra_state, parameters
 from megalite.plan.resolved import resolve
 from megalite.train.build import Job, build, build_mesh

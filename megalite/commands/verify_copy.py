@@ -6,19 +6,8 @@ from math import gcd, lcm
 from typing import Any
 
 from megalite.config.layout import FOUR_BIT_BLOCK
-from megalite.config.schema import (
-    SCHEDULES,
-    Base,
-    Batch,
-    Config,
-    Curriculum,
-    Experts,
-    Latent,
-    Model,
-    Parallel,
-    Rampup,
-    RopeScaling,
-)
+from megalite.config.model_schema import Base, Experts, Latent, Model, RopeScaling
+from megalite.config.schema import SCHEDULES, Batch, Config, Curriculum, Parallel, Rampup
 from megalite.plan.activations import Activations
 from megalite.plan.automatic import as_tight
 from megalite.plan.pipeline import tables_of

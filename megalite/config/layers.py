@@ -6,9 +6,9 @@ from dataclasses import dataclass, field, fields, replace
 from functools import cache, lru_cache
 from typing import Literal, NamedTuple, get_args
 
-from megalite.config import schema
+from megalite.config import model_schema
+from megalite.config.model_schema import BaseForm, LayerTarget, Model, RopeScaling, Target
 from megalite.config.parametrization import multipliers
-from megalite.config.schema import BaseForm, LayerTarget, Model, RopeScaling, Target
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class SwiGLU:
 
 @dataclass(frozen=True)
 class Router:
-    """Choice of experts for a token, by a score of each; the fields are those of `schema.Experts`."""
+    """Choice of experts for a token, by a score of each; the fields are those of `model_schema.Experts`."""
 
     scores: Literal["softmax", "sigmoid"] = "softmax"
     normalize: bool = True
@@ -252,7 +252,7 @@ def inputs_of_matrices(model: Model) -> Iterator[tuple[str, int, bool]]:
                 yield "model.experts.shared_width", mixture.shared.width, True
 
 
-def adapter_of(adapter: schema.Adapter) -> Adapter:
+def adapter_of(adapter: model_schema.Adapter) -> Adapter:
     """The pairs of factors that a configuration describes."""
     targets = get_args(LayerTarget) if adapter.targets == "all" else adapter.targets
     scale = adapter.alpha / (math.sqrt(adapter.rank) if adapter.rslora else adapter.rank)

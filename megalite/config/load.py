@@ -9,9 +9,10 @@ from typing import Any, cast
 from megalite.base.errors import InputError, Problem
 from megalite.base.late_import import import_for_good
 from megalite.config.convert import from_plain, keys, kind, sections, to_plain
+from megalite.config.model_schema import Model
 from megalite.config.presets import CONFIGS, ENDINGS, preset_or_file, presets
 from megalite.config.references import KEY, fill_in
-from megalite.config.schema import Config, Kernels, Model
+from megalite.config.schema import Config, Kernels
 from megalite.config.yaml import MAX_DEPTH, parse, read_mapping
 
 Read = dict[str, dict[str, Any]]  # files that have been read, with what they include, by their real paths

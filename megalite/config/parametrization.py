@@ -8,7 +8,7 @@ initialization and optimizers, by the role of a parameter.
 import math
 from dataclasses import dataclass
 
-from megalite.config.schema import Model
+from megalite.config.model_schema import Model
 
 
 def width_ratio(model: Model) -> float:

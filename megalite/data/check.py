@@ -13,7 +13,8 @@ import numpy as np
 from megalite.base.errors import InputError, Problem, counted, listing, printable
 from megalite.base.files import read_object, write_object
 from megalite.base.output import warn
-from megalite.config.schema import Data, Model
+from megalite.config.model_schema import Model
+from megalite.config.schema import Data
 from megalite.data.description import Description, description_file, join_descriptions
 from megalite.data.joined_store import at_once, open_store
 from megalite.data.mask import mask_file

@@ -10,8 +10,9 @@ from megalite.base.errors import InputError, Problem
 from megalite.config.convert import from_plain, keys, options, to_plain
 from megalite.config.identity import run_id
 from megalite.config.load import typed, with_values
+from megalite.config.model_schema import Model
 from megalite.config.rules.validate import check, validate
-from megalite.config.schema import Config, Model
+from megalite.config.schema import Config
 from megalite.experiment.cell import Cell, Counts, slug_of
 from megalite.experiment.expression import ExpressionError
 from megalite.experiment.read import ExperimentError, Setup

@@ -15,7 +15,8 @@ from megalite.checkpoint.store.manifest import STEP_NAME, complete, step_of
 from megalite.checkpoint.store.state import State
 from megalite.checkpoint.weights.formats.tokenizer import GENERATION_CONFIG, ends_in
 from megalite.checkpoint.weights.sources import open_weights, resolved
-from megalite.config.schema import Config, Model
+from megalite.config.model_schema import Model
+from megalite.config.schema import Config
 from megalite.data.tokenizer import Tokenizer
 from megalite.data.trial import open_tokenizer_file
 

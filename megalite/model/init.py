@@ -14,7 +14,7 @@ from statistics import NormalDist
 import torch
 from torch import Tensor, nn
 
-from megalite.config.schema import Model
+from megalite.config.model_schema import Model
 from megalite.parallel.hashes import splitmix, start_of
 from megalite.parallel.parameter import box, cut, extra_state, parameters
 from megalite.plan.model.parametrization import deviation_of_factor, standard_deviation

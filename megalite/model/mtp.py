@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from megalite.config.model_schema import Model
 from megalite.config.parametrization import multipliers
-from megalite.config.schema import Kernels, Model
+from megalite.config.schema import Kernels
 from megalite.model.norm import Norm, NormKind
 from megalite.parallel.tensor import CopiedLinear, of_own_part
 from megalite.plan.parts.mtp import MtpPart

@@ -7,7 +7,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate
 
-from megalite.config.schema import Kernels, Model
+from megalite.config.model_schema import Model
+from megalite.config.schema import Kernels
 from megalite.parallel.parameter import parameter, whole
 from megalite.parallel.recompute import Cheap
 from megalite.plan.parts.part import Weight

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from megalite.config.layers import Rotation, Scores, layer_kinds, rotations, yarn_factor
-from megalite.config.schema import Model, RopeScaling
+from megalite.config.model_schema import Model, RopeScaling
 from megalite.model.router import Losses
 from megalite.parallel.context import Attention, attention
 

@@ -9,7 +9,8 @@ import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from megalite.config.schema import Kernels, Model, Optim
+from megalite.config.model_schema import Model
+from megalite.config.schema import Kernels, Optim
 from megalite.optim.host_adamw import HostAdamW
 from megalite.optim.interface import Optimizer
 from megalite.optim.muon import Muon, MuonWithAdamW

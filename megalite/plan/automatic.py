@@ -21,7 +21,8 @@ from typing import Protocol
 from megalite.base.errors import InputError, Problem
 from megalite.base.terminal import gib_above
 from megalite.config.layers import LayerKind, layer_kinds
-from megalite.config.schema import Config, Model
+from megalite.config.model_schema import Model
+from megalite.config.schema import Config
 from megalite.plan.activations import Activations
 from megalite.plan.model.size import (
     by_stage,

@@ -14,7 +14,8 @@ from functools import lru_cache
 from itertools import chain, product
 
 from megalite.config.layers import layer_kinds
-from megalite.config.schema import Config, Model
+from megalite.config.model_schema import Model
+from megalite.config.schema import Config
 from megalite.plan.model.weights import layer_weights
 from megalite.plan.parts.roles import RoleKind
 from megalite.plan.resolved import Plan

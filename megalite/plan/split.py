@@ -4,7 +4,8 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 from megalite.config.layers import layer_kinds
-from megalite.config.schema import Config, Model
+from megalite.config.model_schema import Model
+from megalite.config.schema import Config
 from megalite.plan.model.size import by_stage, head_forward_flops, layer_forward_flops
 
 

@@ -7,7 +7,7 @@ from math import gcd, log
 import numpy as np
 
 from megalite.base.errors import InputError
-from megalite.config.schema import Model
+from megalite.config.model_schema import Model
 from megalite.plan.model.size import model_parameters
 
 MAX_WIDTH, MAX_LAYERS = 1 << 18, 1 << 12

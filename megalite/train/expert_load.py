@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from megalite.config.layers import layer_kinds
-from megalite.config.schema import Model
+from megalite.config.model_schema import Model
 from megalite.model.decoder import Decoder
 from megalite.model.experts import Experts
 

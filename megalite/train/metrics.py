@@ -77,7 +77,7 @@ class Meter:
 
     def _restart(self) -> None:
         self.loss = 0.0  # summed over tokens
-        self.further: list[list[float]] = [[] for _ in range(self.job.config.model.depth)]  # of steps with such tokens
+        self.further: list[list[float]] = [[] for _ in range(self.job.config.model.depth)]  # by token, of steps
         self.trained = 0  # tokens that went into it: those of bad steps, and untrained ones, did not
         self.masked = 0  # tokens of good steps that were not trained
         self.steps = 0

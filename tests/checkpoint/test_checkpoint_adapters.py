@@ -16,8 +16,9 @@ from megalite.checkpoint.run.tensors import Checkpoint
 from megalite.checkpoint.weights.read import check_base, reader_of
 from megalite.checkpoint.weights.sources import open_weights
 from megalite.config.layout import Layout
-from megalite.config.schema import Adapter, Config, Experts
+from megalite.config.model_schema import Adapter, Experts
 from megalite.config.schema import Checkpoint as Saving
+from megalite.config.schema import Config
 from megalite.plan.model.weights import held_weights, weights
 from megalite.plan.parts.adapted import factor_names, magnitude_name
 from megalite_kernels.nf4 import dequantize_nf4, quantize_nf4

@@ -12,7 +12,8 @@ from megalite.base.errors import InputError
 from megalite.checkpoint.run.resume import check_export
 from megalite.checkpoint.weights.export import is_due
 from megalite.config.layout import Layout
-from megalite.config.schema import Adapter, Attention, Checkpoint, Config, Experts, Model
+from megalite.config.model_schema import Adapter, Attention, Experts, Model
+from megalite.config.schema import Checkpoint, Config
 from megalite.train.build import Job
 
 transformers = pytest.importorskip("transformers")

@@ -31,7 +31,8 @@ from megalite.checkpoint.weights.convert import convert
 from megalite.checkpoint.weights.sources import open_weights
 from megalite.checkpoint.weights.targets import Wanted, plan_of
 from megalite.config.layout import Layout
-from megalite.config.schema import Config, Experts, Kernels, Train
+from megalite.config.model_schema import Experts
+from megalite.config.schema import Config, Kernels, Train
 from megalite.plan.memory.held import HOST_MEMORY
 from megalite.plan.memory.peak import rank_memory
 

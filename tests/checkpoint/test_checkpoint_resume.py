@@ -17,7 +17,8 @@ from megalite.checkpoint.store.disk import DamagedError, File, share_of
 from megalite.checkpoint.store.manifest import INDEX, MANIFEST, Manifest, Source, complete
 from megalite.checkpoint.store.retain import damaged, retain, set_aside
 from megalite.config.convert import to_plain
-from megalite.config.schema import Attention, Checkpoint, Config, Experts, Model, MultiToken, RopeScaling, Run
+from megalite.config.model_schema import Attention, Experts, Model, MultiToken, RopeScaling
+from megalite.config.schema import Checkpoint, Config, Run
 
 MODEL = Model(layers=2, width=16)
 CONFIG = Config(model=MODEL, run=Run(seed=3))

@@ -23,7 +23,8 @@ from megalite.checkpoint.weights.formats import torch_dist
 from megalite.checkpoint.weights.sources import open_weights
 from megalite.checkpoint.weights.targets import Wanted, plan_of
 from megalite.config.layout import Layout
-from megalite.config.schema import Config, Experts
+from megalite.config.model_schema import Experts
+from megalite.config.schema import Config
 
 AT, STEPS = 3, 6
 

@@ -23,7 +23,7 @@ from megalite.checkpoint.weights.sources import open_weights
 from megalite.checkpoint.weights.targets import Wanted, plan_of
 from megalite.checkpoint.weights.upcycle import upcycled
 from megalite.config.layout import Layout
-from megalite.config.schema import Attention, Base, Experts
+from megalite.config.model_schema import Attention, Base, Experts
 from megalite.distributed.mesh import Mesh
 from megalite.model.decoder import Decoder
 from megalite_tools.checkpoint.convert import main

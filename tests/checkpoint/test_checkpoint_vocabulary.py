@@ -24,7 +24,8 @@ from toy_jobs import (
 from megalite.checkpoint.run.tensors import Checkpoint
 from megalite.checkpoint.store.state import State
 from megalite.config.layout import Layout
-from megalite.config.schema import Config, Model
+from megalite.config.model_schema import Model
+from megalite.config.schema import Config
 from megalite.train.build import Job
 
 ODD = replace(MODEL, vocab_size=33, heads=8, kv_heads=8, qkv_bias=False)

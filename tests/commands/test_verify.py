@@ -25,23 +25,9 @@ from megalite.commands.verify_copy import not_compared, shrink
 from megalite.config.layers import layer_kinds
 from megalite.config.layout import Layout
 from megalite.config.load import load
+from megalite.config.model_schema import Attention, Base, Experts, Model, RopeScaling
 from megalite.config.rules.validate import check, validate
-from megalite.config.schema import (
-    Attention,
-    Base,
-    Batch,
-    Config,
-    Curriculum,
-    Experts,
-    Kernels,
-    Model,
-    Optim,
-    Parallel,
-    Pipeline,
-    Rampup,
-    RopeScaling,
-    Train,
-)
+from megalite.config.schema import Batch, Config, Curriculum, Kernels, Optim, Parallel, Pipeline, Rampup, Train
 from megalite.distributed.mesh import Mesh
 from megalite.plan.batches import GlobalBatch, global_batches
 from megalite.plan.pipeline import table_of

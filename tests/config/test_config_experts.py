@@ -5,19 +5,9 @@ from dataclasses import replace
 import pytest
 
 from megalite.config.layers import Mixture, SwiGLU, layer_kinds
+from megalite.config.model_schema import Base, Experts, Model
 from megalite.config.rules.validate import validate
-from megalite.config.schema import (
-    Base,
-    Batch,
-    Config,
-    DataMode,
-    DataParallel,
-    ExpertParallel,
-    Experts,
-    Model,
-    Parallel,
-    Train,
-)
+from megalite.config.schema import Batch, Config, DataMode, DataParallel, ExpertParallel, Parallel, Train
 from megalite.plan.model.weights import weights
 
 MODEL = Model(6, 16, 4, 2, None, 24, 32, 8, experts=Experts(8, 2))

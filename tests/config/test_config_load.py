@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from megalite.base.errors import InputError, Problem
 from megalite.config.convert import from_plain, keys, to_plain
 from megalite.config.load import dump, files_and_overrides, is_override, load
-from megalite.config.schema import Config, Data, Kernels, Model, RopeScaling, Run, Source
+from megalite.config.model_schema import Model, RopeScaling
+from megalite.config.schema import Config, Data, Kernels, Run, Source
 
 
 def write(folder: Path, **files: str) -> str:

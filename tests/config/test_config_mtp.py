@@ -4,8 +4,9 @@ from dataclasses import replace
 
 import pytest
 
+from megalite.config.model_schema import Adapter, Base, Model, MultiToken
 from megalite.config.rules.validate import validate
-from megalite.config.schema import Adapter, Base, Config, Model, MultiToken, Parallel, Train
+from megalite.config.schema import Config, Parallel, Train
 
 MODEL = Model(layers=4, mtp=MultiToken(2))
 CONFIG = Config(model=MODEL, parallel=Parallel(dp_shard=1))

@@ -15,9 +15,8 @@ import torch
 from fake_cuda import fake_cuda
 
 from megalite.config.layers import Scores
+from megalite.config.model_schema import Adapter, Attention, Latent, Model
 from megalite.config.schema import (
-    Adapter,
-    Attention,
     Batch,
     Checkpoint,
     Config,
@@ -25,9 +24,7 @@ from megalite.config.schema import (
     Data,
     DataParallel,
     Kernels,
-    Latent,
     Log,
-    Model,
     Optim,
     Parallel,
     Pipeline,

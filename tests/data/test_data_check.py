@@ -12,7 +12,8 @@ from test_data_store import packed, put
 from test_data_tokenizer import sentence_piece_model
 
 from megalite.base.errors import InputError
-from megalite.config.schema import Data, Model, Source
+from megalite.config.model_schema import Model
+from megalite.config.schema import Data, Source
 from megalite.data.check import Checked, Scans, check_data
 from megalite.data.description import TokenizerFile
 from megalite.data.store import TokenStore

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from test_data_store import packed, put
 
 from megalite.base.errors import InputError
-from megalite.config.schema import Data, Model, Source
+from megalite.config.model_schema import Model
+from megalite.config.schema import Data, Source
 from megalite.data.check import Scans, check_data, checked_description
 from megalite.data.data_file import DataFile
 from megalite.data.description import Description, SourceFile, TokenizerFile

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megalite.base.errors import InputError
-from megalite.config.schema import Batch, Config, Curriculum, Model, Rampup, Source
+from megalite.config.model_schema import Model
+from megalite.config.schema import Batch, Config, Curriculum, Rampup, Source
 from megalite.data.loader import Loader
 from megalite.data.samples import Sample, Samples
 from megalite.plan.batches import GlobalBatch, global_batches

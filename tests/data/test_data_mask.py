@@ -12,7 +12,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megalite.base.errors import InputError
-from megalite.config.schema import Data, Model, Source
+from megalite.config.model_schema import Model
+from megalite.config.schema import Data, Source
 from megalite.data.check import Scans, check_data
 from megalite.data.description import Description
 from megalite.data.store import Scan, TokenStore

@@ -10,7 +10,8 @@ import pytest
 from object_server import BUCKET, ObjectServer
 
 from megalite.base.errors import InputError
-from megalite.config.schema import Data, Model, Remote, Source
+from megalite.config.model_schema import Model
+from megalite.config.schema import Data, Remote, Source
 from megalite.data.block_cache import BLOCK_BYTES, open_cache
 from megalite.data.check import Scans, check_data
 from megalite.data.description import Description

@@ -21,7 +21,8 @@ from torch import Tensor
 
 from megalite.commands.verify import random_batch
 from megalite.config.layout import Layout
-from megalite.config.schema import Batch, Config, Model, Optim, Parallel, Run, Train
+from megalite.config.model_schema import Model
+from megalite.config.schema import Batch, Config, Optim, Parallel, Run, Train
 from megalite.distributed.mesh import Mesh
 from megalite.plan.resolved import resolve
 from megalite.train.build import build

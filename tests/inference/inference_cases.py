@@ -7,7 +7,7 @@ import torch
 
 from megalite.checkpoint.store.host_group import HostGroup
 from megalite.config.layout import Layout
-from megalite.config.schema import Attention, Model
+from megalite.config.model_schema import Attention, Model
 from megalite.data.tokenizer import Tokenizer
 from megalite.distributed.mesh import Mesh
 from megalite.inference.crew import Crew, Writing

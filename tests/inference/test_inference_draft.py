@@ -9,7 +9,7 @@ from toy_jobs import CPU, one_rank
 
 from megalite.config.layers import layer_kinds
 from megalite.config.layout import Layout
-from megalite.config.schema import MultiToken
+from megalite.config.model_schema import MultiToken
 from megalite.distributed.mesh import Mesh
 from megalite.inference.draft import DraftedSteps
 from megalite.inference.draw import Draw

@@ -10,7 +10,7 @@ from ranks import Ranks
 
 from megalite.base.errors import InputError
 from megalite.config.layout import Layout
-from megalite.config.schema import Attention, Experts, Latent, MultiToken
+from megalite.config.model_schema import Attention, Experts, Latent, MultiToken
 from megalite.distributed.mesh import Mesh
 from megalite.inference.draw import Draw
 from megalite.inference.engine import check_layout

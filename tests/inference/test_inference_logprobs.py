@@ -13,7 +13,7 @@ from ranks import Ranks
 from megalite.base.errors import InputError
 from megalite.checkpoint.store.host_group import HostGroup
 from megalite.config.layout import Layout
-from megalite.config.schema import Experts
+from megalite.config.model_schema import Experts
 from megalite.distributed.mesh import Mesh
 from megalite.inference.logprobs import logprobs, read_completions
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megalite.base.errors import InputError
 from megalite.config.layout import Layout
-from megalite.config.schema import Experts
+from megalite.config.model_schema import Experts
 from megalite.distributed.mesh import Mesh
 from megalite.inference.engine import Engine
 from megalite.inference.flat import Stem

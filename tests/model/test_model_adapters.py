@@ -11,7 +11,8 @@ from toy_jobs import MODEL, one_rank
 
 from megalite.config.layers import adapter_of
 from megalite.config.layout import Layout
-from megalite.config.schema import Adapter, Attention, Base, Config, Experts, Latent, Model
+from megalite.config.model_schema import Adapter, Attention, Base, Experts, Latent, Model
+from megalite.config.schema import Config
 from megalite.distributed.mesh import Mesh
 from megalite.model.decoder import Decoder
 from megalite.model.init import initialize

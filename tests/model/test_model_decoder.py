@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megalite.config.schema import Model
+from megalite.config.model_schema import Model
 from megalite.distributed.mesh import Mesh
 from megalite.model.decoder import Decoder
 from megalite.model.init import initialize

@@ -9,8 +9,9 @@ from torch import Tensor
 
 from megalite.config.attention_kernels import Kernel
 from megalite.config.layers import Heads, Latent, Rope, Rotation, Scores, layer_kinds
-from megalite.config.schema import Attention, Kernels, Model, RopeScaling
-from megalite.config.schema import Latent as LatentKeys
+from megalite.config.model_schema import Attention, Model, RopeScaling
+from megalite.config.model_schema import Latent as LatentKeys
+from megalite.config.schema import Kernels
 from megalite.distributed.mesh import Mesh
 from megalite.model.latent import LatentAttention
 from megalite.model.positions import angles, attention_factor

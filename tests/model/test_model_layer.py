@@ -9,7 +9,8 @@ from torch import nn
 
 from megalite.config import layers
 from megalite.config.layers import Rope, layer_kinds
-from megalite.config.schema import Kernels, Model
+from megalite.config.model_schema import Model
+from megalite.config.schema import Kernels
 from megalite.distributed.mesh import Mesh
 from megalite.model.decoder import Decoder, Layer
 from megalite.model.init import initialize

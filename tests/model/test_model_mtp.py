@@ -8,7 +8,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from toy_jobs import make, one_rank
 
-from megalite.config.schema import Batch, Config, Data, Experts, Model, MultiToken, Parallel, Train
+from megalite.config.model_schema import Experts, Model, MultiToken
+from megalite.config.schema import Batch, Config, Data, Parallel, Train
 from megalite.data.loader import Micros, Trained
 from megalite.model.decoder import Decoder
 from megalite.model.positions import TokenPositions

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megalite.config.layers import Rope, Rotation
-from megalite.config.schema import RopeScaling
+from megalite.config.model_schema import RopeScaling
 from megalite.model.positions import angles, attention_factor, frequencies, least_alike
 
 LLAMA31 = RopeScaling(factor=8.0, low_frequency_factor=1.0, high_frequency_factor=4.0, original_length=8192)

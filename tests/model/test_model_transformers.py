@@ -10,7 +10,7 @@ import torch
 from oracle import LENGTH, LLAMA, MODELS, Float64Everywhere, as_ours, copy_weights, oracle_of
 from torch import Tensor
 
-from megalite.config.schema import Model
+from megalite.config.model_schema import Model
 from megalite.distributed.mesh import Mesh
 from megalite.model.decoder import Decoder
 

@@ -12,7 +12,8 @@ from pathlib import Path
 from toy_jobs import MODEL, advance, config_of, make, one_rank, restorer, save
 
 from megalite.config.layout import Layout
-from megalite.config.schema import Config, Model
+from megalite.config.model_schema import Model
+from megalite.config.schema import Config
 from megalite.plan.memory.peak import rank_memory
 
 LARGE = Model(6, 512, 8, 8, None, 2048, 8192, 32)  # 33 million weights

@@ -8,7 +8,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate
 
 from megalite.config.layout import Layout
-from megalite.config.schema import Model, Optim
+from megalite.config.model_schema import Model
+from megalite.config.schema import Optim
 from megalite.distributed.mesh import Mesh
 from megalite.optim.build import build_optimizer
 from megalite.parallel.fsdp import shard

@@ -7,7 +7,8 @@ from unittest.mock import patch
 from file_cases import LARGER, SPARSE, case, placed, trained, unlike
 
 from megalite.config.layout import Layout
-from megalite.config.schema import Adapter, Config, Pipeline, Placement, Train
+from megalite.config.model_schema import Adapter
+from megalite.config.schema import Config, Pipeline, Placement, Train
 from megalite.parallel import host_parameters
 
 Home = Literal["device", "host", "files", "updated on the host"]  # of the optimizer's states

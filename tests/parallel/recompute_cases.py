@@ -15,7 +15,8 @@ from toy_jobs import make
 
 from megalite.commands.verify import Difference, compare, random_batch
 from megalite.config.layout import Layout
-from megalite.config.schema import Batch, Config, Context, Model, Parallel, Pipeline, Train
+from megalite.config.model_schema import Model
+from megalite.config.schema import Batch, Config, Context, Parallel, Pipeline, Train
 from megalite.distributed import collectives
 from megalite.distributed.mesh import Mesh
 from megalite.dry_run.live_bytes import LiveBytes

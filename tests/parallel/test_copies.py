@@ -16,7 +16,8 @@ from toy_jobs import advance, config_of, load_and_train, make, one_rank, restore
 
 from megalite.commands.verify import random_batch
 from megalite.config.layout import Layout
-from megalite.config.schema import Config, DataParallel, Model, Optim
+from megalite.config.model_schema import Model
+from megalite.config.schema import Config, DataParallel, Optim
 from megalite.distributed.mesh import Mesh
 from megalite.optim.build import build_optimizer
 from megalite.parallel.copies import Copies

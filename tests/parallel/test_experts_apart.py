@@ -17,6 +17,7 @@ from toy_jobs import Parts, advance, make, parts
 
 from megalite.commands.verify import Difference, compare, random_batch
 from megalite.config.layout import Layout
+from megalite.config.model_schema import Experts, Model
 from megalite.config.rules.validate import validate
 from megalite.config.schema import (
     Batch,
@@ -24,8 +25,6 @@ from megalite.config.schema import (
     Config,
     DataParallel,
     ExpertParallel,
-    Experts,
-    Model,
     Optim,
     Parallel,
     Pipeline,

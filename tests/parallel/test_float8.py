@@ -15,7 +15,8 @@ from toy_jobs import advance, config_of, make, one_rank, parts, restorer, save
 
 from megalite.base.errors import InputError
 from megalite.config.layout import Layout
-from megalite.config.schema import Batch, Config, DataMode, Model
+from megalite.config.model_schema import Model
+from megalite.config.schema import Batch, Config, DataMode
 from megalite.parallel import float8, linear
 from megalite.parallel.float8 import RECIPES, Float8, RowwiseFloat8, WeightCasts, check_float8, use_float8
 from megalite.parallel.product import PLAIN_PRODUCT

@@ -5,22 +5,9 @@ from ranks import Ranks
 
 from megalite.commands.verify import compare
 from megalite.config.layout import Layout
+from megalite.config.model_schema import Adapter, Attention, Model, RopeScaling
 from megalite.config.rules.validate import validate
-from megalite.config.schema import (
-    Adapter,
-    Attention,
-    Batch,
-    Config,
-    Context,
-    Data,
-    DataParallel,
-    Model,
-    Optim,
-    Parallel,
-    Pipeline,
-    RopeScaling,
-    Train,
-)
+from megalite.config.schema import Batch, Config, Context, Data, DataParallel, Optim, Parallel, Pipeline, Train
 
 CASES = {  # name -> layout, schedule, mode, method, recompute, optimizer, norm of queries and keys, tied, adapter
     "tp 4, zero3, norms of all heads": (

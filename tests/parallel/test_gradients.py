@@ -3,7 +3,8 @@ from gradient_cases import Clipped, clipped
 from ranks import Ranks
 
 from megalite.config.layout import Layout
-from megalite.config.schema import Batch, Config, Model, Parallel, Train
+from megalite.config.model_schema import Model
+from megalite.config.schema import Batch, Config, Parallel, Train
 
 LAYOUTS = [
     Layout(tp=2),

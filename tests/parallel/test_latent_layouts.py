@@ -7,22 +7,9 @@ from ranks import Ranks
 
 from megalite.commands.verify import compare
 from megalite.config.layout import Layout
+from megalite.config.model_schema import Attention, Latent, Model, RopeScaling
 from megalite.config.rules.validate import validate
-from megalite.config.schema import (
-    Attention,
-    Batch,
-    Config,
-    Context,
-    Data,
-    DataParallel,
-    Latent,
-    Model,
-    Optim,
-    Parallel,
-    Pipeline,
-    RopeScaling,
-    Train,
-)
+from megalite.config.schema import Batch, Config, Context, Data, DataParallel, Optim, Parallel, Pipeline, Train
 
 MODEL = Model(
     layers=4,

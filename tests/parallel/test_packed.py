@@ -10,7 +10,8 @@ from flash_stand_ins import STAND_INS
 from torch import Tensor
 
 from megalite.config.layers import Scores, layer_kinds
-from megalite.config.schema import Batch, Config, Model, Run
+from megalite.config.model_schema import Model
+from megalite.config.schema import Batch, Config, Run
 from megalite.parallel import packed
 from megalite.parallel.context import Ring
 from megalite.parallel.packed import Packed

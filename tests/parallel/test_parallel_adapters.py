@@ -12,7 +12,8 @@ from toy_jobs import MODEL, config_of
 
 from megalite.commands.verify import compare
 from megalite.config.layout import Layout
-from megalite.config.schema import Adapter, Attention, Config, DataParallel, Experts, Latent, Model
+from megalite.config.model_schema import Adapter, Attention, Experts, Latent, Model
+from megalite.config.schema import Config, DataParallel
 
 ALL = Adapter(rank=4, alpha=8.0)
 ENDS = Adapter(rank=3, alpha=6.0, targets=["embedding", "head", "query", "down"])

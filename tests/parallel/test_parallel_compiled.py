@@ -13,7 +13,8 @@ from toy_jobs import CPU, MODEL, config_of
 
 from megalite.commands.verify import random_batch
 from megalite.config.layout import Layout
-from megalite.config.schema import Adapter, Attention, Config, Latent
+from megalite.config.model_schema import Adapter, Attention, Latent
+from megalite.config.schema import Config
 from megalite.plan.resolved import resolve
 from megalite.train.build import build, build_mesh
 from megalite.train.step import gradients

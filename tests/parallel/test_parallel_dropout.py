@@ -8,7 +8,7 @@ from toy_jobs import config_of, make, one_rank
 
 from megalite.commands.verify import random_batch
 from megalite.config.layout import Layout
-from megalite.config.schema import Adapter
+from megalite.config.model_schema import Adapter
 from megalite.data.loader import Micros
 from megalite.parallel.dropout import Dropout, dropping
 from megalite.parallel.tensor import Linear

@@ -8,7 +8,8 @@ from toy_jobs import MODEL, config_of
 
 from megalite.commands.verify import compare
 from megalite.config.layout import Layout
-from megalite.config.schema import Batch, Config, DataParallel, Model, Pipeline
+from megalite.config.model_schema import Model
+from megalite.config.schema import Batch, Config, DataParallel, Pipeline
 
 ODD = replace(MODEL, vocab_size=37, qkv_bias=False)
 TIED = replace(ODD, tie_embeddings=True)

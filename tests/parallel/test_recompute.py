@@ -23,7 +23,8 @@ from toy_jobs import one_rank
 
 from megalite.commands.verify import Difference, compare
 from megalite.config.layout import Layout
-from megalite.config.schema import Attention, Config, Optim
+from megalite.config.model_schema import Attention
+from megalite.config.schema import Config, Optim
 from megalite.distributed.mesh import Mesh
 from megalite.parallel.host_memory import HostMemory
 from megalite.parallel.offload import Offload, storage_of, to_host

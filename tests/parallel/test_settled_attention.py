@@ -10,7 +10,8 @@ import torch
 from megalite.base.errors import InputError
 from megalite.config.attention_kernels import ORDER, Kernel, Machine, Need, choose
 from megalite.config.layers import Heads
-from megalite.config.schema import Config, Kernels, Model
+from megalite.config.model_schema import Model
+from megalite.config.schema import Config, Kernels
 from megalite.parallel import settled_attention
 from megalite.parallel.settled_attention import attention_kernels, machine
 

@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megalite.config.model_schema import Model
 from megalite.config.rules.batch import batch_rules
-from megalite.config.schema import Batch, Config, Curriculum, Model, Rampup
+from megalite.config.schema import Batch, Config, Curriculum, Rampup
 from megalite.plan.batches import (
     GlobalBatch,
     Ranges,

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
+from megalite.config.model_schema import Model
 from megalite.config.rules.train import train_rules
-from megalite.config.schema import Batch, Config, Curriculum, Model, Parallel, Train
+from megalite.config.schema import Batch, Config, Curriculum, Parallel, Train
 from megalite.cost.cluster import load_cluster
 from megalite.cost.predict import predict
 from megalite.plan.float8 import float8_text, wide_weights

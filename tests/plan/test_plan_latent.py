@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from megalite.config.layers import layer_kinds
-from megalite.config.schema import Attention, Latent, Model
+from megalite.config.model_schema import Attention, Latent, Model
 from megalite.plan.model.size import flops_per_token, layer_forward_flops
 from megalite.plan.model.weights import layer_weights, weights
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megalite.config.schema import Model
+from megalite.config.model_schema import Model
 from megalite.plan.muon import Box, Matrix, MuonPlan, boxes, elements, owners, stage_matrices
 
 COSTS = st.lists(st.integers(1, 1000) | st.sampled_from([64, 64, 512]), min_size=1, max_size=40)

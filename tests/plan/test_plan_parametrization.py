@@ -8,8 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megalite.config.layers import layer_kinds
+from megalite.config.model_schema import Base, Model
 from megalite.config.parametrization import Multipliers, multipliers
-from megalite.config.schema import Base, Model, Muon, Optim
+from megalite.config.schema import Muon, Optim
 from megalite.plan.model.parametrization import Scales, scales, standard_deviation
 from megalite.plan.model.weights import weights
 from megalite.plan.parts import roles

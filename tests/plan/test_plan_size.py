@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from megalite.config.layers import LayerKind, Scores, layer_kinds
 from megalite.config.load import load
-from megalite.config.schema import Attention as Windows
-from megalite.config.schema import Model, MultiToken
+from megalite.config.model_schema import Attention as Windows
+from megalite.config.model_schema import Model, MultiToken
 from megalite.plan.model.size import (
     Attention,
     Parameters,

@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megalite.config.schema import Config, Model
+from megalite.config.model_schema import Model
+from megalite.config.schema import Config
 from megalite.plan.model.size import by_stage, head_forward_flops
 from megalite.plan.split import _uneven, balance, layer_costs, layers_of, split_of
 

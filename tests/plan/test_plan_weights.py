@@ -8,7 +8,8 @@ import torch
 from toy_jobs import MODEL, one_rank
 
 from megalite.config.layout import Layout
-from megalite.config.schema import Attention, Experts, Model, Optim
+from megalite.config.model_schema import Attention, Experts, Model
+from megalite.config.schema import Optim
 from megalite.distributed.mesh import Mesh
 from megalite.model.decoder import Decoder
 from megalite.parallel.parameter import parameters

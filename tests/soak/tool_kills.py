@@ -28,7 +28,8 @@ from violation import Violation
 from megalite.base.errors import InputError
 from megalite.checkpoint.weights.export import export
 from megalite.config.layout import Layout
-from megalite.config.schema import Config, Model
+from megalite.config.model_schema import Model
+from megalite.config.schema import Config
 from megalite.data.store import TokenStore
 from megalite_tools.checkpoint import convert
 from megalite_tools.data import prepare_data

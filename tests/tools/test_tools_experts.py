@@ -14,7 +14,8 @@ from toy_jobs import make, one_rank, save
 from warm_start import run as start
 
 from megalite.config.convert import to_plain
-from megalite.config.schema import Batch, Config, Data, Experts, Model, Parallel, Train
+from megalite.config.model_schema import Experts, Model
+from megalite.config.schema import Batch, Config, Data, Parallel, Train
 from megalite.data.store_writer import StoreWriter
 from megalite.data.tokenizer import load_tokenizer
 from megalite.train.folder.starts import keep_tokenizer

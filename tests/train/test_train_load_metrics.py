@@ -10,7 +10,8 @@ import toy_runs
 from toy_jobs import MODEL, config_of, one_rank
 
 from megalite.config.layout import Layout
-from megalite.config.schema import Config, Experts, Log, Train
+from megalite.config.model_schema import Experts
+from megalite.config.schema import Config, Log, Train
 from megalite.train import load_metrics
 from megalite.train.load_metrics import WINDOW_STEPS, LoadMeter, starved_text
 from megalite.train.report import LOADS_OF_RUN, Report

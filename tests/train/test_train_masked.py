@@ -15,7 +15,8 @@ from toy_runs import Notes, RandomSamples
 from megalite.checkpoint.store.progress import Progress
 from megalite.commands.verify import compare, random_batch
 from megalite.config.layout import Layout
-from megalite.config.schema import Batch, Config, Context, Curriculum, Data, Experts, Rampup, Source
+from megalite.config.model_schema import Experts
+from megalite.config.schema import Batch, Config, Context, Curriculum, Data, Rampup, Source
 from megalite.data.loader import Loader, Micros, Trained
 from megalite.data.samples import Sample, Samples
 from megalite.data.store_writer import StoreWriter

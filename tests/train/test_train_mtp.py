@@ -8,7 +8,7 @@ from toy_jobs import MODEL, config_of, make, one_rank
 
 from megalite.commands.verify import random_batch
 from megalite.config.layout import Layout
-from megalite.config.schema import Experts, MultiToken
+from megalite.config.model_schema import Experts, MultiToken
 from megalite.plan.batches import GlobalBatch
 from megalite.train.guard import Judged
 from megalite.train.metrics import Meter

@@ -11,7 +11,8 @@ from toy_jobs import MODEL, advance, config_of, load_and_train, make, one_rank, 
 
 from megalite.base.errors import InputError
 from megalite.config.layout import Layout
-from megalite.config.schema import Base, Config, Model, Muon
+from megalite.config.model_schema import Base, Model
+from megalite.config.schema import Config, Muon
 from megalite.optim.interface import rate_of
 from megalite.optim.rate import learning_rate
 

@@ -9,7 +9,8 @@ import torch.distributed as dist
 
 from megalite.base.errors import InputError
 from megalite.config.identity import same_everywhere
-from megalite.config.schema import Config, Context, Data, Model, Parallel, Source, Train
+from megalite.config.model_schema import Model
+from megalite.config.schema import Config, Context, Data, Parallel, Source, Train
 from megalite.train import worker
 from megalite.train.worker import check_attention, outcome, smallest_memory
 

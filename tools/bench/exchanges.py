@@ -21,7 +21,8 @@ from torch import Tensor
 from megalite.base.errors import InputError
 from megalite.base.files import write_object
 from megalite.commands.verify import random_batch
-from megalite.config.schema import Batch, Config, DataParallel, Experts, Model, Parallel, Pipeline, Train
+from megalite.config.model_schema import Experts, Model
+from megalite.config.schema import Batch, Config, DataParallel, Parallel, Pipeline, Train
 from megalite.distributed.start.ranks import RankInfo
 from megalite.plan.resolved import resolve
 from megalite.train.build import Job, build, build_mesh

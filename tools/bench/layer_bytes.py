@@ -17,7 +17,8 @@ from torch import Tensor
 from megalite.config.layers import layer_kinds
 from megalite.config.layout import Layout
 from megalite.config.load import load
-from megalite.config.schema import Kernels, Model
+from megalite.config.model_schema import Model
+from megalite.config.schema import Kernels
 from megalite.distributed.mesh import Mesh
 from megalite.model.decoder import Decoder
 from megalite.model.positions import TokenPositions

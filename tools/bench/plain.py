@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megalite.config.schema import Model
+from megalite.config.model_schema import Model
 
 
 class _Layer(nn.Module):

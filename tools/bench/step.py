@@ -31,9 +31,10 @@ from megalite.base.exit_codes import ExitCode
 from megalite.base.files import write_object
 from megalite.config.layout import Layout
 from megalite.config.load import files_and_overrides, load
+from megalite.config.model_schema import Attention
 from megalite.config.parametrization import Multipliers, multipliers
 from megalite.config.rules.validate import check
-from megalite.config.schema import Attention, Config
+from megalite.config.schema import Config
 from megalite.cost.order_costs import costing_of
 from megalite.data.loader import Micros
 from megalite.distributed.mesh import Mesh

@@ -28,7 +28,7 @@ from megalite.checkpoint.weights.sources import STATEFUL_KINDS, open_weights
 from megalite.checkpoint.weights.targets import PLANS, Wanted, plan_of
 from megalite.checkpoint.weights.upcycle import upcycled
 from megalite.config.load import files_and_overrides, load
-from megalite.config.schema import Model
+from megalite.config.model_schema import Model
 from megalite.config.sources import KINDS, split_kind
 from megalite_launch.base.arguments import byte_size, whole
 from megalite_launch.base.texts import scaled

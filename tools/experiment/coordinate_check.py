@@ -28,8 +28,9 @@ from megalite.base.files import check_output, write_object
 from megalite.base.stop_signals import ended_at_once
 from megalite.base.terminal import console, sections
 from megalite.config.load import files_and_overrides, load
+from megalite.config.model_schema import Model
 from megalite.config.rules.validate import check
-from megalite.config.schema import Config, LearningRate, Model
+from megalite.config.schema import Config, LearningRate
 from megalite.cost.order_costs import costing_of
 from megalite.distributed.start.host import on_cpus
 from megalite.distributed.start.local import launch

@@ -12,7 +12,8 @@ from megalite.checkpoint.weights.formats.peft import modules_with_factors
 from megalite.checkpoint.weights.maps.families import family_of
 from megalite.checkpoint.weights.maps.folded import folded
 from megalite.checkpoint.weights.sources import newest, open_weights, read_model, resolved
-from megalite.config.schema import Adapter, Config
+from megalite.config.model_schema import Adapter
+from megalite.config.schema import Config
 
 
 def check_start(config: Config, folder: Path) -> None:

@@ -11,7 +11,8 @@ from megalite.checkpoint.store.manifest import Manifest, Source
 from megalite.checkpoint.weights.formats.opened import Weights
 from megalite.config.convert import to_plain
 from megalite.config.layers import adapter_of
-from megalite.config.schema import Config, Model
+from megalite.config.model_schema import Model
+from megalite.config.schema import Config
 from megalite.data.order import integer_weights
 from megalite.plan.model.weights import held_weights
 

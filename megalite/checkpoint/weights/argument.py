@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from megalite.base.errors import InputError, listing
 from megalite.base.late_import import import_for_good
-from megalite.config.schema import Model
+from megalite.config.model_schema import Model
 from megalite.config.sources import split_kind
 
 

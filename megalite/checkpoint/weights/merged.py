@@ -9,7 +9,8 @@ from megalite.checkpoint.store.disk import DamagedError
 from megalite.checkpoint.store.index import Index, Stored
 from megalite.checkpoint.weights.formats.opened import Merging, Weights
 from megalite.checkpoint.weights.maps.strips import PREFIX
-from megalite.config.schema import Adapter, Config
+from megalite.config.model_schema import Adapter
+from megalite.config.schema import Config
 from megalite.plan.model.weights import held_weights
 
 BASE = "adapter.base"  # the tensor of an adapter's checkpoint with the number of its base, see `model.fingerprint`

@@ -4,7 +4,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from megalite.base.errors import listing
 from megalite.checkpoint.store.index import Index
-from megalite.config.schema import Model
+from megalite.config.model_schema import Model
 from megalite.plan.model.weights import held_weights
 
 LISTED_NAMES = 5  # names of differing tensors

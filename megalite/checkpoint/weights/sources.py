@@ -22,7 +22,7 @@ from megalite.checkpoint.weights.maps.models import is_correction
 from megalite.checkpoint.weights.maps.strips import PREFIX
 from megalite.checkpoint.weights.merged import BASE, merged
 from megalite.checkpoint.weights.missing_tensors import FLOATS, differences_from
-from megalite.config.schema import Model
+from megalite.config.model_schema import Model
 from megalite.config.sources import KINDS, split_kind
 
 

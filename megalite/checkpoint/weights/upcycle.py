@@ -11,7 +11,7 @@ from megalite.checkpoint.weights.formats.safetensors import INDEX
 from megalite.checkpoint.weights.maps.families import CONFIG
 from megalite.checkpoint.weights.maps.strips import PREFIX
 from megalite.checkpoint.weights.maps.upcycled import BEGUN, dense_name, upcycling
-from megalite.config.schema import Model
+from megalite.config.model_schema import Model
 from megalite.plan.model.weights import weights
 from megalite.plan.parts.part import Weight
 from megalite.plan.parts.roles import ROUTER

@@ -7,8 +7,9 @@ from rich.text import Text
 
 from megalite.base.errors import listing
 from megalite.base.terminal import table
+from megalite.config.model_schema import Model
 from megalite.config.parametrization import Multipliers, depth_ratio, multipliers, width_ratio
-from megalite.config.schema import Config, Model
+from megalite.config.schema import Config
 from megalite.plan.model.optimizer_states import uses_muon
 from megalite.plan.model.parametrization import scales, standard_deviation
 from megalite.plan.model.weights import weights

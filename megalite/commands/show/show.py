@@ -25,8 +25,9 @@ from megalite.config.attention_kernels import attention_heads, choose, kernel_li
 from megalite.config.layers import layer_kinds
 from megalite.config.layout import AXES, Layout
 from megalite.config.load import dump, dump_model, load
+from megalite.config.model_schema import Model
 from megalite.config.rules.validate import check
-from megalite.config.schema import Config, Model
+from megalite.config.schema import Config
 from megalite.cost.cluster import Cluster, load_cluster
 from megalite.cost.order_costs import costing_of
 from megalite.cost.program import machine_of

@@ -5,7 +5,8 @@ from collections.abc import Iterator
 from megalite.base.errors import Problem, listing
 from megalite.config.layers import Latent, SwiGLU, inputs_of_matrices, layer_kinds
 from megalite.config.layout import FOUR_BIT_BLOCK
-from megalite.config.schema import Config, Model, Target
+from megalite.config.model_schema import Model, Target
+from megalite.config.schema import Config
 
 
 def adapter_rules(config: Config) -> Iterator[Problem]:

@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 
 from megalite.base.errors import Problem, listing
+from megalite.config.model_schema import SCALING_KEYS, Model, RopeScaling
 from megalite.config.rules.numbers import divisible
-from megalite.config.schema import SCALING_KEYS, Model, RopeScaling
 
 
 def model_rules(model: Model) -> Iterator[Problem]:

@@ -5,8 +5,9 @@ from collections.abc import Iterator
 from dataclasses import asdict
 
 from megalite.base.errors import Problem
+from megalite.config.model_schema import Experts
 from megalite.config.remote import is_address, scheme_of
-from megalite.config.schema import Config, Experts, Train
+from megalite.config.schema import Config, Train
 
 MAX_TOKENS = (1 << 63) - 1
 FLOAT8_TOKENS = 16  # products in 8 bits take multiples of so many tokens

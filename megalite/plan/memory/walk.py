@@ -140,7 +140,7 @@ class Walk(Held):
         gradient, end = states.r if states.copies else states.w, len(parts) - 1
         if not self.config.model.tie_embeddings:  # multi-token prediction uses it
             end = next((index for index, part in enumerate(parts) if part.name == FURTHER), end)
-            gradient = states.w  # of a look-up, which no sum is added to at once
+            gradient = states.w  # a look-up makes it, which no sum is added to at once
         waiting = gradient * parts[0].weights.gradients if parts[0].with_stage and not parts[0].copy else 0
         for index, part in self._through(action.stage, backwards=True):
             key = action.stage, index

@@ -20,8 +20,9 @@ divided by what the rate is multiplied by. Gradients get smaller as 1/(m·l), an
 import math
 from dataclasses import dataclass
 
+from megalite.config.model_schema import Model
 from megalite.config.parametrization import depth_ratio, width_ratio
-from megalite.config.schema import Model, Optim
+from megalite.config.schema import Optim
 from megalite.plan.model.optimizer_states import uses_muon
 from megalite.plan.parts.roles import Role, RoleKind, Side
 

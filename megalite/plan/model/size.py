@@ -11,7 +11,7 @@ from operator import attrgetter
 from typing import Literal, TypeVar
 
 from megalite.config.layers import LayerKind, layer_kinds
-from megalite.config.schema import Model
+from megalite.config.model_schema import Model
 from megalite.plan.model.weights import embedding, embedding_weights, head, head_weights, layer_weights, weights
 from megalite.plan.parts.layer import Layer
 from megalite.plan.parts.part import Weight

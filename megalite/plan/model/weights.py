@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from megalite.config.layers import Adapter, LayerKind, adapter_of, layer_kinds
-from megalite.config.schema import Model
+from megalite.config.model_schema import Model
 from megalite.plan.parts import roles
 from megalite.plan.parts.adapted import beside
 from megalite.plan.parts.layer import Layer

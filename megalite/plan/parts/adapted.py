@@ -19,7 +19,7 @@ from math import prod
 from typing import NamedTuple
 
 from megalite.config.layers import Adapter, Heads
-from megalite.config.schema import Target
+from megalite.config.model_schema import Target
 from megalite.plan.parts.attention import GroupedQueryPart
 from megalite.plan.parts.experts import ExpertsPart
 from megalite.plan.parts.latent import LatentPart

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from megalite.config.layers import GroupedQuery, Heads
-from megalite.config.schema import BaseForm
+from megalite.config.model_schema import BaseForm
 from megalite.plan.parts import roles
 from megalite.plan.parts.attention_memory import AttentionMemory
 from megalite.plan.parts.context import ContextTraffic

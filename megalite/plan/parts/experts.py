@@ -24,7 +24,7 @@ from functools import cached_property
 from types import MappingProxyType
 
 from megalite.config.layers import Mixture
-from megalite.config.schema import BaseForm
+from megalite.config.model_schema import BaseForm
 from megalite.plan.parts import roles
 from megalite.plan.parts.part import Kept, Moment, Passed, Pause, Product, Weight, Weighted
 from megalite.plan.parts.sizes import Sizes

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from megalite.config.layers import GroupedQuery, LayerKind, Mixture, SwiGLU
-from megalite.config.schema import BaseForm
+from megalite.config.model_schema import BaseForm
 from megalite.plan.parts import roles
 from megalite.plan.parts.adapted import Adapted
 from megalite.plan.parts.attention import GroupedQueryPart

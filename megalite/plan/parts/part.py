@@ -12,7 +12,7 @@ from typing import ClassVar, Literal, NamedTuple, Protocol
 
 from megalite.config.layers import Heads
 from megalite.config.layout import FOUR_BIT_BLOCK, shard_dim
-from megalite.config.schema import BaseForm
+from megalite.config.model_schema import BaseForm
 from megalite.plan.parts.roles import SPLIT, Role
 from megalite.plan.parts.sizes import Sizes
 from megalite.plan.parts.transfers import Transfers

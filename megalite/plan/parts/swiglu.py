@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from megalite.config.layers import SwiGLU
-from megalite.config.schema import BaseForm
+from megalite.config.model_schema import BaseForm
 from megalite.plan.parts import roles
 from megalite.plan.parts.gathered import Gathered
 from megalite.plan.parts.part import Kept, Moment, Passed, Pause, Product, Weight

@@ -27,7 +27,7 @@ from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from megatron_files import MIXED, MODELS, arguments, expert_arguments, latent_arguments, padded
 
-from megalite.config.schema import Model
+from megalite.config.model_schema import Model
 
 TOKENS = torch.randint(100, (2, 24), generator=torch.Generator().manual_seed(1))
 

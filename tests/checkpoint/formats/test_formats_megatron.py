@@ -10,7 +10,7 @@ from megatron_files import MIXED, MODELS, arguments, random_weights, read, same,
 from megalite.checkpoint.weights.convert import convert
 from megalite.checkpoint.weights.formats import megatron
 from megalite.checkpoint.weights.maps.megatron import Split
-from megalite.config.schema import Model
+from megalite.config.model_schema import Model
 
 SPLITS = [(tp, pp, virtual) for tp in (1, 2, 4) for pp, virtual in ((1, 1), (2, 1), (2, 2))]
 ALL = MODELS | MIXED

@@ -16,7 +16,7 @@ from megalite.checkpoint.weights.convert import convert
 from megalite.checkpoint.weights.formats import megatron, torch_dist
 from megalite.checkpoint.weights.maps.megatron import Split
 from megalite.config.layout import Layout
-from megalite.config.schema import Model
+from megalite.config.model_schema import Model
 from megalite.distributed.mesh import Mesh
 from megalite.model.decoder import Decoder
 

@@ -29,7 +29,7 @@ from megalite.checkpoint.store.disk import DamagedError
 from megalite.checkpoint.weights.formats import megatron, torch_dist
 from megalite.checkpoint.weights.maps.megatron import Split
 from megalite.checkpoint.weights.maps.megatron_arguments import model_of
-from megalite.config.schema import Attention, RopeScaling
+from megalite.config.model_schema import Attention, RopeScaling
 
 FILE = "iter_0000010/mp_rank_01_001/model_optim_rng.pt"
 

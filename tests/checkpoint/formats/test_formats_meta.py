@@ -13,7 +13,7 @@ from megalite.base.errors import InputError
 from megalite.checkpoint.store.disk import DamagedError
 from megalite.checkpoint.weights.convert import convert
 from megalite.checkpoint.weights.formats import meta
-from megalite.config.schema import Model, RopeScaling
+from megalite.config.model_schema import Model, RopeScaling
 
 LLAMA = Model(layers=2, width=32, heads=4, kv_heads=4, ffn=256, vocab_size=64, sequence_length=4096, norm_eps=1e-6)
 MODELS = {

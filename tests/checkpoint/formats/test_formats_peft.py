@@ -23,8 +23,9 @@ from megalite.checkpoint.weights.maps.peft import adapted
 from megalite.checkpoint.weights.read import check_base, reader_of
 from megalite.checkpoint.weights.sources import open_weights, read_model
 from megalite.config.layout import Layout
-from megalite.config.schema import Adapter, Config, Target
+from megalite.config.model_schema import Adapter, Target
 from megalite.config.schema import Checkpoint as Saving
+from megalite.config.schema import Config
 from megalite.distributed.mesh import Mesh
 from megalite.model.decoder import Decoder
 from megalite.parallel.parameter import parameters

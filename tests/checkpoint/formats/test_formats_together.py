@@ -18,7 +18,7 @@ from megalite.checkpoint.weights.formats.output import OutputPlan
 from megalite.checkpoint.weights.maps.families import family_of
 from megalite.checkpoint.weights.maps.megatron import Split
 from megalite.checkpoint.weights.sources import kind_of, open_weights
-from megalite.config.schema import Model, RopeScaling
+from megalite.config.model_schema import Model, RopeScaling
 
 save_file = pytest.importorskip("safetensors.torch").save_file
 

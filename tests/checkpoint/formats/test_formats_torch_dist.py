@@ -13,7 +13,7 @@ from megalite.checkpoint.store.disk import DamagedError
 from megalite.checkpoint.weights.convert import convert
 from megalite.checkpoint.weights.formats import torch_dist
 from megalite.checkpoint.weights.maps.megatron import Split
-from megalite.config.schema import Model
+from megalite.config.model_schema import Model
 
 ALL = MODELS | MIXED
 

@@ -19,7 +19,7 @@ from megalite.checkpoint.weights.read import reader_of
 from megalite.checkpoint.weights.sources import open_weights
 from megalite.checkpoint.weights.targets import Wanted, plan_of
 from megalite.config.load import dump_model, load
-from megalite.config.schema import Attention, Experts, Model
+from megalite.config.model_schema import Attention, Experts, Model
 from megalite.plan.model.weights import weights
 from megalite_tools.checkpoint.convert import main
 

@@ -32,7 +32,7 @@ from megalite.checkpoint.weights.targets import Wanted, plan_of
 from megalite.checkpoint.weights.woven import in_turns
 from megalite.config.layout import Layout
 from megalite.config.load import load
-from megalite.config.schema import SCALING_KEYS, Attention, Experts, Latent, Model, RopeScaling
+from megalite.config.model_schema import SCALING_KEYS, Attention, Experts, Latent, Model, RopeScaling
 from megalite.distributed.mesh import Mesh
 from megalite.model.decoder import Decoder
 

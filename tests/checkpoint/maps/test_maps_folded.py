@@ -17,7 +17,8 @@ from megalite.checkpoint.weights.formats import huggingface
 from megalite.checkpoint.weights.maps.folded import folded
 from megalite.checkpoint.weights.sources import open_checkpoint
 from megalite.config.layout import Layout
-from megalite.config.schema import Attention, Base, Checkpoint, Config, Model
+from megalite.config.model_schema import Attention, Base, Model
+from megalite.config.schema import Checkpoint, Config
 from megalite.distributed.mesh import Mesh
 from megalite.model.decoder import Decoder
 

@@ -10,7 +10,7 @@ from megatron_files import MIXED, SMALL, arguments
 from megalite.base.errors import InputError
 from megalite.checkpoint.weights.maps.megatron import Split, check_split
 from megalite.checkpoint.weights.maps.megatron_arguments import arguments_of, model_of
-from megalite.config.schema import Experts, Model
+from megalite.config.model_schema import Experts, Model
 
 TOLD = {"num_experts": 8, "moe_ffn_hidden_size": 8}
 MEANT: dict[str, tuple[dict[str, Any], Experts]] = {

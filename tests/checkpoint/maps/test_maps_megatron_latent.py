@@ -10,7 +10,7 @@ from megatron_files import MODELS, arguments
 from megalite.base.errors import InputError
 from megalite.checkpoint.weights.maps.megatron import Split
 from megalite.checkpoint.weights.maps.megatron_arguments import arguments_of, model_of
-from megalite.config.schema import Model, RopeScaling
+from megalite.config.model_schema import Model, RopeScaling
 
 LATENT = MODELS["latent attention"]
 YARN = {"rope_type": "yarn", "rotary_scaling_factor": 4, "original_max_position_embeddings": 16}

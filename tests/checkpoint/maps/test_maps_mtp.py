@@ -19,7 +19,7 @@ from megalite.checkpoint.weights.convert import convert
 from megalite.checkpoint.weights.maps.families import FAMILIES, family_of
 from megalite.checkpoint.weights.sources import open_weights
 from megalite.checkpoint.weights.targets import Wanted, plan_of
-from megalite.config.schema import Model, MultiToken
+from megalite.config.model_schema import Model, MultiToken
 from megalite.parallel.parameter import part
 
 FILE, SHARED = "model.safetensors", ("embed_tokens.weight", "shared_head.head.weight")

@@ -18,7 +18,7 @@ from toy_jobs import config_of, one_rank, train_and_save
 from megalite.checkpoint.weights.sources import open_weights, read_model
 from megalite.config.layout import Layout
 from megalite.config.load import dump_model
-from megalite.config.schema import Experts
+from megalite.config.model_schema import Experts
 from megalite.model.decoder import Decoder
 from megalite.plan.model.weights import weights
 from megalite_tools.checkpoint import compare_weights, convert

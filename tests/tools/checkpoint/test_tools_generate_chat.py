@@ -12,7 +12,8 @@ from commands import in_process
 from toy_jobs import make, one_rank, save
 from transformers import PreTrainedTokenizerFast
 
-from megalite.config.schema import Batch, Config, Data, Model, Parallel, Train
+from megalite.config.model_schema import Model
+from megalite.config.schema import Batch, Config, Data, Parallel, Train
 from megalite.inference.generate import Drawn
 from megalite.train.folder.starts import keep_tokenizer
 from megalite_tools.checkpoint.generate import main

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megalite.config.schema import Data, Model, Source
+from megalite.config.model_schema import Model
+from megalite.config.schema import Data, Source
 from megalite.data.check import Scans, check_data
 from megalite.data.loader import Loader
 from megalite.data.samples import Samples

@@ -14,21 +14,20 @@ from warm_start import run
 
 from megalite.base.exit_codes import ExitCode
 from megalite.config.layout import Layout
+from megalite.config.model_schema import Base, Model  # fmt: skip
 from megalite.config.rules.validate import check
-from megalite.config.schema import (
-    Base,
+from megalite.config.schema import (  # fmt: skip
     Batch,
     Config,
     Context,
     Data,
     DataParallel,
     LearningRate,
-    Model,
     Optim,
     Parallel,
     Pipeline,
     Train,
-)  # fmt: skip
+)
 from megalite.distributed.mesh import Mesh
 from megalite.train.build import build_mesh
 from megalite_tools.experiment import coordinate_check

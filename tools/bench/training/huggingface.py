@@ -9,7 +9,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from megalite.base.errors import InputError
 from megalite.checkpoint.weights.maps.llama import LLAMA
-from megalite.config.schema import Config, Model
+from megalite.config.model_schema import Model
+from megalite.config.schema import Config
 from megalite_tools.bench.training.cases import Case
 from megalite_tools.bench.training.peers import PeerStep, Runner, check_comparable, shard, uses_autocast
 from megalite_tools.bench.training.weights import Weights, initial_weights, renamed

@@ -16,8 +16,9 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from megalite.base.errors import InputError
+from megalite.config.model_schema import Attention
 from megalite.config.parametrization import Multipliers, multipliers
-from megalite.config.schema import Attention, Config, Optim
+from megalite.config.schema import Config, Optim
 from megalite.parallel.fsdp import compute_dtype
 
 SumOfLosses = Callable[[Tensor, Tensor], Tensor]  # (tokens [b, s], targets [b, s]) → the sum over all tokens

@@ -14,7 +14,8 @@ from torchtitan.models.llama3.model.args import RoPEScalingArgs, TransformerMode
 from torchtitan.models.llama3.model.model import Transformer
 
 from megalite.checkpoint.weights.maps.meta import params_of, table_of
-from megalite.config.schema import Config, Model
+from megalite.config.model_schema import Model
+from megalite.config.schema import Config
 from megalite.parallel.fsdp import compute_dtype
 from megalite_tools.bench.training.cases import Case
 from megalite_tools.bench.training.peers import (

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from megalite.checkpoint.weights.maps.strips import Table, Theirs
-from megalite.config.schema import Model
+from megalite.config.model_schema import Model
 from megalite.model.init import fill_normal
 from megalite.plan.model.parametrization import standard_deviation
 from megalite.plan.model.weights import weights

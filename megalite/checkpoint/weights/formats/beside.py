@@ -9,7 +9,7 @@ from megalite.checkpoint.weights.formats.opened import Weights
 from megalite.checkpoint.weights.formats.tokenizer import companions_of
 from megalite.checkpoint.weights.maps.families import CONFIG, read_config
 from megalite.checkpoint.weights.maps.family import Family
-from megalite.config.schema import Model
+from megalite.config.model_schema import Model
 
 FOLDER = "huggingface"
 

@@ -23,7 +23,7 @@ from megalite.checkpoint.weights.maps.family import Family
 from megalite.checkpoint.weights.maps.models import dtype_of, has_experts, lost
 from megalite.checkpoint.weights.maps.strips import PREFIX, Table, under_our_names
 from megalite.checkpoint.weights.maps.woven import places, tensors_of
-from megalite.config.schema import Model
+from megalite.config.model_schema import Model
 from megalite.plan.model.weights import weights
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"

@@ -48,7 +48,7 @@ from megalite.checkpoint.weights.maps.megatron import (
 from megalite.checkpoint.weights.maps.megatron_experts import EXPERTS, Share
 from megalite.checkpoint.weights.maps.models import dtype_of, has_experts
 from megalite.checkpoint.weights.maps.strips import PREFIX, Table, Theirs, under_our_names
-from megalite.config.schema import Model
+from megalite.config.model_schema import Model
 from megalite.plan.model.weights import weights
 
 FILES = ("model_optim_rng.pt", "model_rng.pt")  # file of a rank: the latter with a distributed optimizer, long ago

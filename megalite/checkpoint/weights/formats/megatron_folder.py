@@ -10,7 +10,7 @@ from megalite.base.files import is_file, is_folder
 from megalite.checkpoint.store.disk import damage_of, read_whole
 from megalite.checkpoint.weights.formats.inert_pickle import Made
 from megalite.checkpoint.weights.maps.megatron_arguments import model_of
-from megalite.config.schema import Model
+from megalite.config.model_schema import Model
 
 TRACKER = "latest_checkpointed_iteration.txt"  # holds the number of the latest iteration, or `release`
 RELEASE = "release"  # a folder of weights that belong to no iteration

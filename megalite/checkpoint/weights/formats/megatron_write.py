@@ -9,7 +9,7 @@ import torch
 from megalite.base.errors import InputError, listing
 from megalite.checkpoint.weights.maps.megatron import Split
 from megalite.checkpoint.weights.maps.megatron_arguments import arguments_of
-from megalite.config.schema import Model
+from megalite.config.model_schema import Model
 
 DTYPES = ("float32", "bfloat16", "float16")
 

@@ -23,7 +23,7 @@ from megalite.checkpoint.weights.maps.meta import (
     table_of,
 )
 from megalite.checkpoint.weights.maps.strips import PREFIX, Theirs, under_our_names
-from megalite.config.schema import Model
+from megalite.config.model_schema import Model
 from megalite.plan.model.weights import weights
 
 PARAMS, FIRST_FILE = "params.json", "consolidated.00.pth"

@@ -14,7 +14,7 @@ from megalite.checkpoint.weights.maps.peft import Within
 from megalite.checkpoint.weights.maps.strips import PREFIX
 from megalite.checkpoint.weights.maps.upcycled import Upcycling
 from megalite.checkpoint.weights.maps.woven import Woven
-from megalite.config.schema import Adapter, Model
+from megalite.config.model_schema import Adapter, Model
 from megalite.plan.model.weights import weights
 
 LISTED_NAMES = 5  # names in a message

@@ -21,7 +21,8 @@ from megalite.checkpoint.weights.maps.fields import Fields
 from megalite.checkpoint.weights.maps.folded import folded
 from megalite.checkpoint.weights.maps.peft import BEGIN, Factor, Module, Within, adapted, modules
 from megalite.checkpoint.weights.maps.strips import PREFIX, Theirs, under_our_names
-from megalite.config.schema import Adapter, Config, Model
+from megalite.config.model_schema import Adapter, Model
+from megalite.config.schema import Config
 from megalite.plan.model.weights import held_weights, weights
 from megalite.plan.parts.adapted import factor_names, target
 

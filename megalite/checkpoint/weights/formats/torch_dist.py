@@ -71,7 +71,7 @@ from megalite.checkpoint.weights.maps.megatron_latent import FUSED_NORMS
 from megalite.checkpoint.weights.maps.megatron_training import arguments_beside, content_of, training_of
 from megalite.checkpoint.weights.maps.models import dtype_of, is_correction
 from megalite.checkpoint.weights.maps.strips import PREFIX, Table, Theirs, under_our_names
-from megalite.config.schema import Model
+from megalite.config.model_schema import Model
 from megalite.plan.model.weights import weights
 
 COMMON_FILE, BACKEND_FILE = "common.pt", "metadata.json"

@@ -8,7 +8,7 @@ from megalite.checkpoint.weights.maps.family import LAYER, Family
 from megalite.checkpoint.weights.maps.fields import Fields
 from megalite.checkpoint.weights.maps.latent import LATENT_ATTENTION, latent, latent_fields
 from megalite.checkpoint.weights.maps.llama import DEFAULTS
-from megalite.config.schema import Experts, Model
+from megalite.config.model_schema import Experts, Model
 
 TENSORS = {**LATENT_ATTENTION, **{name: ours for name, ours in LAYER.items() if not name.startswith("self_attn.")}}
 LATENT_DEFAULTS = {

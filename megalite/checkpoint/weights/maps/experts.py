@@ -11,7 +11,7 @@ from typing import Any
 
 from megalite.checkpoint.weights.maps.fields import Fields
 from megalite.checkpoint.weights.maps.strips import Theirs, part, piled
-from megalite.config.schema import Experts, Model
+from megalite.config.model_schema import Experts, Model
 from megalite.plan.parts.part import Weight
 
 CORRECTION_RATE = 0.001  # DeepSeek-V3's training had it (arXiv 2412.19437, §4.2); files do not tell it

@@ -23,7 +23,7 @@ from megalite.checkpoint.weights.maps.qwen2 import QWEN2
 from megalite.checkpoint.weights.maps.qwen3 import QWEN3
 from megalite.checkpoint.weights.maps.qwen3_moe import QWEN3_MOE
 from megalite.checkpoint.weights.maps.smollm3 import SMOLLM3
-from megalite.config.schema import Model
+from megalite.config.model_schema import Model
 
 CONFIG = "config.json"
 MAX_CONFIG_BYTES = 1 << 24  # bytes of a config.json

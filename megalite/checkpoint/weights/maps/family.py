@@ -24,7 +24,7 @@ from megalite.checkpoint.weights.maps.rope import (
 from megalite.checkpoint.weights.maps.strips import Table, Theirs, stacked, whole
 from megalite.checkpoint.weights.maps.woven import woven
 from megalite.config.layers import layer_kinds
-from megalite.config.schema import SCALING_KEYS, Attention, Model, MultiToken
+from megalite.config.model_schema import SCALING_KEYS, Attention, Model, MultiToken
 from megalite.plan.model.weights import weights
 from megalite.plan.parts.part import Weight
 

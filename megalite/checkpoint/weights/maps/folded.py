@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from megalite.base.errors import InputError
 from megalite.checkpoint.weights.maps.families import is_known
+from megalite.config.model_schema import Model
 from megalite.config.parametrization import multipliers
-from megalite.config.schema import Model
 
 
 def folded(model: Model) -> tuple[Model, dict[str, float]]:

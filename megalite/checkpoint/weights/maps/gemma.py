@@ -13,7 +13,7 @@ from typing import Any
 from megalite.checkpoint.weights.maps.family import LAYER, Family, alternating_types, window_fields, windows
 from megalite.checkpoint.weights.maps.fields import Fields
 from megalite.checkpoint.weights.maps.rope import rope_fields_by_type, window_rope
-from megalite.config.schema import Attention, Model
+from megalite.config.model_schema import Attention, Model
 
 ACTIVATIONS = {"gelu_pytorch_tanh": "gelu", "silu": "silu"}
 WINDOW = 4096

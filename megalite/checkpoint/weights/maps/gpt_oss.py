@@ -11,7 +11,7 @@ from typing import Any
 from megalite.checkpoint.weights.maps.experts import experts, with_width
 from megalite.checkpoint.weights.maps.family import LAYER, Family, alternating_types, window_fields, windows
 from megalite.checkpoint.weights.maps.fields import Fields
-from megalite.config.schema import Model
+from megalite.config.model_schema import Model
 
 YARN = {
     "rope_type": "yarn",

@@ -10,7 +10,7 @@ from typing import Any
 
 from megalite.checkpoint.weights.maps.fields import Fields
 from megalite.checkpoint.weights.maps.strips import Strip, part, whole
-from megalite.config.schema import Latent, Model
+from megalite.config.model_schema import Latent, Model
 from megalite.plan.parts.part import Weight
 
 LATENT_ATTENTION = {  # tensors of a layer, and those of ours that they hold; one of the first two rows is there

@@ -23,7 +23,7 @@ from megalite.checkpoint.weights.maps.megatron_experts import (
 from megalite.checkpoint.weights.maps.megatron_latent import FUSED_NORMS, KV_NORM, MAKING_LATENTS, Q_NORM, of_latents
 from megalite.checkpoint.weights.maps.models import has_experts
 from megalite.checkpoint.weights.maps.strips import Strip, Table, Theirs, part, piled, stacked
-from megalite.config.schema import Model
+from megalite.config.model_schema import Model
 from megalite.plan.parts.part import Weight
 
 VOCABULARY_STEP = 128  # a vocabulary is padded to a multiple of this times the tensor-parallel size

@@ -10,7 +10,7 @@ from megalite.checkpoint.weights.maps.megatron import VOCABULARY_STEP, Split
 from megalite.checkpoint.weights.maps.megatron_experts import expert_arguments, experts
 from megalite.checkpoint.weights.maps.megatron_latent import latent, latent_arguments
 from megalite.checkpoint.weights.maps.models import checked, lost, refuse_mtp
-from megalite.config.schema import Attention, Model, RopeScaling
+from megalite.config.model_schema import Attention, Model, RopeScaling
 
 DEFAULTS = {  # values that Megatron takes for arguments that checkpoints of older versions do not have
     "normalization": "LayerNorm",

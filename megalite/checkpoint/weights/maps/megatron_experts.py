@@ -13,7 +13,7 @@ from megalite.base.errors import InputError
 from megalite.checkpoint.weights.maps.fields import Fields
 from megalite.checkpoint.weights.maps.models import first_and_every, has_experts
 from megalite.checkpoint.weights.maps.strips import Table, Theirs, part, piled
-from megalite.config.schema import Experts, Model
+from megalite.config.model_schema import Experts, Model
 from megalite.plan.parts.part import Weight
 
 ROUTER, CORRECTION, NORM = "mlp.router.weight", "mlp.router.expert_bias", "pre_mlp_layernorm"

@@ -7,7 +7,7 @@ from megalite.checkpoint.weights.maps.megatron import FC1, FC2, LAYERS, QKV, ali
 from megalite.checkpoint.weights.maps.megatron_experts import NORM, SHARED, STACKED
 from megalite.checkpoint.weights.maps.megatron_latent import MAKING_LATENTS, OF_LATENTS
 from megalite.checkpoint.weights.maps.models import has_experts
-from megalite.config.schema import Model
+from megalite.config.model_schema import Model
 
 STATEFUL_MODULES = ("self_attention.linear_proj", "self_attention.core_attention")
 

@@ -14,7 +14,7 @@ from megalite.checkpoint.weights.maps.fields import Fields
 from megalite.checkpoint.weights.maps.latent import strips_of_latents
 from megalite.checkpoint.weights.maps.megatron_experts import ALL, Share
 from megalite.checkpoint.weights.maps.strips import Table, Theirs
-from megalite.config.schema import Attention, Latent, Model, RopeScaling
+from megalite.config.model_schema import Attention, Latent, Model, RopeScaling
 from megalite.plan.parts.part import Weight
 
 ATTENTION = "self_attention."

@@ -13,9 +13,10 @@ from megalite.base.json_shape import ValueKind, misfits, whole
 from megalite.checkpoint.store.progress import Progress, Training, impossible
 from megalite.checkpoint.weights.maps.fields import Fields
 from megalite.config.convert import to_plain
+from megalite.config.model_schema import Model
 from megalite.config.rules.optim import optim_rules
 from megalite.config.rules.ranges import range_rules
-from megalite.config.schema import Config, Model, Optim
+from megalite.config.schema import Config, Optim
 from megalite.plan.batches import samples_after
 
 STYLES = {

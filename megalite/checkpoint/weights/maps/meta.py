@@ -19,7 +19,7 @@ from megalite.checkpoint.weights.maps.models import (
     refuse_mtp,
 )
 from megalite.checkpoint.weights.maps.strips import Strip, Theirs, part, stacked
-from megalite.config.schema import Model, RopeScaling
+from megalite.config.model_schema import Model, RopeScaling
 from megalite.plan.model.weights import weights
 from megalite.plan.parts.part import Weight
 

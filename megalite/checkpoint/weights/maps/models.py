@@ -7,9 +7,10 @@ from typing import Any
 from megalite.base.errors import InputError
 from megalite.config.convert import leaves, to_plain
 from megalite.config.layers import layer_kinds
+from megalite.config.model_schema import Model
 from megalite.config.rules.model import model_rules
 from megalite.config.rules.ranges import range_rules
-from megalite.config.schema import Config, Model
+from megalite.config.schema import Config
 
 EXPERTS_RULE = "no original Llama has model.experts; use another kind of files"
 

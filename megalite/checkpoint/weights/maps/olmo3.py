@@ -8,7 +8,7 @@ from megalite.checkpoint.weights.maps.family import alternating_types, window_fi
 from megalite.checkpoint.weights.maps.fields import Fields
 from megalite.checkpoint.weights.maps.olmo2 import OLMO2
 from megalite.checkpoint.weights.maps.rope import rope_fields_by_type, window_rope
-from megalite.config.schema import Model
+from megalite.config.model_schema import Model
 
 WINDOW = 4096
 

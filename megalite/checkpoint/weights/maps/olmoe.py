@@ -7,7 +7,7 @@ from megalite.checkpoint.weights.maps.experts import EXPERTS, experts, with_widt
 from megalite.checkpoint.weights.maps.family import Family
 from megalite.checkpoint.weights.maps.fields import Fields
 from megalite.checkpoint.weights.maps.llama import DEFAULTS
-from megalite.config.schema import Model
+from megalite.config.model_schema import Model
 
 
 def _features(fields: Fields, model: Model) -> Mapping[str, Any]:

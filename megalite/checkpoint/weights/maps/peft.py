@@ -16,7 +16,8 @@ from megalite.checkpoint.store.index import Index
 from megalite.checkpoint.weights.maps.experts import EXPERTS
 from megalite.checkpoint.weights.maps.family import Family
 from megalite.checkpoint.weights.maps.strips import Strip, Theirs, part
-from megalite.config.schema import Adapter, Config, Model
+from megalite.config.model_schema import Adapter, Model
+from megalite.config.schema import Config
 from megalite.plan.model.weights import held_weights, weights
 from megalite.plan.parts.adapted import factor_names, magnitude_name, target
 from megalite.plan.parts.part import Weight

@@ -5,7 +5,7 @@ from typing import Any
 from megalite.checkpoint.weights.maps.family import LAYER, Family, windows
 from megalite.checkpoint.weights.maps.llama import DEFAULTS
 from megalite.checkpoint.weights.maps.rope import ORIGINAL_LENGTH, rope_fields
-from megalite.config.schema import Model
+from megalite.config.model_schema import Model
 
 FUSED_TENSORS = {
     "self_attn.o_proj.weight": LAYER["self_attn.o_proj.weight"],

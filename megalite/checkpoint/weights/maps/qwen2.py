@@ -6,7 +6,7 @@ from typing import Any
 from megalite.checkpoint.weights.maps.family import Family, layer_types, listed_types, windows
 from megalite.checkpoint.weights.maps.fields import Fields
 from megalite.checkpoint.weights.maps.llama import DEFAULTS
-from megalite.config.schema import Attention, Model
+from megalite.config.model_schema import Attention, Model
 
 DEFAULTS_OF_QWEN = {
     **DEFAULTS,

@@ -8,7 +8,7 @@ from megalite.checkpoint.weights.maps.family import Family, windows
 from megalite.checkpoint.weights.maps.fields import Fields
 from megalite.checkpoint.weights.maps.llama import DEFAULTS
 from megalite.checkpoint.weights.maps.models import first_and_every
-from megalite.config.schema import Attention, Model
+from megalite.config.model_schema import Attention, Model
 
 
 def _features(fields: Fields, model: Model) -> Mapping[str, Any]:

@@ -10,7 +10,7 @@ from typing import Any
 from megalite.base.errors import listing
 from megalite.checkpoint.weights.maps.fields import Fields
 from megalite.checkpoint.weights.maps.strips import Strip, part
-from megalite.config.schema import SCALING_KEYS, Model, RopeScaling
+from megalite.config.model_schema import SCALING_KEYS, Model, RopeScaling
 from megalite.plan.parts.part import Weight
 
 FULL_ATTENTION, SLIDING_ATTENTION = "full_attention", "sliding_attention"  # kinds of layers

@@ -9,7 +9,7 @@ from megalite.checkpoint.weights.maps.fields import Fields
 from megalite.checkpoint.weights.maps.llama import DEFAULTS
 from megalite.checkpoint.weights.maps.qwen2 import attention, window_fields
 from megalite.config.layers import layer_kinds
-from megalite.config.schema import Model
+from megalite.config.model_schema import Model
 
 
 def _features(fields: Fields, model: Model) -> Mapping[str, Any]:

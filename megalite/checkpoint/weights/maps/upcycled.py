@@ -15,9 +15,9 @@ from dataclasses import dataclass, replace
 
 from megalite.base.errors import InputError, Problem, listing
 from megalite.checkpoint.weights.maps.models import plain_model
+from megalite.config.model_schema import Experts, Model
 from megalite.config.rules.model import model_rules
 from megalite.config.rules.numbers import divisors, multiples
-from megalite.config.schema import Experts, Model
 from megalite.plan.model.weights import weights
 from megalite.plan.parts.roles import CORRECTION, ROUTER
 

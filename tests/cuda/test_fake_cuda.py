@@ -28,6 +28,7 @@ from megalite.config.schema import (
     Optim,
     Parallel,
     Pipeline,
+    Placement,
     Run,
     Train,
 )
@@ -47,7 +48,7 @@ PLAIN = Config(
 )
 
 
-ON_HOST = replace(PLAIN, parallel=replace(PLAIN.parallel, parameters="host"))
+ON_HOST = replace(PLAIN, parallel=replace(PLAIN.parallel, placement=Placement("host")))
 
 
 @pytest.fixture(scope="module")

@@ -70,7 +70,7 @@ def trained(mode: str) -> Told:
             mine = module.weight.to_local()
             mine.copy_(whole.chunk(REPLICAS)[mesh.coordinates["dp_shard"]])
     optimizer = build_optimizer([stage], Model(), OPTIM)
-    gradients, norms = Gradients({0: stage}, [0], mesh, tied=False), []
+    gradients, norms = Gradients({0: stage}, [0], mesh, shared=False), []
     for step in range(STEPS):
         stage(sample(step, mesh.rank)).backward()
         gradients.finish()

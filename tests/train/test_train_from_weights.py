@@ -10,7 +10,7 @@ from hf_families import CASES, transformers
 from ranks import Ranks
 from toy_jobs import Parts, advance, assemble, config_of, make, one_rank, parts, restorer
 
-from megalite.checkpoint.weights.maps.families import read_config
+from megalite.checkpoint.weights.sources import read_model
 from megalite.commands.verify import random_batch
 from megalite.config.layout import Layout
 from megalite.config.schema import Config
@@ -27,7 +27,7 @@ LAYOUTS = {
 
 
 def config_for(folder: Path, layout: Layout, schedule: str = "1f1b") -> Config:
-    config = config_of(layout, replace(read_config(folder)[1], sequence_length=16), schedule)
+    config = config_of(layout, replace(read_model(f"hf:{folder}"), sequence_length=16), schedule)
     config.parallel.pipeline.split = None
     return config
 

@@ -88,10 +88,10 @@ def test_an_answer_stops_at_the_end_of_the_turn(ignored: bool, run: Path, genera
     turn, answer = known.convert_tokens_to_ids("<|im_end|>"), known.encode("Hello")
     script = [*answer, turn, *answer]
 
-    def scripted(engine: Any, logits: Any, draw: Any, texts: Any, vocabulary: int) -> list[int]:
-        return [script[len(text.new)] for text in texts]
+    def scripted(steps: Any, logits: Any, keys: Any) -> list[int]:
+        return [script[number] for _, _, number in keys]
 
-    with patch("megalite.inference.generate._draw", scripted):
+    with patch("megalite.inference.generate.Steps.drawn", scripted):
         more = ["--ignore-end"] * ignored
         code, out, _ = generate(str(run), "--chat", "--prompt", "Hi", "--tokens", str(len(script)), *more)
     assert code == 0

@@ -327,7 +327,8 @@ def test_a_stream_of_the_hub_is_pinned_to_the_commit_that_a_revision_is(
 ) -> None:
     with ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
         Thread(target=server.serve_forever, daemon=True).start()
-        environment = {**os.environ, "HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}", "HF_HUB_OFFLINE": "0"}
+        online = {"HF_HUB_OFFLINE": "0", "HF_DATASETS_OFFLINE": "0"}  # other tests of this process may be offline
+        environment = {**os.environ, **online, "HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}"}
         program = [sys.executable, "-m", "megalite_tools.data.prepare_data"]
         given = command("hf:somebody/tiny,revision=old", tokenizer_file, out / "p")
         done = subprocess.run(

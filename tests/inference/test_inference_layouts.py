@@ -10,7 +10,7 @@ from ranks import Ranks
 
 from megalite.base.errors import InputError
 from megalite.config.layout import Layout
-from megalite.config.model_schema import Attention, Experts, Latent, MultiToken
+from megalite.config.model_schema import Attention, Experts, Latent, MultiToken, RopeScaling
 from megalite.distributed.mesh import Mesh
 from megalite.inference.draw import Draw
 from megalite.inference.engine import check_layout
@@ -61,7 +61,16 @@ def test_every_layout_writes_the_same_texts(change: dict[str, Any], ranks: Ranks
         assert all(texts == reference for texts in there), layout
 
 
-@pytest.mark.parametrize("change", [{}, LATENT, GPT_OSS, {"vocab_size": 5, "tie_embeddings": True}], ids=str)
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"rope_scaling": RopeScaling("dynamic", 2.0, original_length=9)},
+        LATENT,
+        GPT_OSS,
+        {"vocab_size": 5, "tie_embeddings": True},
+    ],
+    ids=str,
+)
 def test_drafts_change_no_text(change: dict[str, Any], ranks: Ranks) -> None:
     model = replace(inference_cases.MODEL, **{"vocab_size": 7, **change}, mtp=MultiToken(1))
     layouts = [Layout(), Layout(dp_shard=2, pp=2, tp=2)]

@@ -100,6 +100,8 @@ class Layer(nn.Module):
         if self.both:
             self.attention_output_norm = norm("attention_output_norm", of_norm)
             self.mlp_output_norm = norm("mlp_output_norm", of_norm)
+        if kind.mtp:
+            self.mtp = Join(model, tp, kernels)
         if kind.adapter is not None:
             add_adapters(self, weights, kind.adapter, tp, ep or tp)
 
@@ -142,18 +144,6 @@ class Layer(nn.Module):
 
 class MtpLayer(Layer):
     """A layer of multi-token prediction, which takes the embeddings of tokens beside a stream; see `mtp.Join`."""
-
-    def __init__(
-        self,
-        model: Model,
-        kind: LayerKind,
-        tp: DeviceMesh,
-        kernels: Kernels,
-        ep: DeviceMesh | None = None,
-        buffers: Buffers = "exact",
-    ) -> None:
-        super().__init__(model, kind, tp, kernels, ep, buffers)
-        self.mtp = Join(model, tp, kernels)
 
     def forward(  # type: ignore[override]
         self, x: Tensor, embedded: Tensor, angles: tuple[Tensor, ...], attend: Attend, *of_experts: Losses
@@ -211,13 +201,12 @@ class Head(nn.Module):
         ahead: with multi-token prediction, in place of targets. layers: each makes a stream `[s/t, b, d]` of the one
         before.
         """
-        weight = tied if self.output is None else self.output.weight
-        assert weight is not None
         x = self.norm(x)
         if ahead is not None:
-            return self._several(x, weight, ahead, layers)
+            return self._several(x, self._weight(tied), ahead, layers)
         if targets is None:
             return self.logits(x, tied)
+        weight = self._weight(tied)
         beside = None if self.output is None else self._beside(x, self.output)
         x = all_gather(x, self.group)  # s b d
         flat = x.flatten(0, 1), part(weight), targets.flatten()
@@ -225,11 +214,15 @@ class Head(nn.Module):
 
     def logits(self, x: Tensor, tied: Tensor | None) -> Tensor:
         """Logits `[s, b, v/t]` of a stream `[s/t, b, d]` that has its norm."""
-        weight = tied if self.output is None else self.output.weight
-        assert weight is not None
-        logits = linears(x, [weight], self.group)
+        logits = linears(x, [self._weight(tied)], self.group)
         (made,) = logits if self.output is None else with_adapters(logits, x, [self.output], self.group)
         return made if self.softcap is None else self.softcap * (made / self.softcap).tanh()
+
+    def _weight(self, tied: Tensor | None) -> Tensor:
+        """The weight of the output layer. tied: the embedding's, if it is that."""
+        weight = tied if self.output is None else self.output.weight
+        assert weight is not None
+        return weight
 
     def _several(self, x: Tensor, weight: Tensor, ahead: Ahead, layers: Sequence[Callable[[Tensor], Tensor]]) -> Tensor:
         """The loss of the next token, with the gradient of the losses of all that are predicted. x: with its norm."""

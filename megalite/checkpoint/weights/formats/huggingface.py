@@ -53,18 +53,17 @@ def open_folder(path: Path) -> Weights:
         for name, stored in files.index.tensors.items()
         if name in table or not (IGNORED_TENSORS.fullmatch(name) or _is_beyond(name, family, model))
     }
-    copies = {
-        name: found.pop(name) for name in family.table(model, stacked, copies=True).keys() - table.keys() & found.keys()
-    }
+    copied = family.table(model, stacked, copies=True)
+    copies = {name: found.pop(name) for name in copied.keys() - table.keys() & found.keys()}
     head = found.pop(HEAD, None) if model.tie_embeddings else None
     there = Index(files.index.files, found)
     refuse_differences(path, files.source, found.keys(), list(tensors_of(table, there)))
     if head is not None and not _same(path, files.index.files, head, found[EMBEDDING]):
         rule = f"{HEAD} is not {EMBEDDING}, though {CONFIG} ties them"
         raise DamagedError(path, f"{rule}; set tie_word_embeddings to false there if they differ on purpose")
+    originals = {made.of: name for name, made in table.items()}
     for name, copy in copies.items():
-        of = EMBEDDING if model.tie_embeddings or name.endswith(EMBEDDING.removeprefix("model.")) else HEAD
-        if not _same(path, files.index.files, copy, found[of]):
+        if not _same(path, files.index.files, copy, found[of := originals[copied[name].of]]):
             raise DamagedError(path, f"{name} is not {of}, which layers of multi-token prediction share")
     with damage_of(path, files.source):
         plain = {name: theirs for name, theirs in table.items() if not theirs.turns}

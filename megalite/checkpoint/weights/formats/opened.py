@@ -9,6 +9,7 @@ from megalite.checkpoint.store.disk import DamagedError, File
 from megalite.checkpoint.store.index import Index
 from megalite.checkpoint.store.manifest import Manifest
 from megalite.checkpoint.store.progress import Training
+from megalite.checkpoint.weights.maps.families import CONFIG
 from megalite.checkpoint.weights.maps.folded import folded
 from megalite.checkpoint.weights.maps.peft import Within
 from megalite.checkpoint.weights.maps.strips import PREFIX
@@ -85,7 +86,7 @@ class Weights:
             return self
         model = replace(self.model, mtp=None)
         kept = {name: self.index.tensors[name] for name in (PREFIX + each for each in weights(model))}
-        files = tuple(file for file in self.companions if file.name != "config.json")  # which tells of these layers
+        files = tuple(file for file in self.companions if file.name != CONFIG)  # which tells of these layers
         return replace(self, model=model, index=Index(self.index.files, kept), companions=files, training=None)
 
     def folded(self) -> "Weights":

@@ -257,7 +257,7 @@ def sending_seconds(plan: Plan, stages: Sequence[StageTime], timer: Timer) -> fl
         for stage in {id(stage): stage for stage in stages}.values()
     }
     one = net.links("messages", Activations(config).stream, pipeline)
-    tied = config.model.tie_embeddings and placement[0] != placement[last]
+    two_copies = config.model.shares_embedding and placement[0] != placement[last]
     shared, found = Shared(config, net), dict[tuple[object, ...], float]()
     for rank in range(config.parallel.pp):
         mine = plan.stages_of(rank)
@@ -265,7 +265,7 @@ def sending_seconds(plan: Plan, stages: Sequence[StageTime], timer: Timer) -> fl
             (stage < last and placement[stage + 1] != rank) + (stage > 0 and placement[stage - 1] != rank)
             for stage in mine
         )
-        copies = tied and rank in (placement[0], placement[last])
+        copies = two_copies and rank in (placement[0], placement[last])
         key = *sorted(id(stages[stage]) for stage in mine), messages, copies
         if key not in found:
             sent = [by_stage[id(stages[stage])] for stage in mine]

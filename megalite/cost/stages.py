@@ -247,6 +247,9 @@ class Timer:
         for (kind, mode), count in found.items():
             yield self._layer(config, kind, mode), mode, count
         if stage == plan.stages - 1:
+            if stage > 0 and config.model.shares_embedding and not config.model.tie_embeddings:
+                none = Seconds()  # the head's time has the look-ups
+                yield replace(embedding, forward=none, backward=none, inputs=none), "none", 1
             yield head, "none", 1
 
     def _layer(self, config: Config, kind: LayerKind, mode: Mode) -> Piece:
@@ -332,7 +335,7 @@ class Shared:
 
     @property
     def of_copy(self) -> float:
-        """Bytes that the two ranks with a copy of a tied embedding send each other."""
+        """Bytes that the two ranks with a copy of an embedding send each other."""
         (table,) = exchanged(self._config, "embedding")
         return table.gathered(self._shards.size, max(self._element, 4)) / self._shards.size
 

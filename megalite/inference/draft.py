@@ -6,13 +6,12 @@ texts are the same, but for roundings of a pass of two tokens.
 """
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
-from megalite.inference.cache import Cache
-from megalite.inference.draw import Draw
-from megalite.inference.engine import Engine, Pass
+from megalite.inference.engine import Pass
 from megalite.inference.generate import Steps, Text
 
 
@@ -25,15 +24,11 @@ class DraftedSteps(Steps):
 
     tried = 2  # the latest token, and the draft
 
-    def __init__(self, engine: Engine, cache: Cache, draw: Draw, vocabulary: int) -> None:
-        super().__init__(engine, cache, draw, vocabulary)
-        self._drafts: dict[int, int] = {}  # by identity of a text
-
     def read(self, new: Sequence[Text], first: int) -> list[list[int]]:
         texts = [text.request for text in new]
         slots, lengths = range(first, first + len(new)), [len(each.tokens) + each.most - 1 for each in texts]
         made = self.engine.prompts_pass([each.tokens for each in texts], self.cache, slots, lengths)
-        ends = [sum(len(each.tokens) for each in texts[: number + 1]) - 1 for number in range(len(texts))]
+        ends = [end - 1 for end in accumulate(len(each.tokens) for each in texts)]
         tokens = self.drawn(made.logits(ends), [text.key(0) for text in new])
         following = [
             token for each, drawn in zip(texts, tokens, strict=True) for token in (*list(each.tokens)[1:], drawn)
@@ -42,16 +37,13 @@ class DraftedSteps(Steps):
         return [[token] for token in tokens]
 
     def next(self, active: Sequence[Text]) -> list[list[int]]:
-        tried = [token for text in active for token in (text.new[-1], self._drafts[id(text)])]
+        tried = [token for text in active for token in (text.new[-1], text.draft)]
         made = self.engine.next_pass(tried, [text.at for text in active], self.cache, self.tried)
         keys = [text.key(number) for text in active for number in range(self.tried)]
         tokens = self.drawn(made.logits(), keys)
         right = [tokens[row] == tried[row + 1] for row in range(0, len(tried), self.tried)]
         self._draft(active, made, tokens, [self.tried * number + each for number, each in enumerate(right)])
         return [tokens[self.tried * number :][: 1 + each] for number, each in enumerate(right)]
-
-    def left(self, text: Text) -> None:
-        del self._drafts[id(text)]
 
     def _draft(self, texts: Sequence[Text], made: Pass, following: Sequence[int], rows: Sequence[int]) -> None:
         """Draft the token after the next of each text. following: the next token of every row of the pass. rows: of
@@ -62,4 +54,5 @@ class DraftedSteps(Steps):
 
         logits = made.further(following, rows)
         drafts = self.engine.agree(len(rows), likeliest, logits, torch.int64).tolist()
-        self._drafts |= {id(text): draft for text, draft in zip(texts, drafts, strict=True)}
+        for text, draft in zip(texts, drafts, strict=True):
+            text.draft = draft

@@ -81,6 +81,7 @@ class Text:
 
     request: Request
     new: list[int] = field(default_factory=list)
+    draft: int = NO_TOKEN  # a guess at the next token
 
     @property
     def at(self) -> int:
@@ -109,9 +110,6 @@ class Steps:
         """The next tokens of each text, which are in the first slots."""
         logits = self.engine.next([text.new[-1] for text in active], [text.at for text in active], self.cache)
         return [[token] for token in self.drawn(logits, [text.key(0) for text in active])]
-
-    def left(self, text: Text) -> None:
-        """Forget a text that has ended."""
 
     def drawn(self, logits: Tensor | None, keys: Sequence[tuple[int, int, int]]) -> list[int]:
         """A token for each row of logits, known to all ranks. Raises InputError for logits that are not finite."""
@@ -197,7 +195,6 @@ def _continued(
                     finished.append(text)
                     break
         for text in finished:
-            passes.left(text)
             _leave(active, text, cache)
 
 

@@ -24,7 +24,7 @@ class Recorded(DraftedSteps):
     found: list[tuple[list[int], int]]
 
     def next(self, active: Sequence[Text]) -> list[list[int]]:
-        self.found += [([*text.request.tokens, *text.new], self._drafts[id(text)]) for text in active]
+        self.found += [([*text.request.tokens, *text.new], text.draft) for text in active]
         return super().next(active)
 
 

@@ -1,4 +1,4 @@
-"""Workflows and CONTRIBUTING name targets of the Makefile and files that are there."""
+"""Workflows, CONTRIBUTING and the documentation's site name targets of the Makefile and files that are there."""
 
 import re
 from pathlib import Path
@@ -38,3 +38,10 @@ def test_contributing_names_what_is_there() -> None:
     assert len(folders) > 10
     assert [folder for folder in folders if not (ROOT / folder).exists()] == []
     assert [path for path in re.findall(r"pytest (tests/\S+)", text) if not (ROOT / path).exists()] == []
+
+
+def test_every_page_is_in_the_site_once() -> None:
+    docs = ROOT / "docs"
+    named = re.findall(r"^ +- (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    pages = {path.relative_to(docs).as_posix() for path in docs.rglob("*.md")}
+    assert sorted(named) == sorted(page for page in pages if not page.startswith("benchmarks/"))

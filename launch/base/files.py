@@ -9,8 +9,8 @@ import errno
 import os
 import secrets
 import stat
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Optional, Union
 
@@ -25,7 +25,16 @@ def write_whole(
     mode: int = PRIVATE_MODE,
     give_name: Callable[[Path, Path], object] = os.replace,
 ) -> None:
-    """Write a file that is whole, and on the disk, as soon as it has its name. Raises OSError.
+    """Write a file of this content, as `new_file` does. Raises OSError."""
+    with new_file(path, mode, give_name) as file:
+        file.write(content if isinstance(content, bytes) else content.encode(errors="replace"))
+
+
+@contextmanager
+def new_file(
+    path: Path, mode: int = PRIVATE_MODE, give_name: Callable[[Path, Path], object] = os.replace
+) -> Iterator[IO[bytes]]:
+    """A file to write, which is whole, and on the disk, as soon as it has its name. Raises OSError.
 
     A link at `path` is replaced; its target stays. give_name: called with the file and `path`.
     """
@@ -33,7 +42,7 @@ def write_whole(
     try:
         descriptor = os.open(hidden, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
         with open(descriptor, "wb") as file:
-            file.write(content if isinstance(content, bytes) else content.encode(errors="replace"))
+            yield file
             file.flush()
             os.fsync(descriptor)
         give_name(hidden, path)

@@ -125,6 +125,18 @@ def check_copied(path: Path) -> None:
         )
 
 
+def read_copied(path: Path, most: int) -> bytes:
+    """The content of a file beside one that the user has named, of at most `most` bytes. Raises InputError."""
+    check_copied(path)
+    try:
+        content = files.read_bytes(path, most + 1)
+    except OSError as error:
+        raise InputError(f"{path}: {error.strerror}, and is not copied; put a file in its place") from error
+    if len(content) > most:
+        raise InputError(f"{path}: is larger than {most:,} bytes, more than such a file ever has, and is not copied")
+    return content
+
+
 def check_writable(path: Path) -> None:
     """Check as `check_output`, and check that the folder is there and may be written into, or can be made."""
     check_output(path)

@@ -128,11 +128,11 @@ def _read(path: Path, includers: tuple[Path, ...], known: Read) -> dict[str, Any
     if real in known:
         return known[real]
     try:
-        content = read_mapping(path)
+        content = read_mapping(path, quoting=not includers)  # lines of another file are nobody's business
     except InputError as error:
         raise InputError(f"{error}{_advice(path, includers)}") from error
     included = content.pop("include", None)
-    if includers and content and not any(name in keys() for name in content):  # its lines are nobody's business
+    if includers and content and not any(name in keys() for name in content):
         rule = (
             f"is no configuration: it has none of the sections {', '.join(name for name in keys() if '.' not in name)}"
         )

@@ -24,8 +24,11 @@ DECIMAL = re.compile(
 )
 
 
-def read_mapping(path: Path, most_bytes: int = MAX_BYTES) -> dict[str, Any]:
-    """The mapping in the file `path`, of at most `most_bytes`. Raises InputError with the name of the file."""
+def read_mapping(path: Path, most_bytes: int = MAX_BYTES, quoting: bool = True) -> dict[str, Any]:
+    """The mapping in the file `path`, of at most `most_bytes`. Raises InputError with the name of the file.
+
+    quoting: the error may repeat words of the file.
+    """
     try:
         text = read_text(path, most_bytes)
     except OSError as error:
@@ -35,7 +38,9 @@ def read_mapping(path: Path, most_bytes: int = MAX_BYTES) -> dict[str, Any]:
     try:
         content = parse(text)
     except ValueError as error:
-        raise InputError(f"{path}: is not valid YAML: {error}") from error
+        place = re.match(r"line \d+, column \d+", str(error))
+        told = f": {error}" if quoting else f": {place[0]}" if place else ""
+        raise InputError(f"{path}: is not valid YAML{told}") from error
     if content is None:
         return {}
     if not isinstance(content, dict):

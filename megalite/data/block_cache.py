@@ -14,6 +14,7 @@ import xxhash
 
 from megalite.base.errors import InputError
 from megalite.base.output import warn
+from megalite_launch.base.files import PRIVATE_MODE, opened
 
 BLOCK_BYTES = 1 << 14  # about a sample: a hash is made of a whole block, however little of it is wanted
 WAYS = 8  # places where a block can be
@@ -34,7 +35,7 @@ class BlockCache:
         total = self._sets * WAYS * (ENTRY_BYTES + BLOCK_BYTES)
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+            self._file = opened(self.path, os.O_RDWR | os.O_CREAT, PRIVATE_MODE)
             if os.fstat(self._file).st_size == 0:
                 os.ftruncate(self._file, total)
                 # So that no full disk can fail a look at them, which are mapped to memory.

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from megalite.base.errors import InputError
+from megalite_launch.base.files import opened
 
 LOCKLESS_ERRORS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)  # a file system without locks
 
@@ -18,7 +19,7 @@ def claim(path: Path, what: str) -> BinaryIO:
     it; `what` names what is being written. Raises OSError.
     """
     while True:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+        descriptor = opened(path, os.O_RDWR | os.O_CREAT)
         file = os.fdopen(descriptor, "r+b", 1 << 20)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -5,7 +5,6 @@ that grow, until `data.remote.timeout` has passed.
 """
 
 import asyncio
-import os
 import time
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from megalite.config.schema import Remote
 from megalite.data.block_cache import BLOCK_BYTES, open_cache
 from megalite.data.data_file import Bytes, LocalFile, Range
 from megalite.data.hashes import blocks_in
+from megalite_launch.base.files import SHARED_MODE, new_file
 
 CONCURRENCY = 64  # requests at a time
 REQUEST_BLOCKS = 256  # blocks in one request at the most
@@ -91,19 +91,12 @@ class RemoteFile:
             ) from error
 
     def _copy(self, path: Path) -> None:
-        partial = path.with_name(f".{path.name}.{os.getpid()}")
         count, step = blocks_in(self.size), 16 * REQUEST_BLOCKS
-        try:
-            with partial.open("wb") as file:
-                for first in range(0, count, step):
-                    numbers = range(first, min(first + step, count))
-                    blocks = self._fetched(numbers)
-                    file.writelines(blocks[number] for number in numbers)
-                file.flush()
-                os.fsync(file.fileno())
-            partial.replace(path)
-        finally:
-            partial.unlink(missing_ok=True)
+        with new_file(path, SHARED_MODE) as file:
+            for first in range(0, count, step):
+                numbers = range(first, min(first + step, count))
+                blocks = self._fetched(numbers)
+                file.writelines(blocks[number] for number in numbers)
 
     def _block_key(self, number: int) -> int:
         return (self._key + number) % 2**128

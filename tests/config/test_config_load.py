@@ -349,6 +349,11 @@ def test_the_lines_of_a_file_that_is_no_configuration_are_not_told(tmp_path: Pat
         load([write(tmp_path, top="include: secret.yaml")])
     assert "included by" in str(caught.value)
     assert not any(word in str(caught.value) for word in ("daemon", "hash", "19000"))
+    for text in ("hidden: 1\nhidden: 2\n", "*hidden\n", "a: !hidden 1\n", "a: !!int hidden\n", "a: hidden: b\n"):
+        write(tmp_path, secret=text)
+        with pytest.raises(InputError, match=r"secret\.yaml: is not valid YAML: line \d, column \d+ \(incl") as caught:
+            load([write(tmp_path, top="include: secret.yaml")])
+        assert "hidden" not in str(caught.value)
     write(tmp_path, part="modle: {layers: 2}\nmodel: {layers: 2}\n")
     with pytest.raises(InputError, match="modle: unknown key; did you mean model"):
         load([write(tmp_path, top="include: part.yaml")])

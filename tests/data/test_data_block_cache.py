@@ -73,6 +73,15 @@ def test_a_cache_of_another_size_is_refused(tmp_path: Path) -> None:
         BlockCache(tmp_path / "file", SIZE)
 
 
+def test_a_cache_is_no_file_of_another_folder(tmp_path: Path) -> None:
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "empty").touch()
+    (tmp_path / "cache/blocks").hardlink_to(tmp_path / "empty")
+    with pytest.raises(InputError, match="cannot be opened: has a second name"):
+        BlockCache(tmp_path / "cache", SIZE)
+    assert (tmp_path / "empty").stat().st_size == 0
+
+
 @pytest.mark.timeout(120)
 def test_processes_that_share_it_and_are_killed_leave_nothing_wrong(tmp_path: Path) -> None:
     processes = []

@@ -242,6 +242,14 @@ def test_what_a_killed_writer_left_is_taken_over(tmp_path: Path) -> None:
     assert TokenStore(tmp_path / "store").tokens == 1
 
 
+def test_a_store_is_not_written_into_a_file_of_two_names(tmp_path: Path) -> None:
+    (tmp_path / "victim").write_text("precious")
+    (tmp_path / ".store.partial.bin").hardlink_to(tmp_path / "victim")
+    with pytest.raises(InputError, match="has a second name"), StoreWriter(tmp_path / "store", "uint16"):
+        pass
+    assert (tmp_path / "victim").read_text() == "precious"
+
+
 def test_a_file_that_its_owner_publishes_meanwhile_is_not_taken_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -249,6 +249,17 @@ def test_an_object_that_is_not_there_is_named(remote: Remote, upload: Callable[.
         TokenStore(prefix, remote)
 
 
+def test_a_copy_is_not_written_through_a_link(remote: Remote, upload: Callable[..., str], tmp_path: Path) -> None:
+    prefix, victim = upload(), tmp_path / "victim"
+    victim.write_text("precious")
+    TokenStore(prefix, remote)
+    copy = next((tmp_path / "cache/copies").rglob("*.idx"))
+    copy.unlink()
+    copy.with_name(f".{copy.name}.{os.getpid()}").symlink_to(victim)  # a name that could be foreseen
+    TokenStore(prefix, remote)
+    assert (copy.is_file(), victim.read_text()) == (True, "precious")
+
+
 def test_a_full_disk_costs_the_cache_alone(
     local: str,
     remote: Remote,

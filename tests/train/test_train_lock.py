@@ -338,3 +338,13 @@ def test_a_lock_makes_no_file_elsewhere(tmp_path: Path) -> None:
     (tmp_path / f"lock/{held.number}{lock.FREE_SUFFIX}").symlink_to(tmp_path / "made")
     held.free()
     assert not (tmp_path / "made").exists()
+
+
+def test_a_lock_s_folder_leads_nowhere_else(tmp_path: Path) -> None:
+    """The files of lower numbers in there are removed."""
+    (tmp_path / "victim").mkdir()
+    (tmp_path / "victim/1").write_text("precious")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/lock").symlink_to(tmp_path / "victim")
+    assert f"{tmp_path / 'run/lock'}: is a link" in refused(tmp_path / "run")
+    assert [path.name for path in (tmp_path / "victim").iterdir()] == ["1"]

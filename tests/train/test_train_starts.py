@@ -142,6 +142,19 @@ def test_a_tokenizer_may_be_a_link_and_its_settings_may_not(tmp_path: Path) -> N
         keep_tokenizer(given / "tokenizer.json", tmp_path / "other", tmp_path / "later")
 
 
+@pytest.mark.parametrize("name", ["tokenizer_config.json", "chat_template.jinja"])
+def test_settings_of_a_tokenizer_are_neither_waited_for_nor_endless(name: str, tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text("{}")
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(InputError, match=f"{name}: is no regular file, and is not copied"):
+        keep_tokenizer(tmp_path / "tokenizer.json", tmp_path / "run", tmp_path / "later")
+    (tmp_path / name).unlink()
+    with (tmp_path / name).open("wb") as file:
+        file.truncate(2**40)
+    with pytest.raises(InputError, match=f"{name}: is larger than 16,777,216 bytes"):
+        keep_tokenizer(tmp_path / "tokenizer.json", tmp_path / "other", tmp_path / "later")
+
+
 def test_a_record_is_for_its_owner_and_has_no_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_EXPORT_ENV", "ALL,WANDB_API_KEY=precious,A=1")
     monkeypatch.setattr(sys, "orig_argv", ["megalite", "train", "--password", "precious"])

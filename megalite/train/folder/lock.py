@@ -29,7 +29,7 @@ from pathlib import Path
 from megalite.base.errors import InputError, unwritable
 from megalite.base.json_shape import TEXT, WHOLE_NUMBER, misfits
 from megalite.distributed.health.activity import HIDDEN_PREFIX
-from megalite_launch.base.files import opened
+from megalite_launch.base.files import foreign, opened
 
 BEAT_SECONDS = 2.0  # seconds between two signs of life
 LOOK_SECONDS = 1.0  # seconds between two looks at another's signs of life
@@ -123,6 +123,8 @@ class Lock:
         folder = run / "lock"
         try:
             folder.mkdir(parents=True, exist_ok=True)
+            if told := foreign(folder):
+                raise InputError(f"{folder}: {told}")  # files of other folders would be removed
             return _take(folder, Owner.this(), launcher)
         except OSError as error:
             remedy = f"make {run} a folder that can be written to, or set run.dir"
@@ -168,7 +170,7 @@ class Lock:
                         end(text)
                         return
                 try:
-                    os.utime(self.path)
+                    os.utime(self.path, follow_symlinks=False)
                 except OSError as error:
                     log.warning("%s: no sign of life: %s", self.path, error)
 

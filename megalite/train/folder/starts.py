@@ -20,13 +20,13 @@ from typing import Any
 
 import torch
 
-from megalite.base.files import as_json, check_copied, write_whole
+from megalite.base.files import as_json, exists, read_copied, write_whole
 from megalite.checkpoint.store.progress import Progress
 from megalite.checkpoint.weights.formats.tokenizer import kept_tokenizer
 from megalite.config.identity import digest_of
 from megalite.config.load import dump
 from megalite.config.schema import Config
-from megalite.data.tokenizer import COMPANION_FILES, TEMPLATE_FILE, tokenizer_hash
+from megalite.data.tokenizer import COMPANION_FILES, MAX_COMPANION_BYTES, TEMPLATE_FILE, tokenizer_hash
 from megalite.schedule.actions import Table
 from megalite.schedule.file import write
 from megalite.train.folder.secrets import command_without_secrets, relevant
@@ -94,10 +94,10 @@ def keep_tokenizer(tokenizer: Path, run: Path, later: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     beside = map(tokenizer.with_name, (*COMPANION_FILES, TEMPLATE_FILE))
     for source in (*beside, tokenizer):  # the tokenizer last: where it is, its settings are
-        if source.exists():
-            if source is not tokenizer:  # which the user has named
-                check_copied(source)
+        if source is tokenizer:
             write_whole(folder / source.name, source.read_bytes())
+        elif exists(source):
+            write_whole(folder / source.name, read_copied(source, MAX_COMPANION_BYTES))
 
 
 def _packages() -> Iterator[tuple[str, str]]:

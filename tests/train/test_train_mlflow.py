@@ -10,11 +10,16 @@ import pytest
 
 from megalite.base.errors import Unhealthy
 from megalite.config.rules.validate import validate
-from megalite.config.schema import Config, Log, Run, Train
+from megalite.config.schema import Checkpoint, Config, Log, Run, Train
 from megalite.train.report import Report
 from megalite.train.tracking.mlflow_run import metric_name
 
-CONFIG = Config(run=Run(name="toy"), train=Train(steps=20), log=Log(tensorboard=False, mlflow="toys"))
+CONFIG = Config(
+    run=Run(name="toy"),
+    train=Train(steps=20),
+    checkpoint=Checkpoint(export_url="http://me:precious@host"),
+    log=Log(tensorboard=False, mlflow="toys"),
+)
 
 
 @pytest.fixture
@@ -45,6 +50,7 @@ def test_mlflow_reads_back_what_was_reported(tmp_path: Path, mlflow: Any) -> Non
     assert run.data.metrics["tokens/data/a_b"] == 7.0
     assert run.data.params["model.width"] == str(CONFIG.model.width)
     assert run.data.params["log.mlflow"] == "toys"
+    assert run.data.params["checkpoint.export_url"] == "http://***@host"
     assert run.data.tags["event.rollback"] == "step 1: back to step 1"
     assert (run.info.run_name, run.info.status) == ("toy", "FINISHED")
 

@@ -41,7 +41,10 @@ def test_names_that_tell_of_secrets_are_left_out() -> None:
         *[(f"https://user:p{odd}w@host/", "https://***@host/") for odd in "/#?"],
         ("user:pa/ss@host", "***@host"),
         ("curl -u user:pass host", "curl -u *** host"),
-        *[(f"{name}=abc", f"{name}=***") for name in ("DB_PWORD", "PSWD", "PIN", "MY_SALT", "SESSION", "API_TOKENS")],
+        *[
+            (f"{name}=abc", f"{name}=***")
+            for name in ("DB_PWORD", "PSWD", "PIN", "MY_SALT", "MY_CREDS", "SESSION", "API_TOKENS")
+        ],
         *[
             (f"x {token} y", "x *** y")
             for token in (

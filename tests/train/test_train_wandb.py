@@ -15,7 +15,7 @@ from megalite.base.errors import InputError, Unhealthy
 from megalite.config.load import load
 from megalite.config.rules.files import validate_files
 from megalite.config.rules.validate import validate
-from megalite.config.schema import Config, Log, Run, Train
+from megalite.config.schema import Config, Data, Log, Run, Source, Train
 from megalite.train.folder.records import read_records
 from megalite.train.report import Report
 from megalite.train.tracking.run_id import kept_id
@@ -62,6 +62,15 @@ def wandb(monkeypatch: pytest.MonkeyPatch) -> StandIn:
 
 def lines(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_it_is_told_no_secrets_of_the_configuration(tmp_path: Path, wandb: StandIn) -> None:
+    secret = Source("http://user:precious@host/store")
+    with Report(tmp_path, replace(CONFIG, data=Data(train=[secret])), 0):
+        pass
+    (told,) = wandb.inits
+    assert told["config"]["data"]["train"][0]["path"] == "http://***@host/store"
+    assert "precious" not in str(told)
 
 
 def test_it_is_told_what_metrics_jsonl_is_told_in_order_by_step(tmp_path: Path, wandb: StandIn) -> None:

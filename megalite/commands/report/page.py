@@ -12,6 +12,7 @@ from megalite.config.schema import Config
 from megalite.cost.predict import Prediction
 from megalite.cost.texts import step_text
 from megalite.plan.model.size import flops_per_token
+from megalite.train.folder.secrets import without_secrets
 from megalite_launch.base.texts import lasting, memory_text, printable
 from megalite_launch.page.html import definitions, escape, paragraph, section, table
 from megalite_launch.status.page import sections, whole_page
@@ -35,7 +36,7 @@ def page(run: Watched, found: Summary, facts: RunFacts, prediction: Prediction |
 def _notes(facts: RunFacts) -> str:
     if not facts.notes:
         return ""
-    items = "\n".join(f"<li>{escape(printable(note, 400))}</li>" for note in facts.notes)
+    items = "\n".join(f"<li>{escape(printable(without_secrets(note), 400))}</li>" for note in facts.notes)
     return section("Missing or damaged", f"<ul>{items}</ul>")
 
 
@@ -81,7 +82,9 @@ def _data(facts: RunFacts) -> str:
         for source in sources:
             found = known.get(source.path) if use == "training" else None
             tokens, fingerprint = ("", "") if found is None else (f"{found.tokens:,}", found.fingerprint[:16])
-            rows.append((use, printable(source.path, MAX_CELL), f"{source.weight:g}", tokens, fingerprint))
+            rows.append(
+                (use, printable(without_secrets(source.path), MAX_CELL), f"{source.weight:g}", tokens, fingerprint)
+            )
     if not rows:
         return ""
     tokenizer = {} if facts.latest is None else facts.latest.mapping("tokenizer")
@@ -142,7 +145,8 @@ def _environment(start: Start | None) -> str:
 
 
 def _configuration(facts: RunFacts) -> str:
-    return section("Configuration", f"<pre>{escape(facts.text)}</pre>") if facts.text else ""
+    text = "\n".join(map(without_secrets, facts.text.split("\n")))
+    return section("Configuration", f"<pre>{escape(text)}</pre>") if text else ""
 
 
 def _axes(layout: Mapping[str, Any]) -> str:

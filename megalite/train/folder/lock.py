@@ -17,6 +17,7 @@ import logging
 import os
 import re
 import socket
+import stat
 import sys
 import threading
 import time
@@ -252,7 +253,7 @@ def _look(folder: Path) -> LockLook:
     while True:
         names = _names(folder)
         number = max(names, default=0)
-        if number == 0 or f"{number}{FREE_SUFFIX}" in names[number]:
+        if number == 0 or f"{number}{FREE_SUFFIX}" in names[number] or not _is_owners(folder / str(number)):
             return LockLook(number, True)
         try:
             descriptor = os.open(folder / str(number), os.O_RDONLY | os.O_NONBLOCK)  # for which NFS asks the server
@@ -265,6 +266,14 @@ def _look(folder: Path) -> LockLook:
         with open(descriptor, "rb") as file:
             beat, text = os.fstat(descriptor).st_mtime_ns, file.read(MAX_FILE_BYTES) or b""
         return LockLook(number, False, Owner.parse(text.decode(errors="replace")), beat)
+
+
+def _is_owners(path: Path) -> bool:
+    """Return whether an owner may have made what is at a path, or has: a link, a pipe or a folder is nobody's."""
+    try:
+        return stat.S_ISREG(path.lstat().st_mode)
+    except FileNotFoundError:  # it may be there for others by now
+        return True
 
 
 def _names(folder: Path) -> dict[int, set[str]]:

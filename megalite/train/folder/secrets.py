@@ -1,12 +1,13 @@
-"""Keeps secrets out of the record of a start, by the names of variables and by what values look like."""
+"""Keeps secrets out of records of starts, pages and trackers, by names of variables and by what values look like."""
 
 import re
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 VARIABLES = ("CUDA_", "NCCL_", "TORCH", "OMP_", "SLURM_", "MASTER_", "GLOO_", "TRITON_", "PYTORCH_")
 MASK = "***"
 SECRETS = (  # in names; SLURM_JWT is one
-    *("KEY", "TOKEN", "SECRET", "PASS", "PWORD", "PSWD", "CREDENTIAL", "AUTH", "JWT", "COOKIE", "SESSION"),
+    *("KEY", "TOKEN", "SECRET", "PASS", "PWORD", "PSWD", "CRED", "AUTH", "JWT", "COOKIE", "SESSION"),
     *("SIGNATURE", "SALT", "WEBHOOK"),
 )
 HARMLESS_WORDS = re.compile(r"TOKENIZERS?")
@@ -63,6 +64,15 @@ def without_secrets(value: str) -> str:
             at = after.start() if after else len(told)
             parts.append(MASK)
     return TOKEN_FORMATS.sub(MASK, "".join([*parts, told[at:]]))
+
+
+def shareable(value: Any) -> Any:
+    """A configuration's plain values, with all texts as `without_secrets` returns them: for pages and trackers."""
+    if isinstance(value, dict):
+        return {name: shareable(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [shareable(item) for item in value]
+    return without_secrets(value) if isinstance(value, str) else value
 
 
 def is_secret(name: str, value: str) -> bool:

@@ -13,6 +13,7 @@ from typing import Any
 from megalite.base.errors import InputError
 from megalite.config.convert import leaves, to_plain
 from megalite.config.schema import Config
+from megalite.train.folder.secrets import shareable
 from megalite.train.tracking.run_id import keep_id, kept_id
 from megalite.train.tracking.served import Service
 
@@ -65,7 +66,9 @@ class MlflowRun(Service):
     def _begin(self, project: str | None, config: Config) -> str:
         run = self._client.create_run(self._experiment(project), run_name=config.run.name)
         param = self._entities.Param
-        params = [param(metric_name(key), str(value)[:MAX_PARAMETER]) for key, value in leaves(to_plain(config))]
+        params = [
+            param(metric_name(key), str(value)[:MAX_PARAMETER]) for key, value in leaves(shareable(to_plain(config)))
+        ]
         for first in range(0, len(params), PARAMETERS_PER_CALL):
             self._client.log_batch(run.info.run_id, params=params[first : first + PARAMETERS_PER_CALL])
         return str(run.info.run_id)

@@ -9,6 +9,7 @@ from typing import Any
 
 from megalite.config.convert import to_plain
 from megalite.config.schema import Config
+from megalite.train.folder.secrets import shareable
 from megalite.train.tracking.run_id import keep_id, kept_id
 from megalite.train.tracking.served import Service
 
@@ -36,7 +37,7 @@ class WandbRun(Service):
             id=known,
             resume="allow",
             dir=str(folder),
-            config=to_plain(config),
+            config=shareable(to_plain(config)),
             settings=wandb.Settings(console="off", silent=True),  # the console is ours; silent: asks for no key there
         )
         self._run.define_metric("*", step_metric="step")

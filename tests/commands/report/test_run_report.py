@@ -87,6 +87,15 @@ def test_speed_stands_beside_the_prediction_for_another_cluster(tmp_path: Path) 
     assert "broken line: predicted, " in text
 
 
+def test_a_page_has_no_secrets_of_the_configuration(tmp_path: Path) -> None:
+    path = folder_of(tmp_path / "run")
+    secrets = ("log.wandb=https://me:precious@host", "data.train=[{path: 'http://me:precious@host/store'}]")
+    (path / "starts/002.yaml").write_text(dump(load(["small_60m"], [*OVERRIDES, *secrets])))
+    assert main(["report", str(path)]) == 0
+    text = (path / "report.html").read_text()
+    assert (text.count("://***@host"), "precious" in text) == (3, False)
+
+
 def test_texts_of_others_are_escaped(tmp_path: Path) -> None:
     path = folder_of(tmp_path / "run")
     record = json.loads((path / "starts/002.json").read_text())

@@ -360,6 +360,9 @@ def test_what_families_lack_is_what_transformers_says_of_them() -> None:
         numbers = ("num_local_experts", "num_experts", "n_routed_experts")
         experts = any(hasattr(config, key) for key in numbers)
         assert experts or "experts" not in lacks, name
+        assert not any(each in lacks for each in ("shared experts", "of embeddings", "of logits")), (
+            name
+        )  # which layers have
         assert hasattr(outer, "vision_config") == ("images" in lacks), name
         told = {
             getattr(config, key, None)
@@ -370,7 +373,7 @@ def test_what_families_lack_is_what_transformers_says_of_them() -> None:
             assert ("relu2" in told) == ("squared ReLU" in lacks), name
 
 
-@pytest.mark.parametrize("name", ["olmo", "falcon", "llama4", "gemma3n", "qwen2_moe"])
+@pytest.mark.parametrize("name", ["olmo", "falcon", "llama4", "gemma3n", "qwen3_next"])
 def test_a_folder_of_a_family_that_lacks_something_is_refused_with_it(name: str, tmp_path: Path) -> None:
     transformers.AutoConfig.for_model(name).save_pretrained(tmp_path)
     with pytest.raises(

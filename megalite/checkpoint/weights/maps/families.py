@@ -56,11 +56,14 @@ LLAMA4 = (
     "of neighbouring features, and experts whose inputs are multiplied by scores"
 )
 UNSUPPORTED_FAMILIES = {  # families that people may try, and what of theirs megalite's layers do not have
+    "apertus": "the activation xIELU without a gate",
     "arcee": "squared ReLU without a gate",
+    "bert": "attention to later tokens, learned positions, layer norms with biases, and GELU without a gate",
     "bitnet": "squared ReLU, norms inside of attention and feed-forward, and weights of three values",
     "bloom": "ALiBi, layer norms with biases, and GELU",
     "cohere": "parallel attention and feed-forward, layer norms, and RoPE of neighbouring features",
     "cohere2": "parallel attention and feed-forward, layer norms, and RoPE of neighbouring features",
+    "dbrx": "layer norms, and queries, keys and values that are clipped",
     "ernie4_5": "RoPE of neighbouring features",
     "falcon": "parallel attention and feed-forward, layer norms with biases, and GELU",
     "falcon_h1": "state-space layers",
@@ -70,8 +73,8 @@ UNSUPPORTED_FAMILIES = {  # families that people may try, and what of theirs meg
     "gpt2": "learned positions, layer norms with biases, and GELU",
     "gpt_neox": "parallel attention and feed-forward, layer norms with biases, and GELU",
     "gptj": "parallel attention and feed-forward, layer norms with biases, GELU, and RoPE of neighbouring features",
-    "granite": "multipliers of embeddings, residuals and logits",
-    "granitemoe": "multipliers of embeddings, residuals and logits",
+    "granite": "multipliers of residuals",
+    "granitemoe": "multipliers of residuals",
     "helium": "RoPE of neighbouring features",
     "jamba": "state-space layers",
     "llama4": f"images, {LLAMA4}",
@@ -88,13 +91,13 @@ UNSUPPORTED_FAMILIES = {  # families that people may try, and what of theirs meg
     "phi4_multimodal": "images, sound and low-rank adapters",
     "phimoe": "layer norms with biases, and scores of experts that are masked by thresholds",
     "qwen2_5_vl": "images",
-    "qwen2_moe": "shared experts",
     "qwen2_vl": "images",
     "qwen3_5": "images and linear attention",
-    "qwen3_next": "shared experts and linear attention",
+    "qwen3_next": "linear attention",
     "qwen3_vl": "images",
     "stablelm": "layer norms with biases",
     "starcoder2": "layer norms with biases, biases of all projections, and GELU without a gate",
+    "t5": "an encoder, and learned distances in place of positions",
 }
 
 

@@ -16,6 +16,7 @@ from megalite.config.presets import preset_or_file, presets
 from megalite.config.yaml import read_mapping
 from megalite.cost.slowest_gpu import MAX_SPREAD
 
+LARGEST_RANGE = 1e9  # between the least and the largest value of a figure
 MAX_PEAK_RATIO = 1.5  # times the peak: no product that is measured is as fast
 RING_SHARE = 0.8  # share of NVLink's bandwidth in rings: 0.78 of NVLink 3, 0.81 of 4, 0.76 of 5 (configs/cluster)
 DEFAULT_CLUSTERS = {"a100": "a100_80gb", "h100": "h100_sxm"}  # the cluster that a GPU's plain name means
@@ -115,10 +116,11 @@ class Cluster:
 
 
 def _at_most(most: float, unit: str) -> ValueKind:
-    """A number above 0 in a unit in which no more than `most` is likely: others are in another unit."""
+    """A number in a unit in which no more than `most`, and not far less, is likely: others are in another unit."""
+    least = most / LARGEST_RANGE
     return ValueKind(
-        f"a number of {unit}, above 0 and at most {most:,}",
-        lambda value: type(value) in (int, float) and 0 < value <= most,
+        f"a number of {unit} from {least:g} to {most:,}",
+        lambda value: type(value) in (int, float) and least <= value <= most,
     )
 
 

@@ -17,6 +17,7 @@ from megalite.train.folder.lock import Lock
 from megalite.train.folder.paths import FILES, FOLDERS, Folder
 from megalite_launch.base.files import LINKS, foreign
 
+BOARD = "tensorboard/events.out.tfevents.1795885221"
 NEITHER = "neither a file nor a folder"
 
 
@@ -89,7 +90,7 @@ def test_checkpoints_may_lie_elsewhere_and_the_run_too(tmp_path: Path, monkeypat
     assert foreign(tmp_path / "run/checkpoints") == "is a link of another user; put your own in its place"
 
 
-@pytest.mark.parametrize("name", sorted({*FOLDERS, *FILES, "logs/rank_0001.log", "logs/flight"} - {*LINKS}))
+@pytest.mark.parametrize("name", sorted({*FOLDERS, *FILES, "logs/rank_0001.log", "logs/flight", BOARD} - {*LINKS}))
 def test_nothing_else_may_lead_elsewhere(name: str, tmp_path: Path) -> None:
     """A folder that somebody has prepared would have a run change other files."""
     path = tmp_path / "run" / name

@@ -42,6 +42,7 @@ class Folder:
         nearest = next(path for path in (self.path, *self.path.parents) if os.path.lexists(path))
         folders = dict.fromkeys([*(self.path / name for name in FOLDERS), self.logs, self.flights])
         files = [self.path / name for name in FILES] + [log_file(self.logs, rank) for rank in range(ranks)]
+        files += (self.path / "tensorboard").glob("events.*")  # whose writer opens whatever has the name of this second
         own = [*((path, True) for path in folders), *((path, False) for path in files)]
         problems = [_hindrance(nearest, True), *(_hindrance(path, folder) or _foreign(path) for path, folder in own)]
         if found := list(filter(None, problems)):

@@ -12,8 +12,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from .files import PRIVATE_MODE, opened, read_bytes
-from .line_files import number, parsed
+from .files import PRIVATE_MODE, opened
+from .line_files import Tail, number, parsed
 
 Event = dict[str, Any]
 MAX_TEXT_LENGTH = 16_000  # characters of a text: a line should be one write
@@ -39,10 +39,7 @@ def read_events(path: Path) -> list[Event]:
 
     Raises OSError if there is a file that cannot be read.
     """
-    try:
-        lines = read_bytes(path).split(b"\n")
-    except FileNotFoundError:
-        return []
+    lines = Tail(path, must_open=True).lines()
     return [event for event in map(_parsed, lines) if event is not None]
 
 

@@ -109,6 +109,13 @@ def read_bytes(path: Union[str, Path], most: int = -1) -> bytes:
         return file.read(most)
 
 
+def read_end(path: Union[str, Path], most: int) -> bytes:
+    """The last `most` bytes of a regular file, or all; a link is followed. Raises OSError."""
+    with open(opened(path, os.O_RDONLY), "rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - most))
+        return file.read(most)
+
+
 def foreign(path: Path) -> Optional[str]:
     """Name what would write other files at a path: a link, or a file of several names; None where neither is."""
     try:

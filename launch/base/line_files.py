@@ -12,14 +12,18 @@ from .files import opened
 
 CHUNK_BYTES = 2**20  # bytes that are read at a time
 MAX_LINE_BYTES = 2**20  # a longer one is passed over
+MAX_FILE_BYTES = 2**32  # of a larger file no line is read: no run tells as much
 MAX_NUMBER = 1e15  # numbers of this size, or above, are not believed
 
 
 class Tail:
-    """The whole lines of a file that were not there before."""
+    """The whole lines of a file that were not there before.
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    must_open: whether a file that is there and cannot be opened is an error, and not one without lines.
+    """
+
+    def __init__(self, path: Path, must_open: bool = False) -> None:
+        self.path, self._must_open = path, must_open
         self._file: Optional[tuple[int, int]] = None
         self._at = 0  # bytes that were read, all of them whole lines
         self._skipping = False  # inside of a line that is too long
@@ -33,14 +37,18 @@ class Tail:
         return self._file is not None and ((found.st_dev, found.st_ino) != self._file or found.st_size < self._at)
 
     def lines(self) -> Iterator[bytes]:
-        """The lines that have come. Nothing for a file that is not there, or that is none."""
+        """The lines that have come. Nothing for a file that is not there, or that is none. Raises OSError."""
         try:
             file = open(opened(self.path, os.O_RDONLY), "rb")  # noqa: SIM115 - closed below
-        except OSError:
+        except OSError as error:
+            if self._must_open and not isinstance(error, FileNotFoundError):
+                raise
             return
         with file:
             found = os.fstat(file.fileno())
             self._file = (found.st_dev, found.st_ino)
+            if found.st_size > MAX_FILE_BYTES:
+                return
             file.seek(self._at)
             yield from self._new(file)
 

@@ -19,6 +19,7 @@ from ..base.files import read_bytes
 from ..base.outcome import BAD_INPUT, DONE
 from ..base.texts import printable
 
+MAX_BYTES = 2**20  # of a configuration
 MAX_LISTED_LINES, LINE_WIDTH = 6, 120  # changed lines that are told, and how much of each
 
 
@@ -69,7 +70,7 @@ class Frozen:
         if code not in (DONE, BAD_INPUT):
             return ""
         try:
-            before = read_bytes(self.path).decode(errors="replace")
+            before = read_bytes(self.path, MAX_BYTES).decode(errors="replace")
         except OSError:
             return ""
         if code == DONE and now == before:

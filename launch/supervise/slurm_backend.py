@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import IO
 
 from ..base.events import Event
-from ..base.files import kept, read_bytes
+from ..base.files import kept, read_end
 from ..base.own_command import own_command
 from ..base.processes import SIGNAL_NAMES
 from ..base.run_folder import RunFolder
@@ -90,7 +90,7 @@ class SrunRanks:
 
     def said(self) -> list[str]:
         try:
-            return read_bytes(self.log)[-100_000:].decode(errors="replace").splitlines()
+            return read_end(self.log, 100_000).decode(errors="replace").splitlines()
         except OSError:
             return []
 
@@ -337,7 +337,7 @@ def _log(folder: Path, group: Sequence[str]) -> Path:
 def _lines(log: Path) -> list[str]:
     """The last lines of a log that are not empty."""
     with suppress(OSError):
-        lines = (line.strip() for line in read_bytes(log)[-20_000:].decode(errors="replace").splitlines())
+        lines = (line.strip() for line in read_end(log, 20_000).decode(errors="replace").splitlines())
         return [line for line in lines if line]
     return []
 

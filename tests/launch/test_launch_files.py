@@ -9,7 +9,16 @@ import pytest
 
 from megalite_launch.base import files
 from megalite_launch.base.events import append_event, read_events
-from megalite_launch.base.files import PRIVATE_MODE, SHARED_MODE, appended, kept, opened, read_bytes, write_whole
+from megalite_launch.base.files import (
+    PRIVATE_MODE,
+    SHARED_MODE,
+    appended,
+    kept,
+    opened,
+    read_bytes,
+    read_end,
+    write_whole,
+)
 from megalite_launch.base.outcome import Failure, read_failures, write_failure
 from megalite_launch.base.run_folder import RunFolder
 from megalite_launch.commands import run
@@ -100,6 +109,14 @@ def test_a_pipe_is_not_waited_for_by_those_who_read(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="is no regular file"):
         read_events(tmp_path / "events.jsonl")
     assert read_failures(tmp_path) == []
+
+
+def test_a_file_without_an_end_is_not_read(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    append_event(path, "begin", "supervisor", "text")
+    os.truncate(path, 2**40)
+    assert read_events(path) == []
+    assert read_end(path, 3) == b"\0\0\0"
 
 
 def test_records_are_for_their_owner_and_pages_for_all(tmp_path: Path) -> None:

@@ -94,6 +94,18 @@ def test_records_in_a_pipe_are_refused_and_not_waited_for(tmp_path: Path) -> Non
         read_lines(path)
 
 
+def test_records_without_an_end_are_refused_and_not_read(tmp_path: Path) -> None:
+    """A file with a hole, whose bytes would fill the memory."""
+    path = tmp_path / "metrics.jsonl"
+    with path.open("wb") as file:
+        file.truncate(2**40)
+    with pytest.raises(InputError, match="line 1 is not a record of a run"):
+        read_lines(path)
+    with pytest.raises(InputError, match="ends in a line of more bytes than any record has"):
+        mend(path)
+    assert path.stat().st_size == 2**40
+
+
 def test_the_console_names_every_value(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write(tmp_path, CONFIG, RECORDS)
     shown = capsys.readouterr().out

@@ -38,10 +38,11 @@ from megalite.checkpoint.weights.reader import Reader
 from megalite.checkpoint.weights.woven import in_turns
 from megalite.config.convert import to_plain
 from megalite.config.schema import Config
-from megalite_launch.base.files import appended
+from megalite_launch.base.files import appended, read_bytes
 
 BLOCK = 1 << 24  # bytes of a tensor that a worker holds at a time, unless a row is larger
 JOURNAL = "journal.jsonl"  # in the hidden folder: the request, then every file that is whole
+MAX_JOURNAL_BYTES = 1 << 28
 Advanced = Callable[[int], None]
 
 
@@ -137,7 +138,7 @@ def _identity(found: Weights) -> dict[str, Any]:
 def _resumed(hidden: Path, request: dict[str, Any]) -> dict[str, Written]:
     """The files that an interrupted attempt at the same request has left whole. All else in `hidden` is deleted."""
     request = json.loads(json.dumps(request))
-    text = (hidden / JOURNAL).read_bytes() if is_file(hidden / JOURNAL) else b""
+    text = read_bytes(hidden / JOURNAL, MAX_JOURNAL_BYTES) if is_file(hidden / JOURNAL) else b""
     first, *lines = text.splitlines() or [b""]
     whole: dict[str, Written] = {}
     for line in lines if first == json.dumps(request).encode() else []:

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from megalite.base.errors import InputError
-from megalite.base.files import exists, is_file
 from megalite_launch.base.files import opened
 
 MAX_NUMBER = 1e100  # largest absolute value of a number: no run has a larger one, and pictures have no axis for it
+MAX_LINE_BYTES = 1 << 20
 WARM_UP_STEPS = 5  # steps of a start that tell no speed: kernels are compiled, connections made, memory is taken
 RETURN_EVENTS = ("resumed", "rollback")  # events after which records of later steps no longer count
 
@@ -43,17 +43,18 @@ def read_records(path: Path) -> list[dict[str, Any]]:
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
     """All whole lines. Raises InputError for one that is neither a record nor an event."""
-    if exists(path) and not is_file(path):  # a pipe that nobody writes to would be waited for
-        raise InputError(f"{path}: is no regular file; give the folder of a run")
+    found: list[dict[str, Any]] = []
     try:
-        text = path.read_text(encoding="utf-8")
+        with open(opened(path, os.O_RDONLY), "rb") as file:
+            while raw := file.readline(MAX_LINE_BYTES):
+                line = raw.decode()
+                if not file.peek(1) and not _whole(line):
+                    break
+                found.append(_parsed(line, f"{path}: line {len(found) + 1}"))
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "is not UTF-8"
         raise InputError(f"{path}: {reason}; give the folder of a run") from None
-    lines = text.splitlines(keepends=True)
-    if lines and not _whole(lines[-1]):
-        lines.pop()
-    return [_parsed(line, f"{path}: line {number}") for number, line in enumerate(lines, start=1)]
+    return found
 
 
 def mend(path: Path) -> str | None:
@@ -61,14 +62,18 @@ def mend(path: Path) -> str | None:
     if not path.exists():
         return None
     with open(opened(path, os.O_RDWR), "r+b") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(0, size - MAX_LINE_BYTES))
         text = file.read()
         last = text[text.rfind(b"\n") + 1 :]
         if not last:
             return None
+        if len(last) == MAX_LINE_BYTES:
+            raise InputError(f"{path}: ends in a line of more bytes than any record has; move the file away")
         if _whole(last.decode(errors="replace")):
             file.write(b"\n")
             return None
-        file.truncate(len(text) - len(last))
+        file.truncate(size - len(last))
         return last.decode(errors="replace")
 
 

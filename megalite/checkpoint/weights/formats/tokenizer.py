@@ -71,7 +71,8 @@ def doubts(found: Weights, model_type: str | None = None) -> tuple[str, ...]:
     path, warnings = found.tokenizer, []
     if path is None or found.companions:
         return ()
-    content, tokenizer = path.read_bytes(), open_tokenizer_file(path)
+    tokenizer = open_tokenizer_file(path)  # which bounds its size
+    content = path.read_bytes()
     if isinstance(tokenizer, SentencePieceTokenizer):
         content = tokenizer_json(path, content)
         differing = _differing(tokenizer, HuggingFaceTokenizer(path, content))

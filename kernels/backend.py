@@ -36,6 +36,7 @@ HAS_TRITON = triton is not None
 USES_INTERPRETER = HAS_TRITON and triton.knobs.runtime.interpret  # fixed when Triton is imported
 
 
+TRITON_INSTALL = "pip install 'triton>=3.6,<3.10'"  # the versions of pyproject.toml
 LEAST_TILE = 256  # columns: a load of 16 bytes by each thread of a warp, in 16 bits
 
 
@@ -84,9 +85,7 @@ def use_triton(backend: Backend, device: torch.device) -> bool:
     if backend == "torch":
         return False
     if not HAS_TRITON:
-        raise ValueError(
-            "triton is asked for but not installed; on Linux: pip install 'triton>=3.6,<3.8', or choose auto"
-        )
+        raise ValueError(f"triton is asked for but not installed; on Linux: {TRITON_INSTALL}, or choose auto")
     if device.type not in ("cuda", "meta") and not USES_INTERPRETER:
         raise ValueError(
             f"triton is asked for, but tensors are on {device.type}; move them to cuda, choose auto, "

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from megalite_kernels.backend import HAS_TRITON, USES_INTERPRETER
+from megalite_kernels.backend import HAS_TRITON, TRITON_INSTALL, USES_INTERPRETER
 from megalite_kernels.benchmarks.cases import OPS, cases
 from megalite_kernels.benchmarks.inputs import MODELS, TINY_MODEL, fitting
 from megalite_kernels.benchmarks.machine import device_facts, has_cuda, versions
@@ -105,7 +105,7 @@ def _obstacle(options: argparse.Namespace) -> str:
     if options.sweep and (others := [op for op in options.ops if op not in SWEEPS]):
         return f"--sweep knows {', '.join(SWEEPS)}, not {', '.join(others)}; leave that out of --ops"
     if not HAS_TRITON:
-        return "Triton is not installed, and without it there are no kernels; pip install 'triton>=3.6,<3.8'"
+        return f"Triton is not installed, and without it there are no kernels; {TRITON_INSTALL}"
     if options.check:
         missing = "without CUDA, --check runs the kernels in Triton's interpreter; set TRITON_INTERPRET=1"
         return "" if has_gpu or USES_INTERPRETER else missing

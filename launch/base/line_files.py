@@ -12,7 +12,7 @@ from .files import opened
 
 CHUNK_BYTES = 2**20  # bytes that are read at a time
 MAX_LINE_BYTES = 2**20  # a longer one is passed over
-MAX_FILE_BYTES = 2**32  # of a larger file no line is read: no run tells as much
+MAX_FILE_BYTES = 2**32  # no line of a larger file is read: no run tells as much
 MAX_NUMBER = 1e15  # numbers of this size, or above, are not believed
 
 

@@ -19,7 +19,7 @@ from ..base.files import read_bytes
 from ..base.outcome import BAD_INPUT, DONE
 from ..base.texts import printable
 
-MAX_BYTES = 2**20  # of a configuration
+MAX_BYTES = 2**20  # read from the frozen configuration
 MAX_LISTED_LINES, LINE_WIDTH = 6, 120  # changed lines that are told, and how much of each
 
 

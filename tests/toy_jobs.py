@@ -15,6 +15,7 @@ from megalite.checkpoint.run.load import Restorer
 from megalite.checkpoint.run.save import Saver
 from megalite.checkpoint.store.files import Writer
 from megalite.checkpoint.store.host_group import HostGroup
+from megalite.checkpoint.store.manifest import Source
 from megalite.checkpoint.store.progress import Progress
 from megalite.checkpoint.store.save_events import Failed, Saved
 from megalite.checkpoint.store.state import State
@@ -83,8 +84,10 @@ def parts(job: Job) -> Parts:
     return found | {each.name: RankPart.of(cut(each.value, each.shape)) for each in extra}
 
 
-def saver(job: Job, folder: Path, base: int | None = None) -> Saver:
-    return Saver(state_of(job), job.config, (), folder, HostGroup(), base=base)
+def saver(
+    job: Job, folder: Path, base: int | None = None, config: Config | None = None, data: tuple[Source, ...] = ()
+) -> Saver:
+    return Saver(state_of(job), config or job.config, data, folder, HostGroup(), base=base)
 
 
 def restorer(job: Job, config: Config | None = None) -> Restorer:

@@ -30,6 +30,7 @@ from megalite.experiment.read import BASE, FILE, Setup
 from megalite.experiment.results import Row, row_of
 from megalite.experiment.states import standing
 from megalite.train.folder.lock import Lock
+from megalite_launch.base.files import PRIVATE_MODE
 
 COMMAND = "megalite-sweep"
 HEADING = "all runs of the experiment "  # words in the first line of base.yaml
@@ -95,8 +96,8 @@ def write_files(expanded: Expanded, known: Known) -> None:
     folder = ExperimentFolder(setup.folder)
     check_folder(setup)
     settle(expanded, known)
-    write_whole(folder.path / BASE, base_text(setup))
-    write_whole(folder.path / FILE, setup.resolved())
+    write_whole(folder.path / BASE, base_text(setup), PRIVATE_MODE)
+    write_whole(folder.path / FILE, setup.resolved(), PRIVATE_MODE)
     rebuild_index(folder, expanded, known)
 
 
@@ -177,7 +178,7 @@ def prepare(expanded: Expanded, cells: Sequence[Cell], known: Known, surveyed: f
         latest = read_status(run)
         if latest is not None and latest.since > surveyed:
             continue
-        write_whole(run / "run.yaml", as_yaml(escaped(cell.plain), heading))
+        write_whole(run / "run.yaml", as_yaml(escaped(cell.plain), heading), PRIVATE_MODE)
         status = known[cell.id][0]
         if status.state != "planned":
             status = status.now("planned", f"was {status.state}: {status.reason}" if status.reason else "")

@@ -7,6 +7,7 @@ from rich.table import Table
 from megalite import __version__
 from megalite.base.errors import counted, printable
 from megalite.base.html_tables import as_html
+from megalite.base.secrets import text_without_secrets
 from megalite.base.terminal import table
 from megalite.cost.texts import seconds_text
 from megalite.experiment.folder import STATES
@@ -50,7 +51,7 @@ def page(
     shown += [_pictures(heading, some) for heading, some in drawn if some]
     shown += _tables(found)
     shown.append(section("All runs", _runs(found)))
-    shown.append(section("Configuration", f"<pre>{escape(configuration)}</pre>"))
+    shown.append(section("Configuration", f"<pre>{escape(text_without_secrets(configuration))}</pre>"))
     foot = paragraph(f"Written by megalite {__version__}. The page loads nothing from a network.", "pale")
     return document(f"Experiment {name}", "\n".join([STYLE, *shown, f"<footer>{foot}</footer>"]))
 

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from megalite.base.errors import InputError, counted
 from megalite.base.exit_codes import ExitCode
 from megalite.base.output import LogFile, Outlet, go_on, standard_streams, warn
+from megalite.base.secrets import without_secrets
 from megalite.checkpoint.local.tier import Tier
 from megalite.checkpoint.run.load import Restorer
 from megalite.checkpoint.run.save import Saver
@@ -305,7 +306,8 @@ def announce(report: Report, job: Job, batches: Batches, progress: Progress) -> 
     samples = batches.train.samples
     end = samples_after(config, config.train.steps - progress.step, progress.samples, progress.left_out)
     for part, epochs in zip(samples.parts, samples.epochs(end), strict=True):
-        report.say(f"data {part.path}: {part.tokens:,} tokens, {part.unused} at the tail unused, {epochs:.2f} epochs")
+        told = f"{part.tokens:,} tokens, {part.unused} at the tail unused, {epochs:.2f} epochs"
+        report.say(f"data {without_secrets(part.path)}: {told}")
     for line in kernel_lines(config, [job.attention[heads.scores] for heads in attention_heads(config)]):
         report.say(f"attention: {line}")
     if told := float8_text(config):

@@ -5,6 +5,7 @@ import re
 import threading
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 
@@ -17,10 +18,11 @@ from toy_jobs import advance, config_of, make, one_rank, parts, progress_at, res
 
 from megalite.base.errors import Unhealthy
 from megalite.checkpoint.store.files import Writer
-from megalite.checkpoint.store.manifest import INDEX, MANIFEST, check_sizes, complete
+from megalite.checkpoint.store.manifest import INDEX, MANIFEST, Source, check_sizes, complete
 from megalite.checkpoint.store.progress import Progress
 from megalite.checkpoint.store.save_events import Outcome, Saved
 from megalite.checkpoint.store.state import use_device
+from megalite.config import schema
 from megalite.config.convert import from_plain
 from megalite.config.layout import Layout
 from megalite.train.build import Job
@@ -181,6 +183,17 @@ def test_the_manifest_tells_everything(job: Job, tmp_path: Path) -> None:
     for name, file in manifest.files.items():
         content = (tmp_path / "step-00000007" / name).read_bytes()
         assert (len(content), xxhash.xxh128(content).hexdigest()) == (file.bytes, file.xxh128)
+
+
+def test_the_manifest_has_no_passwords(job: Job, tmp_path: Path) -> None:
+    """Others read checkpoints; who goes on from one gives the URL."""
+    path = "http://me:precious@host/store"
+    secret = replace(job.config, data=replace(job.config.data, train=[schema.Source(path)]))
+    told = Source(path, 1.0, 10, "00ff" * 8)
+    with saver(job, tmp_path, config=secret, data=(told,)) as writer:
+        writer.save(SOME)
+    text = (tmp_path / "step-00000007" / MANIFEST).read_text()
+    assert (text.count("http://***@host/store"), "precious" in text) == (2, False)
 
 
 def test_torch_reads_it(job: Job, tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """The folder of an experiment: nothing that people wrote is replaced, and nothing that is known is lost."""
 
 import csv
+import stat
 from pathlib import Path
 
 import pytest
@@ -60,6 +61,13 @@ def test_files_of_people_are_not_replaced(tmp_path: Path) -> None:
     (own.parent / "base.yaml").write_text("model: {}\n")
     assert "base.yaml: was not written by megalite-sweep" in faked.sweep("expand", code=2).stderr
     assert (own.read_text(), (own.parent / "base.yaml").read_text()) == (before, "model: {}\n")
+
+
+def test_configurations_are_for_their_owner(tmp_path: Path) -> None:
+    Faked(tmp_path, {}, grid=GRID).sweep("launch", code=0)
+    names = ("base.yaml", "experiment.yaml", "run.yaml")
+    found = [path for path in (tmp_path / EXP).rglob("*.yaml") if path.name in names]
+    assert (len(found), {stat.S_IMODE(path.stat().st_mode) for path in found}) == (4, {0o600})
 
 
 def test_an_experiment_of_another_kind_does_not_move_in(tmp_path: Path) -> None:

@@ -167,7 +167,7 @@ def test_an_old_fit_is_told_and_a_broken_one_refused(tmp_path: Path):
 
 
 def test_names_of_users_are_text(tmp_path: Path):
-    evil = '<script>alert("x")</script>$a_b$'
+    evil = '<script>alert("x")</script>$a_b$ gs://me:precious@host'
     rows = [
         row(
             evil,
@@ -191,6 +191,7 @@ def test_names_of_users_are_text(tmp_path: Path):
     check(page, text)
     assert "<script" not in text
     assert 'alert("x")' in page.text
+    assert "precious" not in page.text.partition("Configuration")[2]
 
 
 def test_metrics_that_cannot_be_read_are_told(tmp_path: Path):

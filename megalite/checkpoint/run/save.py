@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
 from megalite.base.errors import InputError, Unhealthy
+from megalite.base.secrets import shareable, without_secrets
 from megalite.checkpoint.local.tier import Tier, WrittenFolders
 from megalite.checkpoint.publish import Publisher
 from megalite.checkpoint.run.save_plan import Planner, WriterPlan, local_parts, written_bytes
@@ -385,7 +386,7 @@ class Saver:
             ranks=self._group.ranks,
             layout={axis: getattr(self.config.parallel.layout, axis) for axis in AXES},
             versions={name: version(name) for name in VERSIONS},
-            config=to_plain(self.config),
-            data=self.data,
+            config=shareable(to_plain(self.config)),  # others read checkpoints
+            data=tuple(replace(source, path=without_secrets(source.path)) for source in self.data),
             files=files,
         )

@@ -6,13 +6,13 @@ from typing import Any
 from megalite import __version__
 from megalite.base.errors import counted
 from megalite.base.html_tables import as_html
+from megalite.base.secrets import text_without_secrets, without_secrets
 from megalite.commands.report.run_facts import Checkpoint, RunFacts, Start
 from megalite.commands.show.show import layout_table, parameter_table
 from megalite.config.schema import Config
 from megalite.cost.predict import Prediction
 from megalite.cost.texts import step_text
 from megalite.plan.model.size import flops_per_token
-from megalite.train.folder.secrets import without_secrets
 from megalite_launch.base.texts import lasting, memory_text, printable
 from megalite_launch.page.html import definitions, escape, paragraph, section, table
 from megalite_launch.status.page import sections, whole_page
@@ -145,7 +145,7 @@ def _environment(start: Start | None) -> str:
 
 
 def _configuration(facts: RunFacts) -> str:
-    text = "\n".join(map(without_secrets, facts.text.split("\n")))
+    text = text_without_secrets(facts.text)
     return section("Configuration", f"<pre>{escape(text)}</pre>") if text else ""
 
 

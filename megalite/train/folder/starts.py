@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from megalite.base.files import as_json, exists, read_copied, write_whole
+from megalite.base.secrets import command_without_secrets, relevant
 from megalite.checkpoint.store.progress import Progress
 from megalite.checkpoint.weights.formats.tokenizer import kept_tokenizer
 from megalite.config.identity import digest_of
@@ -29,7 +30,6 @@ from megalite.config.schema import Config
 from megalite.data.tokenizer import COMPANION_FILES, MAX_COMPANION_BYTES, TEMPLATE_FILE, tokenizer_hash
 from megalite.schedule.actions import Table
 from megalite.schedule.file import write
-from megalite.train.folder.secrets import command_without_secrets, relevant
 from megalite_launch.base.files import PRIVATE_MODE, opened
 
 SOURCE = Path(__file__).parents[3]  # root of the code that runs, where that is a checkout

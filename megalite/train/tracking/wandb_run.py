@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from megalite.base.secrets import shareable
 from megalite.config.convert import to_plain
 from megalite.config.schema import Config
-from megalite.train.folder.secrets import shareable
 from megalite.train.tracking.run_id import keep_id, kept_id
 from megalite.train.tracking.served import Service
 

@@ -25,13 +25,13 @@ from torch._dynamo.utils import counters
 from torch.profiler import ProfilerActivity, profile
 
 from megalite.base.errors import InputError
+from megalite.base.secrets import command_without_secrets
 from megalite.config.schema import Config
 from megalite.data.loader import Micros
 from megalite.distributed.start.ranks import RankInfo
 from megalite.distributed.start.start import start, start_alone
 from megalite.plan.model.size import flops_per_token
 from megalite.train.build import build, build_mesh
-from megalite.train.folder.secrets import command_without_secrets
 from megalite.train.recompute_costs import plan_for
 from megalite.train.step import train_step
 from megalite_tools.bench.training.cases import MEGALITE, Case, Target

@@ -1,8 +1,8 @@
-"""Records of starts leave out secrets, whatever variable they are in."""
+"""Records leave out secrets, whatever variable or text they are in."""
 
 import pytest
 
-from megalite.train.folder.secrets import command_without_secrets, relevant, without_secrets
+from megalite.base.secrets import command_without_secrets, relevant, without_secrets
 
 
 def test_names_that_tell_of_secrets_are_left_out() -> None:

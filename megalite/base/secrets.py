@@ -1,4 +1,4 @@
-"""Keeps secrets out of records of starts, pages and trackers, by names of variables and by what values look like."""
+"""Keeps secrets out of records, checkpoints, pages and trackers, by names of variables and by what values look like."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -66,8 +66,13 @@ def without_secrets(value: str) -> str:
     return TOKEN_FORMATS.sub(MASK, "".join([*parts, told[at:]]))
 
 
+def text_without_secrets(text: str) -> str:
+    """A text of many lines, each as `without_secrets` returns it."""
+    return "\n".join(map(without_secrets, text.split("\n")))
+
+
 def shareable(value: Any) -> Any:
-    """A configuration's plain values, with all texts as `without_secrets` returns them: for pages and trackers."""
+    """Plain values of a configuration, with texts as `without_secrets` returns them: for checkpoints and trackers."""
     if isinstance(value, dict):
         return {name: shareable(item) for name, item in value.items()}
     if isinstance(value, list | tuple):

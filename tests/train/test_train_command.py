@@ -326,7 +326,7 @@ def test_a_killed_run_leaves_no_states_in_files_and_goes_on(work: Path, tmp_path
     with Popen([*TRAIN, *arguments, "train.steps=1000000"], cwd=work, stdout=nothing, stderr=nothing) as job:
         try:
             wait_for_line(work / "runs/killed_files/metrics.jsonl", job)
-            while not list(checkpoints.glob("step-*/manifest.json")):
+            while not list(checkpoints.glob("step-????????/manifest.json")):
                 time.sleep(0.05)
             for pid in [*children(job.pid), job.pid]:
                 os.kill(pid, signal.SIGKILL)

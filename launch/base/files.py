@@ -24,19 +24,24 @@ def write_whole(
     content: Union[str, bytes],
     mode: int = PRIVATE_MODE,
     give_name: Callable[[Path, Path], object] = os.replace,
+    durable: bool = True,
 ) -> None:
     """Write a file of this content, as `new_file` does. Raises OSError."""
-    with new_file(path, mode, give_name) as file:
+    with new_file(path, mode, give_name, durable) as file:
         file.write(content if isinstance(content, bytes) else content.encode(errors="replace"))
 
 
 @contextmanager
 def new_file(
-    path: Path, mode: int = PRIVATE_MODE, give_name: Callable[[Path, Path], object] = os.replace
+    path: Path,
+    mode: int = PRIVATE_MODE,
+    give_name: Callable[[Path, Path], object] = os.replace,
+    durable: bool = True,
 ) -> Iterator[IO[bytes]]:
     """A file to write, which is whole, and on the disk, as soon as it has its name. Raises OSError.
 
-    A link at `path` is replaced; its target stays. give_name: called with the file and `path`.
+    A link at `path` is replaced; its target stays. give_name: called with the file and `path`. durable: False for a
+    file that is soon replaced, whose writer waits for no disk.
     """
     hidden = path.with_name(f".{path.name[:50]}.{secrets.token_hex(8)}")  # which nobody could foresee
     try:
@@ -44,7 +49,8 @@ def new_file(
         with open(descriptor, "wb") as file:
             yield file
             file.flush()
-            os.fsync(descriptor)
+            if durable:
+                os.fsync(descriptor)
         give_name(hidden, path)
     except OSError as error:
         raise error if error.filename else OSError(error.errno, error.strerror, str(path)) from None

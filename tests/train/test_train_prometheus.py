@@ -6,11 +6,11 @@ import re
 import shutil
 import socket
 import subprocess
+import threading
 import time
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +23,9 @@ from megalite.config.rules.files import validate_files
 from megalite.config.rules.validate import validate
 from megalite.config.schema import Config, Log, Run, Train
 from megalite.train.report import Report
+from megalite.train.tracking import prometheus
 from megalite.train.tracking.prometheus import GAUGES
+from megalite_launch.base import files
 
 pytest.importorskip("prometheus_client", reason="needs prometheus_client: pip install 'megalite[prometheus]'")
 from prometheus_client.parser import text_string_to_metric_families
@@ -94,22 +96,22 @@ def test_a_file_is_replaced_as_a_whole_and_says_in_the_end_that_nothing_runs(
         (tmp_path / f"starts/00{start}.json").touch()
     replaced: list[dict[str, float]] = []
 
-    def watched(old: Callable[..., None]) -> Callable[..., None]:
-        def rename(hidden: str, to: str) -> None:
-            replaced.append(samples(Path(hidden).read_text()))
-            old(hidden, to)
+    def watched(path: Path, content: bytes, mode: int, durable: bool) -> None:
+        replaced.append(samples(content.decode()))
+        files.write_whole(path, content, mode, durable=durable)
 
-        return rename
-
-    for name in ("rename", "replace"):
-        monkeypatch.setattr(os, name, watched(getattr(os, name)))
+    monkeypatch.setattr(prometheus, "write_whole", watched)
+    foreseen = path.with_name(f"{path.name}.{os.getpid()}.{threading.current_thread().ident}")
+    foreseen.symlink_to(tmp_path / "elsewhere")
     with Report(tmp_path, config_for(str(path)), 2) as report:
         assert samples(path.read_text())["megalite_step"] == 2
         reported(report)
         check(samples(path.read_text()), running=1, restarts=2)
     check(samples(path.read_text()), running=0, restarts=2)
     assert replaced[-1] == samples(path.read_text()), "it is written under another name, and renamed"
+    foreseen.unlink()
     assert [found.name for found in path.parent.iterdir()] == ["toy.prom"]
+    assert not (tmp_path / "elsewhere").exists()
 
 
 def test_a_port_is_served_on_this_machine_alone_until_the_run_ends(tmp_path: Path) -> None:

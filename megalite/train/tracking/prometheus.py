@@ -8,6 +8,7 @@ from typing import Any
 
 from megalite.config.exposition import Address, exposed_at
 from megalite.train.tracking.tracker import Tracker
+from megalite_launch.base.files import SHARED_MODE, write_whole
 
 # Metrics, as docs/metrics.md lists them, by the names of values in records: name, factor to its unit, help.
 GAUGES = {
@@ -67,8 +68,7 @@ class Prometheus(Tracker):
         if self._server is not None:
             self._server.shutdown()
             self._server.server_close()
-        elif isinstance(self._at, Path):
-            self._library.write_to_textfile(str(self._at), self._registry)
+        self._write()
 
     def _gauge(self, name: str, told: str) -> Any:
         return self._library.Gauge(name, told, labelnames=["run"], registry=self._registry)
@@ -79,5 +79,9 @@ class Prometheus(Tracker):
     def _offer(self, step: int) -> None:
         self._step.labels(self._run).set(step)
         self._reported.labels(self._run).set(time.time())
+        self._write()
+
+    def _write(self) -> None:
+        """Replace the file, if one is wanted. The library's own writer would follow a link at a name to be foreseen."""
         if isinstance(self._at, Path):
-            self._library.write_to_textfile(str(self._at), self._registry)  # under another name first
+            write_whole(self._at, self._library.generate_latest(self._registry), SHARED_MODE, durable=False)

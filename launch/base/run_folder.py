@@ -60,7 +60,8 @@ class RunFolder:
 
     def check(self) -> None:
         """Raises UserError for what leads elsewhere, so that other files would be written: see `files`."""
-        own = (self.path / name for name in ("events.jsonl", "attempts", "logs", "launch"))
+        own = [self.path / name for name in ("events.jsonl", "attempts", "logs", "launch")]
+        own += (self.path / "logs").glob("slurm-*")  # which Slurm itself opens, by the number of the job
         if found := [f"{path}: {told}" for path in own if (told := foreign(path))]:
             raise UserError("\n  ".join(["the run folder is not safe to write to", *found]))
 

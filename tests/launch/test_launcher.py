@@ -108,6 +108,11 @@ def test_a_folder_that_leads_elsewhere_is_refused_before_anything_is_written(
     for way in (SLURM, ("local", "config.yaml")):
         assert start(*way, sbatch="echo 4711") == 2
         assert "launch: is a link" in capsys.readouterr().err
+    (tmp_path / "runs/the run/launch").unlink()
+    (tmp_path / "runs/the run/logs").mkdir()
+    (tmp_path / "runs/the run/logs/slurm-4710.log").symlink_to(tmp_path / "elsewhere/log")
+    assert start(*SLURM, sbatch="echo 4710") == 2
+    assert "logs/slurm-4710.log: is a link" in capsys.readouterr().err
     assert list((tmp_path / "elsewhere").iterdir()) == []
 
 

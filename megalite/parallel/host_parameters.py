@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
 
@@ -30,7 +31,14 @@ class CopiedAhead(FSDPParamGroup):
 
     @torch.no_grad()
     def unshard(self, async_op: bool = False) -> None:
-        """Begin to copy the group, once all that computes now has ended: it may use the memory that the group gets."""
+        """Begin to copy the group, once all that computes now has ended: it may use the memory that the group gets.
+
+        What is made again in backward asks for the group that follows in forward, too, which is done by then.
+        """
+        if not (self._training_state == TrainingState.FORWARD and torch._C._current_graph_task_id() >= 0):
+            self._begin()
+
+    def _begin(self) -> None:
         if self.is_unsharded:
             return
         stream = self.memory.stream
@@ -44,6 +52,7 @@ class CopiedAhead(FSDPParamGroup):
 
     def wait_for_unshard(self) -> None:
         """Let what computes from now on wait for the group."""
+        self._begin()
         if self.arrived is not None:
             torch.cuda.current_stream(self.device).wait_event(self.arrived)
             self.arrived = None

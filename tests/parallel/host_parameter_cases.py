@@ -33,6 +33,10 @@ CASES: dict[str, tuple[Config, Home]] = {
     "adamw, pp, split backward": (scheduled(case(Layout(pp=2)), "zb_h1"), "host"),
     "adamw, experts": (case(Layout(dp_shard=4, ep=2), model=SPARSE), "files"),
     "adamw, experts whole": (case(Layout(dp_shard=2, ep=2), model=SPARSE), "host"),
+    "adamw, experts of tp, made again": (  # backward begins with what comes after experts
+        case(Layout(tp=2, ep=2), model=replace(SPARSE, norm="post"), train=Train(6, "fp64", recompute="full")),
+        "host",
+    ),
     "muon, one rank": (case(Layout(), "zero3", "muon"), "host"),
     "muon, zero1": (case(Layout(dp_shard=2, tp=2), "zero1", "muon"), "files"),
     "muon, experts": (case(Layout(dp_shard=4, ep=2), "zero3", "muon", model=SPARSE), "host"),

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, replace
 from functools import cache, lru_cache
-from typing import Literal, NamedTuple, get_args
+from typing import ClassVar, Literal, NamedTuple, get_args
 
 from megalite.config import model_schema
 from megalite.config.model_schema import BaseForm, LayerTarget, Model, RopeScaling, Target
@@ -65,6 +65,25 @@ class Heads:
         return self.count * self.value_width
 
 
+TARGETS: dict[str, Target] = {  # of adapters, by the last name of a matrix
+    "q": "query",
+    "q_up": "query",
+    "k": "key",
+    "k_up": "key",
+    "v": "value",
+    "v_up": "value",
+    "o": "attention_output",
+    "q_down": "query_latent",
+    "kv_down": "latent",
+    "k_shared": "latent",
+    "gate": "gate",
+    "up": "up",
+    "down": "down",
+    "embed": "embedding",
+    "output": "head",
+}
+
+
 @dataclass(frozen=True)
 class GroupedQuery:
     """Grouped-query attention (arXiv 2305.13245).
@@ -77,6 +96,8 @@ class GroupedQuery:
     biases: bool = False
     norms: Literal["head", "all"] | None = None
     out_bias: bool = False
+
+    matrices: ClassVar = ("q", "k", "v", "o")
 
 
 @dataclass(frozen=True)
@@ -91,6 +112,11 @@ class Latent:
     query_rank: int | None
     key_rank: int
 
+    @property
+    def matrices(self) -> tuple[str, ...]:
+        queries = ("q",) if self.query_rank is None else ("q_up", "q_down")
+        return (*queries, "kv_down", "k_shared", "k_up", "v_up", "o")
+
 
 @dataclass(frozen=True)
 class SwiGLU:
@@ -98,6 +124,8 @@ class SwiGLU:
 
     width: int
     activation: Literal["silu", "gelu"] = "silu"
+
+    matrices: ClassVar = ("gate", "up", "down")
 
 
 @dataclass(frozen=True)
@@ -132,6 +160,11 @@ class Mixture:
     shared_gate: bool = False
     clamped: bool = False
     biases: bool = False
+
+    @property
+    def matrices(self) -> tuple[str, ...]:
+        """Matrices that are not of experts."""
+        return () if self.shared is None else self.shared.matrices
 
 
 @dataclass(frozen=True)
@@ -250,6 +283,14 @@ def inputs_of_matrices(model: Model) -> Iterator[tuple[str, int, bool]]:
             yield "model.experts.width", mixture.width, False
             if mixture.shared is not None:
                 yield "model.experts.shared_width", mixture.shared.width, True
+
+
+def targets_of(model: Model) -> list[Target]:
+    """The targets of adapters that `model` has."""
+    kinds = layer_kinds(model)
+    names = (name for kind in kinds for part in (kind.attention, kind.feed_forward) for name in part.matrices)
+    experts: list[Target] = ["experts"] if any(kind.mixture for kind in kinds) else []
+    return [*dict.fromkeys(TARGETS[name] for name in names), *experts, "embedding", "head"]
 
 
 def adapter_of(adapter: model_schema.Adapter) -> Adapter:

@@ -7,8 +7,9 @@ import pytest
 import torch
 from toy_jobs import MODEL, one_rank
 
+from megalite.config.layers import targets_of
 from megalite.config.layout import Layout
-from megalite.config.model_schema import Attention, Experts, Model
+from megalite.config.model_schema import Attention, Experts, Latent, Model
 from megalite.config.schema import Optim
 from megalite.distributed.mesh import Mesh
 from megalite.model.decoder import Decoder
@@ -16,6 +17,7 @@ from megalite.parallel.parameter import parameters
 from megalite.plan.model.optimizer_states import uses_muon
 from megalite.plan.model.size import model_parameters
 from megalite.plan.model.weights import weights
+from megalite.plan.parts.adapted import target
 from megalite.plan.parts.part import Weight
 
 MODELS = (
@@ -47,3 +49,18 @@ def test_they_are_those_of_the_model(model: Model) -> None:
     assert weights(model) == found
     assert list(found) == [name for name, _ in decoder.named_parameters()]
     assert sum(math.prod(weight.shape) for weight in found.values()) == model_parameters(model).total
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        MODEL,
+        replace(MODEL, attention=Attention(latent=Latent(7, 5, 4))),
+        replace(MODEL, attention=Attention(latent=Latent(None, 5, 4)), experts=Experts(4, 2)),
+        replace(MODEL, experts=Experts(4, 2, shared_width=8)),
+        replace(MODEL, experts=Experts(4, 2, first_dense=1)),
+    ],
+)
+def test_targets_of_a_model_are_those_of_its_matrices(model: Model) -> None:
+    there = {target(name, weight) for name, weight in weights(model).items()} - {None}
+    assert sorted(targets_of(model)) == sorted(there)

@@ -3,9 +3,8 @@
 from collections.abc import Iterator
 
 from megalite.base.errors import Problem, listing
-from megalite.config.layers import Latent, SwiGLU, inputs_of_matrices, layer_kinds
+from megalite.config.layers import inputs_of_matrices, targets_of
 from megalite.config.layout import FOUR_BIT_BLOCK
-from megalite.config.model_schema import Model, Target
 from megalite.config.schema import Config
 
 
@@ -64,20 +63,3 @@ def _four_bit_rules(config: Config) -> Iterator[Problem]:
         if inputs % (FOUR_BIT_BLOCK * (tp if split else 1)):
             fix = "use adapter.base=compute" + (", or a smaller parallel.tp" if inputs % FOUR_BIT_BLOCK == 0 else "")
             yield Problem(key, blocks, fix, inputs)
-
-
-def targets_of(model: Model) -> list[Target]:
-    """The targets that `model` has."""
-    kinds = layer_kinds(model)
-    found: list[Target] = ["query", "key", "value", "attention_output"]
-    latents = [kind.attention for kind in kinds if isinstance(kind.attention, Latent)]
-    if latents:
-        found.append("latent")
-    if any(each.query_rank for each in latents):
-        found.append("query_latent")
-    mixtures = [kind.mixture for kind in kinds]
-    if any(isinstance(kind.feed_forward, SwiGLU) for kind in kinds) or any(each and each.shared for each in mixtures):
-        found += ["gate", "up", "down"]
-    if any(mixtures):
-        found.append("experts")
-    return [*found, "embedding", "head"]

@@ -18,7 +18,7 @@ from functools import cached_property
 from math import prod
 from typing import NamedTuple
 
-from megalite.config.layers import Adapter, Heads
+from megalite.config.layers import TARGETS, Adapter, Heads
 from megalite.config.model_schema import Target
 from megalite.plan.parts.attention import GroupedQueryPart
 from megalite.plan.parts.experts import ExpertsPart
@@ -32,24 +32,6 @@ from megalite.plan.parts.transfers import Transfers, over
 MAGNITUDE = ".lora_m"  # ends the names of what is added to norms of rows
 HASH_BYTES = 3 * 8  # bytes of whole numbers while an element's hash is made
 BLOCK = 1 << 20  # elements whose hashes are made at a time
-
-TARGETS: dict[str, Target] = {  # by the last name of a matrix
-    "q": "query",
-    "q_up": "query",
-    "k": "key",
-    "k_up": "key",
-    "v": "value",
-    "v_up": "value",
-    "o": "attention_output",
-    "q_down": "query_latent",
-    "kv_down": "latent",
-    "k_shared": "latent",
-    "gate": "gate",
-    "up": "up",
-    "down": "down",
-    "embed": "embedding",
-    "output": "head",
-}
 
 
 def target(name: str, weight: Weight) -> Target | None:

@@ -65,7 +65,7 @@ class Heads:
         return self.count * self.value_width
 
 
-TARGETS: dict[str, Target] = {  # of adapters, by the last name of a matrix
+TARGETS: dict[str, Target] = {  # by the last name of a matrix
     "q": "query",
     "q_up": "query",
     "k": "key",

@@ -33,7 +33,7 @@ class CopiedAhead(FSDPParamGroup):
     def unshard(self, async_op: bool = False) -> None:
         """Begin to copy the group, once all that computes now has ended: it may use the memory that the group gets.
 
-        What is made again in backward asks for the group that follows in forward, too, which is done by then.
+        A module that is made again in backward asks for the next one of forward, too, whose backward is over.
         """
         if not (self._training_state == TrainingState.FORWARD and torch._C._current_graph_task_id() >= 0):
             self._begin()

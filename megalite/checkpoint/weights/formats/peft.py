@@ -107,6 +107,8 @@ def open_folder(path: Path, base: Weights) -> tuple[Weights, Adapter]:
         if module not in wanted and any(target(each, ours[each]) in targets for each in module.ours):
             rule = f"has factors for {listing(sorted(targets), 'and')}, but none for {module.name}"
             raise InputError(f"{path / FILE}: {rule}; megalite has them in all layers, or in none")
+    for module in wanted:
+        _refuse_left_out(fields, module)
     shares = {module: _shares(fields, module, adapter) for module in wanted}
     opened = _opened(path, base.model, adapter, shares, Index(files.index.files, there), files.sizes)
     return replace(opened, norms=(-1, base) if dora else None), adapter
@@ -171,6 +173,19 @@ def _alpha(adapter: Adapter, rank: float) -> float:
     """The alpha with which factors of another rank have the scale of an adapter."""
     more = rank / adapter.rank
     return adapter.alpha * (math.sqrt(more) if adapter.rslora else more)
+
+
+def _refuse_left_out(fields: Fields, module: Module) -> None:
+    """Raises InputError if PEFT would not use the factors of a module: a list of names does not choose it."""
+    chosen, left_out, layers = (fields.get(key) for key in ("target_modules", "exclude_modules", "layers_to_transform"))
+    name, rule = f".{module.name}", f"leaves out {module.name}, whose factors are in {FILE}"
+    if isinstance(chosen, list) and not module.experts and not any(name.endswith(f".{each}") for each in chosen):
+        raise fields.wrong("target_modules", rule)
+    if isinstance(left_out, list) and any(name.endswith(f".{each}") for each in left_out):
+        raise fields.wrong("exclude_modules", rule)
+    layer = re.search(r"\.(\d+)\.", name)
+    if layers is not None and layer and int(layer[1]) not in (layers if isinstance(layers, list) else [layers]):
+        raise fields.wrong("layers_to_transform", rule)
 
 
 def _shares(fields: Fields, module: Module, adapter: Adapter) -> bool:

@@ -9,6 +9,7 @@ from megalite.base.errors import InputError
 from megalite.config.rules.ranges import MAXIMA
 
 MAX_NUMBER = 1e300  # number; whole ones beyond are more than a float can be
+MAX_WHOLE = (1 << 31) - 1  # sizes and counts, whose products are still whole numbers of 64 bits
 VALUE_REPR = Repr()  # for values, which may be nested deep
 VALUE_REPR.maxstring = VALUE_REPR.maxother = 200
 
@@ -26,8 +27,8 @@ class Fields:
 
     def whole(self, key: str, default: int | None = None) -> int:
         found = self.get(key, default)
-        if type(found) is not int or not 1 <= found < 1 << 31:
-            raise self.wrong(key, "must be a whole number of at least 1")
+        if type(found) is not int or not 1 <= found <= MAX_WHOLE:
+            raise self.wrong(key, f"must be a whole number of at least 1, and at most {MAX_WHOLE:,}")
         return found
 
     def layers(self, key: str) -> int:

@@ -11,10 +11,11 @@ from toy_jobs import MODEL, assemble, config_of, load_and_train, make, one_rank,
 
 from megalite.base.errors import InputError
 from megalite.checkpoint.run.resume import check_start
-from megalite.checkpoint.run.same_run import refuse_other_factors
+from megalite.checkpoint.run.same_run import refuse_other_adapter, refuse_other_factors
 from megalite.checkpoint.run.tensors import Checkpoint
 from megalite.checkpoint.weights.read import check_base, reader_of
 from megalite.checkpoint.weights.sources import open_weights
+from megalite.config.layers import targets_of
 from megalite.config.layout import Layout
 from megalite.config.model_schema import Adapter, Experts
 from megalite.config.schema import Checkpoint as Saving
@@ -170,6 +171,19 @@ def test_another_adapter_is_refused(
 ) -> None:
     with one_rank(), pytest.raises(InputError, match=told):
         restorer(make(replace(adapted(Layout(), base), adapter=adapter))).all(trained[0])
+
+
+def test_names_of_all_targets_in_any_order_are_all_and_dropout_may_change(
+    base: Path, trained: tuple[Path, list[float], dict[str, Tensor]]
+) -> None:
+    named = [*reversed(targets_of(MIXED)[:-2])]
+    with one_rank():
+        restorer(make(adapted(Layout(), base, replace(ADAPTER, targets=named)))).all(trained[0])
+        without = adapted(Layout(), base, replace(ADAPTER, targets=named[1:]))
+        with pytest.raises(InputError, match=r"adapter.targets = "):
+            restorer(make(without)).all(trained[0])
+    dropping = replace(adapted(Layout(), base), adapter=replace(ADAPTER, dropout=0.5))
+    refuse_other_adapter(trained[0], adapted(Layout(), base), dropping)
 
 
 def test_a_run_begins_with_the_factors_of_another(

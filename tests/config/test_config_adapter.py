@@ -34,6 +34,7 @@ def adapted(**keys: object) -> Config:
         ),
         (replace(adapted(dropout=0.1), train=Train(compile=True)), "adapter.dropout = 0.1: cannot be used with train."),
         (adapted(targets=[]), "adapter.targets = []: must name something"),
+        (adapted(targets=["query", "up", "query"]), "names something twice; name each once"),
         (adapted(targets=["query", "experts"]), 'adapter.targets = "experts": names what the model does not have'),
         (adapted(targets=["latent"]), 'adapter.targets = "latent": names what the model does not have'),
         (
@@ -42,11 +43,11 @@ def adapted(**keys: object) -> Config:
         ),
         (
             adapted(targets=["query", "head"], dora=True),
-            "adapter.dora = true: cannot be used with factors of embedding",
+            "adapter.dora = true: cannot be used with factors of head",
         ),
         (
             replace(adapted(dora=True), model=replace(MODEL, experts=Experts(4, 2))),
-            "use false, or adapter.targets without these",
+            "factors of experts, as in PEFT; use false, or adapter.targets without experts",
         ),
         (adapted(targets=["head"], dropout=0.1), "cannot be used with factors of the head"),
         (

@@ -10,7 +10,7 @@ from megalite.base.errors import InputError, Problem
 from megalite.checkpoint.store.manifest import Manifest, Source
 from megalite.checkpoint.weights.formats.opened import Weights
 from megalite.config.convert import to_plain
-from megalite.config.layers import adapter_of
+from megalite.config.layers import adapter_of, targets_of
 from megalite.config.model_schema import Model
 from megalite.config.schema import Config
 from megalite.data.order import integer_weights
@@ -81,12 +81,16 @@ def refuse_other_adapter(path: Path, there: Config, here: Config) -> None:
             fix = "use the same, or begin a new run with checkpoint.weights"
             raise InputError([Problem("adapter", rule, fix, None if new is None else vars(new))])
         return
+    there_are = set(targets_of(here.model))
+    same = {"weights", "dropout"}  # from which a run has begun; and which may change, as a learning rate does
+    if adapter_of(old).targets & there_are == adapter_of(new).targets & there_are:
+        same.add("targets")
     problems = [
         Problem(
             f"adapter.{name}", f"the checkpoint {path} has {json.dumps(had)}", "use that, or begin a new run", value
         )
         for name, had, value in ((name, had, getattr(new, name)) for name, had in vars(old).items())
-        if had != value and name != "weights"  # from which a run has begun
+        if had != value and name not in same
     ]
     if problems:
         raise InputError(problems)

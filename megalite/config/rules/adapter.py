@@ -24,6 +24,8 @@ def adapter_rules(config: Config) -> Iterator[Problem]:
             if name not in there:
                 fix = f"this model has {listing(there, 'and')}"
                 yield Problem("adapter.targets", "names what the model does not have", fix, name)
+        if len({*adapter.targets}) < len(adapter.targets):
+            yield Problem("adapter.targets", "names something twice", "name each once", adapter.targets)
     ends = [] if adapter.targets == "all" else [name for name in ("embedding", "head") if name in adapter.targets]
     if ends and config.model.tie_embeddings:
         rule = (
@@ -39,9 +41,12 @@ def adapter_rules(config: Config) -> Iterator[Problem]:
     if adapter.dropout and config.train.compile:
         rule = "cannot be used with train.compile, which cannot follow how tokens are known"
         yield Problem("adapter.dropout", rule, "use 0, or train.compile=false", adapter.dropout)
-    if adapter.dora and (ends or (config.model.experts and (adapter.targets == "all" or "experts" in adapter.targets))):
-        rule = "cannot be used with factors of embedding, head and experts, which have no norms that are trained"
-        yield Problem("adapter.dora", rule, "use false, or adapter.targets without these", adapter.dora)
+    if adapter.dora and ends:
+        rule = f"cannot be used with factors of {listing(ends, 'and')}, whose norms cannot be trained"
+        yield Problem("adapter.dora", rule, "use false, or targets in layers", adapter.dora)
+    if adapter.dora and config.model.experts and (adapter.targets == "all" or "experts" in adapter.targets):
+        rule = "cannot be used with factors of experts, as in PEFT"
+        yield Problem("adapter.dora", rule, "use false, or adapter.targets without experts", adapter.dora)
     if config.model.mtp is not None:
         rule = "cannot be used with adapter, which trains no layers of multi-token prediction"
         yield Problem("model.mtp.depth", rule, "use model.mtp=null", config.model.depth)

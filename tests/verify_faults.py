@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
+from megalite.commands import verify
 from megalite.commands.verify import Difference, compare
 from megalite.config.schema import Config
 from megalite.distributed import collectives
@@ -27,8 +28,10 @@ from megalite.optim import muon
 from megalite.optim.muon import Muon
 from megalite.optim.newton_schulz import scale
 from megalite.optim.scratch_file import ScratchFile
-from megalite.parallel import gradients, linear, recompute
+from megalite.parallel import gradients, linear, recompute, tensor
+from megalite.parallel.dropout import Dropout
 from megalite.parallel.gradients import Gradients
+from megalite.parallel.parameter import parameters
 from megalite.parallel.pipeline import Pipeline
 from megalite.plan.recompute_modes import MODES, Costs
 from megalite.schedule.actions import Kind
@@ -109,6 +112,49 @@ def seed_that_depends_on_the_rank() -> AbstractContextManager[Any]:
         correct(stage, model, seed + (dist.get_rank() == 1))
 
     return patch.object(build, "initialize", initialize)
+
+
+def factors_that_begin_by_their_part() -> AbstractContextManager[Any]:
+    """First factors begin with the deviation of the part that a rank of tp has."""
+    correct = build.initialize
+
+    def initialize(stage: Any, model: Any, seed: int) -> None:
+        correct(stage, model, seed)
+        for found in parameters(stage):
+            if found.name.endswith("lora_a.weight"):
+                found.value._local_tensor.mul_(found.value.device_mesh.size() ** 0.5)
+
+    return patch.object(build, "initialize", initialize)
+
+
+def second_factors_summed_once_more() -> AbstractContextManager[Any]:
+    """Where tp sums what a matrix makes, every rank adds what the adapter does before that."""
+    correct = tensor.second_factor
+
+    def second_factor(layer: Any, between: Tensor, scale: float, *others: Any) -> Tensor:
+        ranks = layer.group.size() if isinstance(layer, tensor.RowLinear) else 1
+        return correct(layer, between, scale * ranks, *others)
+
+    return patch.object(tensor, "second_factor", second_factor)
+
+
+def features_dropped_by_place_on_the_rank() -> AbstractContextManager[Any]:
+    correct = Dropout.__call__
+    return patch.object(Dropout, "__call__", lambda dropout, x: correct(replace(dropout, rank=0), x))
+
+
+def base_that_is_trained() -> AbstractContextManager[Any]:
+    """The layout decays weights that are not trained."""
+    correct = verify.update
+
+    def update(job: Any, *others: Any) -> Any:
+        made = correct(job, *others)
+        for _, param in job.named_parameters() if job.mesh.layout.world_size > 1 else ():
+            if not param.requires_grad:
+                param._local_tensor.mul_(1 - 1e-6)
+        return made
+
+    return patch.object(verify, "update", update)
 
 
 def _trained(gradients: Gradients) -> list[tuple[str, Any]]:

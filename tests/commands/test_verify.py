@@ -25,7 +25,7 @@ from megalite.commands.verify_copy import not_compared, shrink
 from megalite.config.layers import layer_kinds
 from megalite.config.layout import Layout
 from megalite.config.load import load
-from megalite.config.model_schema import Attention, Base, Experts, Model, RopeScaling
+from megalite.config.model_schema import Adapter, Attention, Base, Experts, Model, RopeScaling
 from megalite.config.rules.validate import check, validate
 from megalite.config.schema import Batch, Config, Curriculum, Kernels, Optim, Parallel, Pipeline, Rampup, Train
 from megalite.distributed.mesh import Mesh
@@ -57,6 +57,7 @@ SOUND = [
     GROWING := shrink(
         replace(configuration(pp=2), batch=Batch(1, 8, None, Rampup(2, None, 10**6), Curriculum(2, 10**6)))
     ),
+    ADAPTED := replace(configuration(tp=2), adapter=Adapter(2, 4.0, dropout=0.2)),
     MIXED := shrink(
         replace(configuration(pp=2), train=Train(steps=3, precision="fp64", recompute="budget", recompute_budget=1.0))
     ),
@@ -99,6 +100,11 @@ EVERYTHING = {"loss", "gradient norm", "gradients", "weights after 3 steps"}
         (faults.gradient_that_is_not_a_number, STAGES, EVERYTHING, ""),
         (faults.scale_of_a_full_batch, GROWING, EVERYTHING, ""),
         (faults.scale_of_a_full_batch, STAGES, set(), ""),
+        (faults.partial_gradients_taken_for_whole, ADAPTED, EVERYTHING, "lora_"),
+        (faults.factors_that_begin_by_their_part, ADAPTED, {*EVERYTHING, "initial weights"}, "lora_"),
+        (faults.second_factors_summed_once_more, ADAPTED, EVERYTHING, "lora_"),
+        (faults.features_dropped_by_place_on_the_rank, ADAPTED, EVERYTHING, "lora_"),
+        (faults.base_that_is_trained, ADAPTED, {"loss", "gradient norm", "weights after 3 steps"}, ""),
     ],
 )
 def test_a_planted_fault_is_found(

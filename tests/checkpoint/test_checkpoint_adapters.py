@@ -11,7 +11,7 @@ from toy_jobs import MODEL, assemble, config_of, load_and_train, make, one_rank,
 
 from megalite.base.errors import InputError
 from megalite.checkpoint.run.resume import check_start
-from megalite.checkpoint.run.same_run import refuse_other_adapter, refuse_other_factors
+from megalite.checkpoint.run.same_run import refuse_other_adapter, refuse_other_factors, refuse_other_optimizer
 from megalite.checkpoint.run.tensors import Checkpoint
 from megalite.checkpoint.weights.read import check_base, reader_of
 from megalite.checkpoint.weights.sources import open_weights
@@ -184,6 +184,12 @@ def test_names_of_all_targets_in_any_order_are_all_and_dropout_may_change(
             restorer(make(without)).all(trained[0])
     dropping = replace(adapted(Layout(), base), adapter=replace(ADAPTER, dropout=0.5))
     refuse_other_adapter(trained[0], adapted(Layout(), base), dropping)
+
+
+def test_another_optimizer_may_begin_with_the_factors(base: Path) -> None:
+    here = adapted(Layout(), base)
+    with pytest.raises(InputError, match=r"begin a new run from its weights with adapter\.weights=there"):
+        refuse_other_optimizer(Path("there"), here, replace(here, optim=replace(here.optim, name="muon")))
 
 
 def test_a_run_begins_with_the_factors_of_another(

@@ -114,8 +114,13 @@ def refuse_other_optimizer(path: Path, there: Config, here: Config) -> None:
     old, new = there.optim.name, here.optim.name
     if old != new:
         rule = f"the checkpoint {path} has the states of {old}"
-        fix = f"use {old}, or begin a new run from its weights with checkpoint.weights={path}"
+        fix = f"use {old}, or begin a new run from its weights with {_key_of_weights(there)}={path}"
         raise InputError([Problem("optim.name", rule, fix, new)])
+
+
+def _key_of_weights(there: Config) -> str:
+    """The key by which a new run begins with what a checkpoint holds: all weights, or an adapter's factors."""
+    return "checkpoint.weights" if there.adapter is None else "adapter.weights"
 
 
 def refuse_other_data(path: Path, manifest: Manifest, here: Config, data: tuple[Source, ...]) -> None:
@@ -136,7 +141,7 @@ def refuse_other_data(path: Path, manifest: Manifest, here: Config, data: tuple[
     if not manifest.foreign:
         pairs["run.seed"] = there.run.seed, here.run.seed
         pairs["data.train"] = _mixture(manifest.data), _mixture(data)
-    remedy = "or begin a new run from its weights with checkpoint.weights"
+    remedy = f"or begin a new run from its weights with {_key_of_weights(there)}"
     problems = [
         Problem(key, f"the checkpoint {path} was trained with {old}; samples would repeat or be left out", remedy, new)
         for key, (old, new) in pairs.items()

@@ -40,6 +40,17 @@ def test_times_are_those_of_flops() -> None:
     assert {stage.backward for stage in costs_of(config)} == {s.input + s.weight for s in costs_of(config)}
 
 
+def test_gradients_of_weights_take_next_to_nothing_beside_adapters() -> None:
+    whole, adapted = (
+        costs_of(configured("model.width=512", "parallel.pipeline.split=[2,2,2]", *keys))
+        for keys in ([], ["adapter.rank=4"])
+    )
+    for one, other in zip(whole, adapted, strict=True):
+        assert other.forward == pytest.approx(one.forward, rel=0.05)
+        assert 0 < other.weight < 0.03 * one.weight
+        assert other.backward == other.input + other.weight < 0.7 * one.backward
+
+
 def test_a_head_in_chunks_does_all_of_its_work_forward() -> None:
     config = configured("parallel.pipeline.split=[3,3,0]", "model.sequence_length=8192")
     assert Activations(config).chunks_head

@@ -98,9 +98,12 @@ def test_it_computes_what_merged_weights_do(name: str) -> None:
                 local.copy_(dequantize_nf4(quantize_nf4(local), torch.float64))
                 assert not local.equal(exact)
         factors = {key: each.to_local() for key, each in adapted.named_parameters() if "lora_" in key}
+        draw = torch.Generator().manual_seed(2)
+        for key, param in plain.named_parameters():
+            if key.endswith(".bias"):
+                kept[key].value.to_local().copy_(param.to_local().normal_(0, 0.5, generator=draw))
         before = plain(TOKENS)
         torch.testing.assert_close(adapted(TOKENS), before, rtol=1e-13, atol=1e-13)  # the second factors begin at 0
-        draw = torch.Generator().manual_seed(2)
         for each in factors.values():
             each.normal_(0, 0.5, generator=draw)
         for key, param in plain.named_parameters():

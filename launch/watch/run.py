@@ -231,14 +231,14 @@ class Watched:
     def _told(self, at: int, step: int, line: dict[str, Any]) -> None:
         kind, ledger, saves = line["event"], self.ledger, self.saves
         checkpoint = whole(line.get("checkpoint"))
+        if kind in ("resumed", "rollback"):
+            self.valid = [point for point in self.valid if point[0] <= step]
+            self.returns.append((step, "resumed" if kind == "resumed" else "rolled back"))
         if kind == "resumed":
             ledger.resumed(at, step)
-            self.valid = [point for point in self.valid if point[0] <= step]
             saves.under_way, self.ended = None, ""
-            self.returns.append((step, "resumed"))
         elif kind == "rollback":
             ledger.rolled_back(at, step)
-            self.returns.append((step, "rolled back"))
         elif kind in ("saving", "saving_local") and checkpoint is not None:
             blocked = min(max(number(line.get("blocked")) or 0.0, 0.0), 1e7)
             ledger.saved(at, checkpoint, int(blocked * SECOND))
@@ -260,7 +260,8 @@ class Watched:
         if kind in ("saved", "save_failed") and saves.under_way == checkpoint:
             saves.under_way = None
         if kind in REPORTED_EVENTS:
-            self.decisions.append((at / SECOND, "training", f"{kind.replace('_', ' ')} at step {step:,}"))
+            answer = f": {printable(line['answer'], 20)}" if isinstance(line.get("answer"), str) else ""
+            self.decisions.append((at / SECOND, "training", f"{kind.replace('_', ' ')} at step {step:,}{answer}"))
 
     # Other files
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megalite.base.errors import InputError
+from megalite.base.exit_codes import ExitCode
 from megalite.base.files import read_object, write_whole
 from megalite.commands.main import main
 from megalite.commands.report.run_facts import Start
@@ -57,7 +58,7 @@ class Card:
 
     @property
     def resumed_losses(self) -> list[tuple[int, float]]:
-        """Steps after the resumption with their losses. Raises KeyError if one has none."""
+        """Steps after the resumption with their losses."""
         return [(step, self.resumed[step]) for step in range(RESUMED_AT + 1, STEPS + 1)]
 
     @property
@@ -87,27 +88,35 @@ def make(family: str, store: Path, out: Path) -> Card:
         paths = [str(alone / "checkpoints" / name), str(alone / "export" / name), str(out / "logits.json")]
         if launch(LOGITS, paths, 1, shared=LOGITS):
             raise InputError(f"{out}: logits could not be compared; log.txt there has the reason")
+    return found(family, model_parameters(config.model).total, layout, out)
+
+
+def found(family: str, parameters: int, layout: tuple[str, ...], out: Path) -> Card:
+    """Read the card of a family from the folder `out` that `make` has filled.
+
+    Raises InputError if a run lacks the loss of a step, or the last start was not resumed after `RESUMED_AT` steps.
+    """
     starts = sorted((out / "run" / "starts").glob("*.json"))
-    return Card(
-        family,
-        model_parameters(config.model).total,
-        layout,
-        read_object(out / "verify.json", MAX_BYTES),
-        _losses(out / "uninterrupted"),
-        _losses(out / "run"),
-        read_object(out / "logits.json", MAX_BYTES),
-        Start(starts[-1].stem, read_object(starts[-1], MAX_BYTES)),
-    )
+    start = Start(starts[-1].stem, read_object(starts[-1], MAX_BYTES))
+    if start.mapping("resumed").get("step") != RESUMED_AT:
+        raise InputError(f"{starts[-1]}: resumed is {start.fields.get('resumed')!r}, not at step {RESUMED_AT}")
+    verified, logits = (read_object(out / name, MAX_BYTES) for name in ("verify.json", "logits.json"))
+    alone, resumed = (_losses(out / run) for run in ("uninterrupted", "run"))
+    return Card(family, parameters, layout, verified, alone, resumed, logits, start)
 
 
 def _losses(run: Path) -> dict[int, float]:
     records = read_records(run / "metrics.jsonl")
-    return {record["step"]: record["loss"] for record in records if record.get("loss") is not None}
+    losses = {record["step"]: record["loss"] for record in records if record.get("loss") is not None}
+    if missing := sorted(set(range(1, STEPS + 1)) - losses.keys()):
+        raise InputError(f"{run}/metrics.jsonl: has no loss of step {missing[0]}; every step has one")
+    return losses
 
 
 def _do(command: str, *arguments: str) -> None:
     """Run a command of `megalite` in this process; its ranks are forks, so nothing is imported again."""
-    if code := main([command, *arguments]):
+    code = main([command, *arguments])
+    if code and (command, code) != ("verify", ExitCode.FAILED):  # the card shows what differs
         raise InputError(f"megalite {command} {' '.join(arguments)}: ended with exit code {code}; log.txt tells why")
 
 

@@ -20,6 +20,7 @@ from megalite.base.exit_codes import ExitCode
 from megalite.base.files import check_writable, exists, write_whole
 from megalite.commands.quickstart import python_sources
 from megalite.data.store_writer import StoreWriter
+from megalite_launch.base.texts import counted
 from megalite_tools.cards.card import folder_name, make
 from megalite_tools.cards.families import FAMILIES, STEPS
 from megalite_tools.cards.pages import card_page, index_page, markdown, passed
@@ -53,20 +54,32 @@ def _run(options: argparse.Namespace) -> int:
         shutil.rmtree(out)
     _write_store(out / "store")
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # ranks share the cores
-    cards = []
+    cards, failed = [], []
     for family in chosen:
         began = time.monotonic()
-        card = make(family, out / "store", out / folder_name(family))
+        try:
+            card = make(family, out / "store", out / folder_name(family))
+        except InputError as error:
+            failed.append(family)
+            print(f"{family}: FAILED, and has no card. {error}", flush=True)
+            continue
         write_whole(out / f"{folder_name(family)}.html", card_page(card))
         cards.append(card)
-        verdict = "passed" if passed(card) else "FAILED"
+        if not passed(card):
+            failed.append(family)
+        verdict = "FAILED" if family in failed else "passed"
         print(f"{family}: {verdict} in {time.monotonic() - began:.0f} s, loss {card.losses[STEPS]:.4f}", flush=True)
-    write_whole(out / "index.html", index_page(cards))
-    print(out / "index.html")
-    if options.table is not None:
+    if cards:
+        write_whole(out / "index.html", index_page(cards))
+        print(out / "index.html")
+    if options.table is not None and len(cards) == len(chosen):
         write_whole(Path(options.table), markdown(cards))
         print(options.table)
-    return ExitCode.DONE if all(map(passed, cards)) else ExitCode.FAILED
+    elif options.table is not None:
+        print(f"{options.table}: is left as it was, since not every family has a card")
+    if failed:
+        print(f"{len(failed)} of {counted(len(chosen), 'family', 'families')} failed: {', '.join(failed)}")
+    return ExitCode.FAILED if failed else ExitCode.DONE
 
 
 def _write_store(prefix: Path) -> None:

@@ -2,20 +2,23 @@
 
 import json
 import os
+import re
 import stat
 import sys
+from html import unescape
 from pathlib import Path
 
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "launch"))
 
-from made_up_run import made_up
+from made_up_run import MadeUp, made_up
 from page_cases import Page
 
 from megalite.checkpoint.store.disk import measure
 from megalite.checkpoint.store.manifest import Manifest, Source
 from megalite.commands.main import main
+from megalite.commands.report.run_facts import MAX_STARTS
 from megalite.config.convert import to_plain
 from megalite.config.load import dump, load
 from megalite.config.rules.validate import check
@@ -23,6 +26,9 @@ from megalite.cost.cluster import load_cluster
 from megalite.cost.predict import predict
 from megalite.cost.texts import step_text
 from megalite.plan.model.size import model_parameters
+from megalite_launch.base.texts import lasting
+from megalite_launch.watch.run import open_run
+from megalite_launch.watch.summary import summary
 
 HOSTILE = "<img src=x onerror=alert(1)>\x1b[2J"
 LAYOUT = {"pp": 2, "dp_replicate": 1, "dp_shard": 4, "cp": 1, "tp": 2}
@@ -76,6 +82,70 @@ def test_a_page_has_all_that_the_folder_tells(tmp_path: Path, capsys: pytest.Cap
     assert "unheard-of" not in found.text
     assert step_text(predict(config, load_cluster("h100_sxm"))) in found.text
     assert stat.S_IMODE((path / "report.html").stat().st_mode) & 0o077 == 0, "it has paths and settings"
+
+
+def row_of(text: str, *first: str) -> list[str]:
+    """The cells of the table's row that begins with `first`."""
+    rows = [[unescape(cell) for cell in re.findall(r"<t[dh][^>]*>(.*?)</t[dh]>", row)] for row in text.split("<tr>")]
+    (found,) = [row for row in rows if tuple(row[: len(first)]) == first]
+    return found
+
+
+def test_numbers_stand_in_their_columns(tmp_path: Path) -> None:
+    path = folder_of(tmp_path / "run")
+    assert main(["report", str(path)]) == 0
+    text = (path / "report.html").read_text()
+    moment, axes = "2026-09-21T14:23:28+00:00", "pp 2, dp_shard 4, tp 2"
+    header = ["step", "saved", "tokens", "size", "ranks", "layout", "state"]
+    assert row_of(text, "step", "saved") == header
+    assert row_of(text, "1200") == ["1200", moment, f"{1200 * 4096:,}", "3.00 MiB", "16", axes, "complete"]
+    assert row_of(text, "start", "time") == ["start", "time", "from step", "ranks", "layout", "host", "commit"]
+    assert row_of(text, "002") == ["002", moment, "700", "16", axes, "n001", "0123456789ab-dirty"]
+    assert row_of(text, "training", "data/web") == ["training", "data/web", "1", "123,456,789", "00ff00ff00ff00ff"]
+    assert row_of(text, "training", "data/code") == ["training", "data/code", "3", "", ""]
+    watched = open_run(str(path))
+    watched.update()
+    usual = summary(watched)["usual_step_seconds"]
+    seconds = predict(check(load(["small_60m"], OVERRIDES)), load_cluster("h100_sxm")).seconds
+    assert f"<dt>measured / predicted</dt><dd>{usual / seconds:.3g}</dd>" in text
+    assert f"<dt>a step, usually</dt><dd>{lasting(usual)}</dd>" in text
+    assert re.search(r"<title>loss: 2\.\d+ at step 1,200</title>", text), "the made-up loss ends near 2"
+    assert re.search(r"<title>a step: [12]\.\d+ s at step 1,\d+</title>", text)
+
+
+def test_events_of_a_run_are_told(tmp_path: Path) -> None:
+    """What was rolled back, resumed and skipped is on the page, and no curve goes back."""
+    run = MadeUp(tmp_path / "run")
+    for step, values in (
+        (10, {"loss": 5.0}), (10, {"valid_loss": 7.125}), (20, {"loss": 4.0}), (20, {"valid_loss": 6.5}),
+        (21, {"event": "bad_step", "answer": "rollback"}), (10, {"event": "rollback", "taken_back": 21}),
+        (11, {"event": "bad_step", "answer": "skip"}), (12, {"loss": 4.5}), (12, {"event": "spike", "answer": "warn"}),
+        (10, {"event": "resumed"}), (15, {"loss": 3.0}), (15, {"event": "done"}),
+    ):  # fmt: skip
+        run.now += 5
+        run.metric(step, **({"step_seconds": 0.5} if "loss" in values else {}), **values)
+    assert main(["report", str(tmp_path / "run")]) == 0
+    text = (tmp_path / "run/report.html").read_text()
+    found = Page(text)
+    for words in (
+        "training: bad step at step 21: rollback", "training: rollback at step 10",
+        "training: bad step at step 11: skip", "training: spike at step 12: warn",
+        "rolled back at step 10", "resumed at step 10",
+        "broken upright line: rolled back; broken upright line: resumed", "loss: 3 at step 15",
+        "valid loss: 7.12 at step 10",
+    ):  # fmt: skip
+        assert words in found.text, words
+    assert "6.5" not in found.text
+
+
+def test_the_latest_starts_are_told(tmp_path: Path) -> None:
+    path = folder_of(tmp_path / "run")
+    for name in range(3, MAX_STARTS + 4):
+        (path / f"starts/{name:03d}.json").write_text("{}")
+    assert main(["report", str(path)]) == 0
+    text = (path / "report.html").read_text()
+    assert "3 older starts left out" in text
+    assert f"As start {MAX_STARTS + 3:03d} found it" in text
 
 
 def test_speed_stands_beside_the_prediction_for_another_cluster(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import hashlib
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 from typing import Any
@@ -139,6 +140,26 @@ class JoinedIndexFile:
         return entries[start % item :][: max(0, stop - start)]
 
 
+@dataclass(frozen=True)
+class JoinedIndex(StoreIndex):
+    """The index of the documents of all parts, one after the other."""
+
+    parts: Sequence[StoreIndex]
+    starts: Sequence[int]  # tokens before each part, and in all of them
+
+    def begins(self, start: int, count: int) -> NDArray[np.int64]:
+        """The positions at which documents begin, as `StoreIndex.begins` has them: each part is searched by itself."""
+        found, end = [], start + max(1, count)
+        for at in range(bisect_right(self.starts, start, hi=len(self.parts)) - 1, len(self.parts)):
+            base, first = self.starts[at], max(self.starts[at], start)
+            if first >= end:
+                break
+            if base > start:
+                found.append(np.array([base - start]))
+            found.append(self.parts[at].begins(first - base, end - first) + (first - start))
+        return found[0] if len(found) == 1 else np.unique(np.concatenate(found))  # an empty end is a begin too
+
+
 def join_indices(name: str, indices: Sequence[StoreIndex]) -> StoreIndex:
     """The index of the documents of all, one after the other; they have one dtype."""
     dtype = indices[0].dtype
@@ -149,7 +170,8 @@ def join_indices(name: str, indices: Sequence[StoreIndex]) -> StoreIndex:
     header = render_header(dtype, len(lengths), len(boundaries))
     files = [index.file for index in indices]
     file = JoinedIndexFile(name, files, header, (lengths, offsets, boundaries))
-    return StoreIndex(file, dtype, lengths, offsets, boundaries)
+    starts = [0, *accumulate(index.end // dtype.itemsize for index in indices)]
+    return JoinedIndex(file, dtype, lengths, offsets, boundaries, indices, starts)
 
 
 def _before(sizes: Iterable[int]) -> list[int]:

@@ -53,26 +53,28 @@ class BlockCache:
                 f"{total / 2**30:.6g} GiB; use that size, name another folder in data.remote.cache, "
                 "or remove the file while no run reads it"
             )
-        self._mapped = memoryview(mmap.mmap(self._file, total, prot=mmap.PROT_READ))
+        self._mapped = mmap.mmap(self._file, total, prot=mmap.PROT_READ)
+        self._bytes = memoryview(self._mapped)  # a slice of it is no copy
 
     def read(self, key: int, into: memoryview) -> bool:
         """Fill `into` with the block `key` if it is there; return whether it is."""
-        name = key.to_bytes(KEY_BYTES, "little")
-        entries, first = self._entries(key)
-        at = entries.find(name)
+        first = self._first(key) * ENTRY_BYTES
+        at = self._mapped.find(key.to_bytes(KEY_BYTES, "little"), first, first + WAYS * ENTRY_BYTES)
         if at < 0 or at % ENTRY_BYTES:
             return False
-        place = self._place(first + at // ENTRY_BYTES)
-        into[:] = self._mapped[place : place + len(into)]  # copied first: another process may write there
-        return _hash(key, into) == entries[at + KEY_BYTES :][:KEY_BYTES]
+        check = self._mapped[at + KEY_BYTES : at + ENTRY_BYTES]
+        place = self._place(at // ENTRY_BYTES)
+        into[:] = self._bytes[place : place + len(into)]  # copied first: another process may write there
+        return _hash(key, into) == check
 
     def write(self, key: int, block: memoryview) -> None:
         """Keep a block, in place of another if need be. Warns once if the disk does not take it."""
         name = key.to_bytes(KEY_BYTES, "little")
         check = _hash(key, block)
         try:
-            entries, first = self._entries(key)
-            names = [entries[at : at + KEY_BYTES] for at in range(0, len(entries), ENTRY_BYTES)]
+            first = self._first(key)
+            places = range(first * ENTRY_BYTES, (first + WAYS) * ENTRY_BYTES, ENTRY_BYTES)
+            names = [self._mapped[at : at + KEY_BYTES] for at in places]
             free = next((names.index(each) for each in (name, bytes(KEY_BYTES)) if each in names), None)
             slot = first + (check[0] % WAYS if free is None else free)
             if os.pwrite(self._file, block, self._place(slot)) == len(block):
@@ -80,10 +82,9 @@ class BlockCache:
         except OSError as error:
             self._warn(error)
 
-    def _entries(self, key: int) -> tuple[bytes, int]:
-        """The entries of a block's set, and the number of the first. Successive keys are in successive sets."""
-        first = key % self._sets * WAYS
-        return bytes(self._mapped[first * ENTRY_BYTES :][: WAYS * ENTRY_BYTES]), first
+    def _first(self, key: int) -> int:
+        """The number of the first entry of a block's set. Successive keys are in successive sets."""
+        return key % self._sets * WAYS
 
     def _place(self, slot: int) -> int:
         return self._sets * WAYS * ENTRY_BYTES + slot * BLOCK_BYTES

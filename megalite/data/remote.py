@@ -57,22 +57,26 @@ class RemoteFile:
 
     def read(self, ranges: Sequence[Range]) -> list[Bytes]:
         """The bytes in each range, from the cache, or by requests all at once. Raises InputError."""
-        found, missing = [], dict[int, list[memoryview]]()
-        for start, stop in ranges:
-            first = start // BLOCK_BYTES
-            begin, end = first * BLOCK_BYTES, min(-(-stop // BLOCK_BYTES) * BLOCK_BYTES, self.size)
-            whole = np.empty(max(0, end - begin), np.uint8)
-            view = whole.data
-            for at in range(0, len(whole), BLOCK_BYTES):
-                number, into = first + at // BLOCK_BYTES, view[at : at + BLOCK_BYTES]
-                if not self._cache.read(self._block_key(number), into):
-                    missing.setdefault(number, []).append(into)
-            found.append(whole[start - begin : stop - begin])
+        found = [np.empty(stop - start, np.uint8) for start, stop in ranges]
+        missing = dict[int, list[tuple[memoryview, int]]]()  # by block: where parts of it go, and where they begin
+        kept = memoryview(bytearray(BLOCK_BYTES))  # one block, so that it stays in the processor's own cache
+        for (start, stop), whole in zip(ranges, found, strict=True):
+            at, view = start, whole.data
+            while at < stop:
+                number, begin = divmod(at, BLOCK_BYTES)
+                first = at - begin
+                block = kept if first + BLOCK_BYTES <= self.size else kept[: self.size - first]
+                into = view[at - start : first + BLOCK_BYTES - start]
+                if self._cache.read(self._block_key(number), block):
+                    into[:] = block[begin : begin + len(into)]
+                else:
+                    missing.setdefault(number, []).append((into, begin))
+                at += len(into)
         if missing:
             for number, block in self._fetched(sorted(missing)).items():
                 self._cache.write(self._block_key(number), block)
-                for into in missing[number]:
-                    into[:] = block
+                for into, begin in missing[number]:
+                    into[:] = block[begin : begin + len(into)]
         return found
 
     def copied(self) -> LocalFile:

@@ -2,6 +2,7 @@
 
 Batches are made as a rank's loader makes them. The first round from the server begins with an empty cache; later ones,
 which take turns with rounds from the disk, find all blocks there. Every batch is compared with the one from the disk.
+Batches are read by themselves, and ahead of steps that leave the processor to the loader, as those of a GPU do.
 """
 
 import argparse
@@ -29,6 +30,7 @@ from megalite_tools.report_file import add_out, header
 from megalite_tools.terminal import Terminal
 
 COMMAND = "megalite-bench-data"
+MAX_STEP = 60.0  # seconds
 GOAL = 1.1  # times the disk's time for a batch that a warm cache may take
 
 
@@ -46,10 +48,13 @@ def _run(arguments: Sequence[str]) -> int:
     parser.add_argument("--batch", type=int, default=32, help="sequences (default: %(default)s)")
     parser.add_argument("--batches", type=int, default=32, help="in a round (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=9, help="(default: %(default)s)")
+    parser.add_argument("--step", type=float, default=0.02, help="seconds of a step (default: %(default)s)")
     add_out(parser, "data_cpu.json")
     options = parser.parse_args(arguments)
     if min(options.sequence_length, options.batch, options.batches, options.rounds) < 1:
         raise InputError("--sequence-length, --batch, --batches and --rounds must be at least 1")
+    if not 0 <= options.step <= MAX_STEP:
+        raise InputError(f"--step {options.step}: must be 0 to {MAX_STEP:g} seconds")
     with TemporaryDirectory(prefix=f"{COMMAND}-", dir=options.cache) as cache:
         report = header(shlex.join([COMMAND, *arguments])) | _measured(options, Remote(cache, 4.0))
     _show(report)
@@ -65,21 +70,30 @@ def _measured(options: argparse.Namespace, remote: Remote) -> dict[str, Any]:
     batches = [GlobalBatch(number * options.batch, options.batch) for number in range(options.batches)]
     cold = [_seconds(loaders, "server", batch) for batch in batches]
     times: dict[str, list[float]] = {where: [] for where in loaders}
+    ahead: dict[str, list[float]] = {where: [] for where in loaders}
     for _ in range(options.rounds):
         for where in loaders:
             times[where].append(statistics.median(_seconds(loaders, where, batch) for batch in batches))
+            ahead[where].append(_seconds_with_steps(loaders[where], batches, options.step))
     for batch in batches:
         if not torch.equal(*(loader.read(batch).tokens for loader in loaders.values())):
             raise InputError(f"{options.remote}: batch {batch.first // options.batch} is not that of {options.local}")
     seconds = {"server, empty cache": statistics.median(cold)}
     seconds |= {"server, warm cache": statistics.median(times["server"]), "disk": statistics.median(times["disk"])}
-    pairs = zip(times["server"], times["disk"], strict=True)
+    seconds |= {f"{where}, with steps": statistics.median(ahead[where]) for where in ("server", "disk")}
     return {
         "seconds_per_batch": seconds,
+        "step_seconds": options.step,
         "rounds": times,
-        "warm_to_disk": statistics.median(server / disk for server, disk in pairs),
+        "rounds_with_steps": ahead,
+        "warm_to_disk": _ratio(times),
+        "warm_to_disk_with_steps": _ratio(ahead),
         "goal": GOAL,
     }
+
+
+def _ratio(times: dict[str, list[float]]) -> float:
+    return statistics.median(server / disk for server, disk in zip(times["server"], times["disk"], strict=True))
 
 
 def _seconds(loaders: dict[str, Loader], where: str, batch: GlobalBatch) -> float:
@@ -88,12 +102,22 @@ def _seconds(loaders: dict[str, Loader], where: str, batch: GlobalBatch) -> floa
     return time.perf_counter() - began
 
 
+def _seconds_with_steps(loader: Loader, batches: Sequence[GlobalBatch], step: float) -> float:
+    """Seconds per batch where each is followed by a step, in which the next ones are read."""
+    began = time.perf_counter()
+    for _ in loader.batches(batches):
+        time.sleep(step)
+    return (time.perf_counter() - began) / len(batches)
+
+
 def _show(report: dict[str, Any]) -> None:
     terminal = Terminal()
     rows = [(where, f"{1e3 * seconds:,.2f}") for where, seconds in report["seconds_per_batch"].items()]
     terminal.table((":", "ms per batch, median"), rows)
     terminal.line(
-        f"A warm cache takes {report['warm_to_disk']:.2f} times as long as the disk (goal: {report['goal']})."
+        f"A warm cache takes {report['warm_to_disk']:.2f} times as long as the disk, and "
+        f"{report['warm_to_disk_with_steps']:.2f} times with steps of {1e3 * report['step_seconds']:g} ms "
+        f"(goal: {report['goal']})."
     )
 
 

@@ -17,7 +17,10 @@ CONFIG = Config(model=MODEL, parallel=Parallel(dp_shard=1))
     [
         (CONFIG, []),
         (replace(CONFIG, model=replace(MODEL, mtp=MultiToken(0))), ["model.mtp.depth = 0: must be at least 1"]),
-        (replace(CONFIG, model=replace(MODEL, mtp=MultiToken(1, -0.1))), ["model.mtp.weight = -0.1: must be at least"]),
+        (
+            replace(CONFIG, model=replace(MODEL, mtp=MultiToken(1, 0.0))),
+            ["model.mtp.weight = 0.0: must be at least 1e-06: its layers would learn nothing"],
+        ),
         (
             replace(CONFIG, model=replace(MODEL, sequence_length=2)),
             ["model.mtp.depth = 2: must be less than model.sequ"],

@@ -11,7 +11,7 @@ def told(*overrides: str) -> list[str]:
     return [str(problem) for problem in validate(load([], overrides))]
 
 
-LOSSES = "model.experts.balance_loss", "model.experts.z_loss", "model.mtp.weight"
+LOSSES = "model.experts.balance_loss", "model.experts.z_loss"
 FLOATS = [key for key, hint in keys().items() if float in options(hint) and "[]" not in key]
 
 

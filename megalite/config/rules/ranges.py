@@ -60,7 +60,7 @@ MINIMA: dict[str, float | tuple[float, str]] = {  # and why, where that does not
     "model.base.layers": 1,
     "model.base.head_width": 1,
     "model.mtp.depth": 1,
-    "model.mtp.weight": 0,
+    "model.mtp.weight": (1e-6, "its layers would learn nothing; model.mtp=null has none"),
     "model.embedding_multiplier": (1e-6, "what the model reads would be lost"),
     "adapter.rank": 1,
     "adapter.alpha": (1e-6, "what adapters add would be lost"),

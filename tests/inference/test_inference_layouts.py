@@ -64,7 +64,8 @@ def test_every_layout_writes_the_same_texts(change: dict[str, Any], ranks: Ranks
 @pytest.mark.parametrize(
     "change",
     [
-        {"rope_scaling": RopeScaling("dynamic", 2.0, original_length=9)},
+        # With a small base and a large factor, angles of another length draw other tokens.
+        {"rope_theta": 10.0, "rope_scaling": RopeScaling("dynamic", 8.0, original_length=9)},
         LATENT,
         GPT_OSS,
         {"vocab_size": 5, "tie_embeddings": True},

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from threading import Thread
 
 import pytest
 
@@ -260,6 +261,51 @@ def test_ray_of_two_nodes_with_a_killed_worker(
     finally:
         cluster.shutdown()
     (tmp_path / "ray/p.died").unlink()
+    assert content(tmp_path / "calm") == content(tmp_path / "ray")
+
+
+def waits_once(task: shard_task.ShardTask) -> shard_task.Record:
+    """Wait at the third shard for the node to be lost, the first time."""
+    mark = Path(f"{task.out}.waits")
+    if task.number == 2 and not mark.exists():
+        mark.write_text(os.environ["RAY_NODE"])
+        time.sleep(120)
+    return shard_task.make_shard(task)
+
+
+@pytest.mark.timeout(180)
+def test_ray_goes_on_where_a_node_is_lost(
+    inputs: Path, tokenizer_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("ray")
+    from ray.cluster_utils import Cluster  # noqa: PLC0415
+
+    assert main(command(inputs, tokenizer_file, tmp_path / "calm/p", "--shards", "5")) == 0
+    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+    paths = [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
+    monkeypatch.setattr(engines, "attempt", waits_once)
+    out = tmp_path / "ray/p"
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
+    try:
+        nodes = {}
+        for name in ("one", "other"):
+            nodes[name] = cluster.add_node(num_cpus=1, env_vars={"RAY_NODE": name})
+        monkeypatch.setenv("RAY_ADDRESS", cluster.address)
+
+        def lose() -> None:
+            while not Path(f"{out}.waits").exists():
+                time.sleep(0.05)
+            cluster.remove_node(nodes[Path(f"{out}.waits").read_text()], allow_graceful=False)
+
+        losing = Thread(target=lose, daemon=True)
+        losing.start()
+        assert main(command(inputs, tokenizer_file, out, "--shards", "5", "--engine", "ray")) == 0
+        losing.join()
+        assert len(cluster.worker_nodes) == 1
+    finally:
+        cluster.shutdown()
+    Path(f"{out}.waits").unlink()
     assert content(tmp_path / "calm") == content(tmp_path / "ray")
 
 

@@ -337,6 +337,7 @@ CASES: dict[str, tuple[Overrides, int]] = {  # name -> overrides and the pipelin
         0,
     ),
     "mtp, large vocabulary": ({**MTP, **FEW_TOKENS, "model.vocab_size": 1 << 16}, 0),
+    "mtp, large vocabulary, zero3": ({**MTP, **SHARDED, **FEW_TOKENS, **ZERO3, "model.vocab_size": 1 << 16}, 0),
     "mtp, small vocabulary": ({**MTP, "model.vocab_size": 64, "batch.micro": 4, "batch.global": 8}, 0),
     "experts": (EXPERTS, 0),
     "experts, 8 of 32": (

@@ -106,15 +106,22 @@ class Walk(Held):
         self.buffer = 0
         if action.stage > 0 and not self._offloads_input(action.stage):
             self._hold("activations", "between stages", -self.sizes.stream)  # counted as the first layer's input
+        head: Unit | None = None  # runs layers of multi-token prediction, before which it is gathered
+        buffers = 0, 0
         for index, part in self._through(action.stage):
-            self._gather(part)
+            if part is not head:
+                self._gather(part)
             for group in self._groups(action.stage, index) if action.stage in self.arriving else ():
                 self._see(self._buffer(group.weights) * (group.shards > 1), what=GATHERING)
             self._copy_ahead(action.stage, index, index + 1)
             self._keep(part)
             gathered, experts = self._gathered(part), self._gathered_experts(part)
             # FSDP2 frees the buffer of a gather at its next one.
-            buffers = (gathered - experts, experts) if self.states.shards > 1 else (0, 0)
+            if part is head:
+                buffers = 0, buffers[1] or buffers[0]
+            else:
+                buffers = (gathered - experts, experts) if self.states.shards > 1 else (0, 0)
+                gathered += 0 if head is None else self._gathered(head)
             largest = max(buffers)
             gathered += self._copied_ahead(action.stage, index + 1)
             for temporaries, missing in part.pauses:
@@ -124,6 +131,9 @@ class Walk(Held):
                 if missing and temporaries:  # now experts compute what has arrived
                     self._see(part.forward + largest, gathered)
             self._see(part.forward + largest, gathered)
+            if part.name == FURTHER:
+                head = self.parts[action.stage][-1]
+                self._gather(head)
         self.arriving.discard(action.stage)
         if action.stage < self.table.stages - 1:
             self._hold("activations", "between stages", self.sizes.stream)
@@ -236,7 +246,7 @@ class Walk(Held):
 
     def _gather(self, part: Unit, backward: bool = False) -> None:
         """Put together the shards of a part: of its own weights, then of experts, with the gradients that are there."""
-        if not self.states.frees or part.with_stage:
+        if not self.states.frees or part.with_stage or part.name == FURTHER:  # which has no weights of its own
             return
         gathered, gradients = 0, self.sizes.stream
         for weights, shards in ((part.weights, self.states.shards), (part.apart, self.states.expert_shards)):

@@ -116,7 +116,7 @@ class Walk(Held):
             self._copy_ahead(action.stage, index, index + 1)
             self._keep(part)
             gathered, experts = self._gathered(part), self._gathered_experts(part)
-            # FSDP2 frees the buffer of a gather at its next one.
+            # FSDP2 frees the buffer of a gather at its next one: the head's, at those of layers that it runs.
             if part is head:
                 buffers = 0, buffers[1] or buffers[0]
             else:

@@ -6,10 +6,6 @@ BIN := $(VENV)/bin
 OLDEST := .venv-oldest
 NEWEST := .venv-newest
 
-# Tests wait for ranks, signals and clocks for a third of their time: one worker more than cores keeps all of these busy.
-WORKERS ?= $(shell $(PYTHON) -c 'import os; print(min(4, 1 + len(os.sched_getaffinity(0))))')
-PARALLEL = -n $(WORKERS) --dist loadfile
-
 .PHONY: install quickstart test test-slurm test-others test-fast test-oldest test-newest check docs wheel bench counts soak sweep-kills corrupt layouts house cards faults gpu clean
 
 install: $(VENV)/installed-dev
@@ -43,17 +39,17 @@ test-slurm: install
 	$(BIN)/python -m pytest -m slurm tests/launch
 
 test-others: install
-	$(BIN)/python -m pytest $(PARALLEL) --no-loadscope-reorder -m "not slurm"
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder -m "not slurm"
 
 # Under three minutes on two cores: without what starts ranks, whole commands or Slurm (tests/conftest.py has the rule).
 test-fast: install
-	$(BIN)/python -m pytest $(PARALLEL) -m "not slow and not slurm and not soak"
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile -m "not slow and not slurm and not soak"
 
 # With the lowest and the highest versions that pyproject.toml allows. Left out is what starts whole jobs over and over: kills, Slurm, the README.
 test-oldest: $(OLDEST)/installed
 test-newest: $(NEWEST)/installed
 test-oldest test-newest:
-	$(<D)/bin/python -m pytest $(PARALLEL) --no-loadscope-reorder \
+	$(<D)/bin/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder \
 	    --ignore tests/soak --ignore tests/launch --ignore tests/test_readme.py
 
 $(OLDEST)/installed: pyproject.toml tests/oldest.py

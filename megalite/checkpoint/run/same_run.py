@@ -81,9 +81,9 @@ def refuse_other_adapter(path: Path, there: Config, here: Config) -> None:
             fix = "use the same, or begin a new run with checkpoint.weights"
             raise InputError([Problem("adapter", rule, fix, None if new is None else vars(new))])
         return
-    there_are = set(targets_of(here.model))
+    known = set(targets_of(here.model))
     same = {"weights", "dropout"}  # from which a run has begun; and which may change, as a learning rate does
-    if adapter_of(old).targets & there_are == adapter_of(new).targets & there_are:
+    if adapter_of(old).targets & known == adapter_of(new).targets & known:
         same.add("targets")
     problems = [
         Problem(

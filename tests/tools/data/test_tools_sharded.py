@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from threading import Thread
+from typing import Any
 
 import pytest
 
@@ -241,25 +242,31 @@ def test_workers_that_are_killed_for_another_shard_leave_nothing(
     assert list(out.iterdir()) == []
 
 
-@pytest.mark.timeout(180)
-def test_ray_of_two_nodes_with_a_killed_worker(
-    inputs: Path, tokenizer_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def two_nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Any, dict[str, Any]]]:
+    """A Ray cluster of two nodes beside its head, and these by the names that their tasks find as RAY_NODE."""
     pytest.importorskip("ray")
     from ray.cluster_utils import Cluster  # noqa: PLC0415
 
-    assert main(command(inputs, tokenizer_file, tmp_path / "calm/p", "--shards", "5")) == 0
     monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
     paths = [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))  # workers import this module
-    monkeypatch.setattr(engines, "attempt", dies_once)
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
     try:
-        cluster.add_node(num_cpus=1)
+        nodes = {name: cluster.add_node(num_cpus=1, env_vars={"RAY_NODE": name}) for name in ("one", "other")}
         monkeypatch.setenv("RAY_ADDRESS", cluster.address)
-        assert main(command(inputs, tokenizer_file, tmp_path / "ray/p", "--shards", "5", "--engine", "ray")) == 0
+        yield cluster, nodes
     finally:
         cluster.shutdown()
+
+
+@pytest.mark.timeout(180)
+def test_ray_of_two_nodes_with_a_killed_worker(
+    two_nodes: object, inputs: Path, tokenizer_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert main(command(inputs, tokenizer_file, tmp_path / "calm/p", "--shards", "5")) == 0
+    monkeypatch.setattr(engines, "attempt", dies_once)
+    assert main(command(inputs, tokenizer_file, tmp_path / "ray/p", "--shards", "5", "--engine", "ray")) == 0
     (tmp_path / "ray/p.died").unlink()
     assert content(tmp_path / "calm") == content(tmp_path / "ray")
 
@@ -275,37 +282,28 @@ def waits_once(task: shard_task.ShardTask) -> shard_task.Record:
 
 @pytest.mark.timeout(180)
 def test_ray_goes_on_where_a_node_is_lost(
-    inputs: Path, tokenizer_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    two_nodes: tuple[Any, dict[str, Any]],
+    inputs: Path,
+    tokenizer_file: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    pytest.importorskip("ray")
-    from ray.cluster_utils import Cluster  # noqa: PLC0415
-
+    (cluster, nodes), out = two_nodes, tmp_path / "ray/p"
+    waiting = Path(f"{out}.waits")
     assert main(command(inputs, tokenizer_file, tmp_path / "calm/p", "--shards", "5")) == 0
-    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-    paths = [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
     monkeypatch.setattr(engines, "attempt", waits_once)
-    out = tmp_path / "ray/p"
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
-    try:
-        nodes = {}
-        for name in ("one", "other"):
-            nodes[name] = cluster.add_node(num_cpus=1, env_vars={"RAY_NODE": name})
-        monkeypatch.setenv("RAY_ADDRESS", cluster.address)
 
-        def lose() -> None:
-            while not Path(f"{out}.waits").exists():
-                time.sleep(0.05)
-            cluster.remove_node(nodes[Path(f"{out}.waits").read_text()], allow_graceful=False)
+    def lose() -> None:
+        while not (waiting.exists() and waiting.read_text()):
+            time.sleep(0.05)
+        cluster.remove_node(nodes[waiting.read_text()], allow_graceful=False)
 
-        losing = Thread(target=lose, daemon=True)
-        losing.start()
-        assert main(command(inputs, tokenizer_file, out, "--shards", "5", "--engine", "ray")) == 0
-        losing.join()
-        assert len(cluster.worker_nodes) == 1
-    finally:
-        cluster.shutdown()
-    Path(f"{out}.waits").unlink()
+    losing = Thread(target=lose, daemon=True)
+    losing.start()
+    assert main(command(inputs, tokenizer_file, out, "--shards", "5", "--engine", "ray")) == 0
+    losing.join()
+    assert len(cluster.worker_nodes) == 1
+    waiting.unlink()
     assert content(tmp_path / "calm") == content(tmp_path / "ray")
 
 

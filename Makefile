@@ -20,7 +20,7 @@ $(VENV)/installed-run: $(VENV)/constraints.txt
 	touch $@
 
 $(VENV)/installed-dev: $(VENV)/constraints.txt
-	$(BIN)/python -m pip install $(PIP_FLAGS) -c $(VENV)/constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip install $(PIP_FLAGS) -c $(VENV)/constraints.txt -c tests/floors.txt -e '.[dev]'
 	touch $@ $(VENV)/installed-run
 
 quickstart: $(VENV)/installed-run
@@ -60,7 +60,7 @@ $(OLDEST)/installed: pyproject.toml tests/oldest.py
 
 $(NEWEST)/installed: pyproject.toml
 	$(PYTHON) -m venv $(NEWEST)
-	$(NEWEST)/bin/python -m pip install --upgrade -e '.[dev]'
+	$(NEWEST)/bin/python -m pip install --upgrade -c tests/floors.txt -e '.[dev]'
 	touch $@
 
 check: install
@@ -124,7 +124,7 @@ gpu: $(VENV)/installed-gpu
 	PYTHON=$(CURDIR)/$(BIN)/python tools/bench/slot/run.sh all
 
 $(VENV)/installed-gpu: $(VENV)/constraints.txt
-	$(BIN)/python -m pip install -c $(VENV)/constraints.txt -e '.[dev,gpu]'
+	$(BIN)/python -m pip install -c $(VENV)/constraints.txt -c tests/floors.txt -e '.[dev,gpu]'
 	touch $@ $(VENV)/installed-dev $(VENV)/installed-run
 
 clean:

@@ -169,6 +169,8 @@ class Held:
             self.most = self.total + temporaries + gathered
             now = {("temporaries", "backward"): temporaries, ("gathered weights", "in use"): gathered}
             self.peak = self.held + Counter(now)
+            if temporaries < 0:  # a pass beside this one waits for rows that are held to be there already
+                self.peak["activations", "mlp"] += temporaries
             self.peak_at = self.doing, self.at, what
             for item in [item for item in self.peak if item[0] in OUTSIDE_KINDS]:
                 del self.peak[item]

@@ -30,6 +30,7 @@ from wheel_install import install
 from megalite.base.stop_signals import STOP_SIGNALS, restore
 from megalite.config.layout import Layout
 from megalite.distributed.mesh import Mesh
+from megalite.plan.memory import states
 
 # Files that take half a minute or more, the longest first.
 LONGEST = (
@@ -130,6 +131,12 @@ def ranks() -> Iterator[Ranks]:
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder into which the wheel is installed."""
     return install(tmp_path_factory.mktemp("wheel"))
+
+
+@pytest.fixture
+def older_fsdp(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory is predicted for PyTorch 2.14, whatever is installed: documents and presets have its figures."""
+    monkeypatch.setattr(states, "_pytorch", lambda: (2, 14))
 
 
 @pytest.fixture(scope="module")

@@ -16,5 +16,6 @@ def test_all_tables_are_found() -> None:
 
 
 @pytest.mark.parametrize("row", QUICK, ids=str)
+@pytest.mark.usefixtures("older_fsdp")
 def test_a_row_is_what_the_planner_answers(row: Row) -> None:
     assert PAGE.splitlines()[row.line] == answered(row)

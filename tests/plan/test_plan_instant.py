@@ -31,6 +31,7 @@ def test_in_words(action: Action | Exchange | str, part: str, what: str, expecte
         ("capped, ring", "backward of layer 1, attention, micro-batch 1"),
     ],
 )
+@pytest.mark.usefixtures("older_fsdp")
 def test_where_memory_peaks(name: str, expected: str) -> None:
     overrides, pp = CASES[name]
     assert str(rank_memory(configured(overrides), pp).instant) == expected

@@ -17,6 +17,7 @@ def test_there_are_presets() -> None:
 
 
 @pytest.mark.parametrize("preset", PRESETS, ids=lambda path: path.stem)
+@pytest.mark.usefixtures("older_fsdp")
 def test_a_preset_needs_the_memory_that_it_says(preset: Path) -> None:
     (said,) = re.findall(r"^# Predicted peak: ([\d.]+) GiB with (\d+) ranks\.$", preset.read_text(), re.MULTILINE)
     peak = peak_bytes(check(load([str(preset)]), int(said[1]))) / GIB

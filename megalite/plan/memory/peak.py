@@ -30,6 +30,8 @@ are gathered and freed.
 Before parameters on the host are gathered over D ranks, FSDP2 copies the rank's shards to the device, wN/D. This is no
 peak: once they are gathered they are freed, and wN is taken in their place to copy the part out of the gather.
 
+FSDP2 of PyTorch 2.15 and newer adds up gradients otherwise, see `States.of_2_15`; the installed version counts.
+
 Not counted: memory outside of the allocator (on CUDA a context of 1 to 1.5 GiB, and NCCL's buffers), fragmentation,
 and memory that kernels allocate internally. The allocator may reuse a buffer that a pipeline has sent or received only
 when NCCL has ended all transfers posted before the buffer was freed. So the further the host is ahead of its GPU, the

@@ -1,7 +1,8 @@
 """Precision and sharding of parameters, gradients and optimizer states; `plan.memory` explains the letters."""
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
+from importlib.metadata import PackageNotFoundError, version
 
 from megalite.config.schema import Config
 from megalite.plan.parts.part import in_four_bits
@@ -73,6 +74,12 @@ class States:
         return self.plan.fsdp
 
     @cached_property
+    def of_2_15(self) -> bool:
+        """Flag: FSDP2 is that of PyTorch 2.15 or newer. A gradient is widened, or added to wide ones, when it is made,
+        not when all of its part are there; and while gradients are reduced, none of them is held besides."""
+        return self.managed and _pytorch() >= (2, 15)
+
+    @cached_property
     def ahead(self) -> bool:
         """Flag: weights that a rank has whole are copied from the host while the part before computes."""
         return self.config.parallel.placement.parameters == "host" and self.frees and self.shards == 1
@@ -87,3 +94,12 @@ class States:
     def frees(self) -> bool:
         """Flag: gathered weights are freed after every use."""
         return self.managed and self.mode == "zero3"
+
+
+@cache
+def _pytorch() -> tuple[int, ...]:
+    """Major and minor version of the installed PyTorch; where there is none, later than all."""
+    try:
+        return tuple(map(int, version("torch").split(".")[:2]))
+    except PackageNotFoundError:
+        return (1000,)

@@ -4,7 +4,8 @@ from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megalite.plan.memory.held import HOST_MEMORY, Group, Held, PartKey
+from megalite.plan.memory.gradient_sums import GradientSums
+from megalite.plan.memory.held import HOST_MEMORY, Group, PartKey
 from megalite.plan.muon import step_temporaries
 from megalite.plan.parts.part import Moment
 from megalite.plan.resolved import Plan
@@ -27,7 +28,7 @@ class PutOff:
     held: Counter[Item]
 
 
-class Walk(Held):
+class Walk(GradientSums):
     """A step of `m` micro-batches on one pipeline rank, action by action."""
 
     def __init__(self, plan: Plan, m: int, pp: int) -> None:
@@ -36,14 +37,13 @@ class Walk(Held):
         self.fetched: Counter[tuple[int, PartKey]] = Counter()  # by micro-batch and part: layers fetched from the host
         self.arriving: set[int] = set()  # stages with gathers of a whole step that forward has not taken apart yet
         self.staying: set[int] = set()  # stages with a tied embedding that is gathered now, until a backward ends
-        self.whole: set[PartKey] = set()  # parts with gradients that are not reduced yet
         self.sharded: dict[PartKey, int] = {}  # parts with reduced gradients, and the bytes of an element
         self.shared: Counter[PartKey] = Counter()  # bytes of the buffer in which replicas sum a part, until its next
         self.put_off: dict[tuple[int, int], list[PutOff]] = {}  # by stage and micro-batch, from I to W
         self.reducing: Counter[int] = Counter()  # by stage: bytes being reduced, kept until FSDP2 reduces again
         self.sending = 0  # tensors on their way to other ranks
         # Bytes of the latest gather of a forward pass. FSDP2 means to free them before it takes the next one apart, but
-        # a variable of `wait_for_unshard` has them until that is done.
+        # before PyTorch 2.15 a variable of `wait_for_unshard` has them until that is done.
         self.buffer = 0
 
     def run(self) -> dict[Item, int]:
@@ -151,6 +151,9 @@ class Walk(Held):
         if not self.config.model.tie_embeddings:  # multi-token prediction uses it
             end = next((index for index, part in enumerate(parts) if part.name == FURTHER), end)
             gradient = states.w  # a look-up makes it, which no sum is added to at once
+        widens = states.of_2_15 and not reduction.now
+        if widens and (action.stage, 0) not in self.whole:
+            gradient = states.r
         waiting = gradient * parts[0].weights.gradients if parts[0].with_stage and not parts[0].copy else 0
         for index, part in self._through(action.stage, backwards=True):
             key = action.stage, index
@@ -170,20 +173,25 @@ class Walk(Held):
             # Bytes of the stream's gradient that are held anyway: the last layer is given the received one.
             held = received if index == len(parts) - 1 else 0
             for moment in part.backward:
-                begun = 0 if puts_off else self._new_sums(key, moment)
+                begun, adds = 0 if puts_off else self._new_sums(key, moment, widens), self._adds_at_once(key, widens)
                 is_sum = states.copies > 0 and moment.summed is not None  # which counts as begun from then on
-                made = 0 if puts_off else self._made(key, moment) + (0 if self._adds_at_once(key) else made)
+                made = 0 if puts_off else self._made(key, moment, adds) + (0 if adds else made)
                 sums += 0 if is_sum else begun
                 again = part.again[moment.name]
                 summed = waiting if index == 0 else 0
                 taken = moment.temporaries - held - moment.held * puts_off
                 # An embedding's two gradients make one: with a copy, a float32 sum, or one that is then cast to it.
                 new = max(made + summed, sums) if summed and states.copies else made + sums + summed
-                self._see(taken + new + again + beside, gathered, moment.name)
+                # Gradients that autograd is given are widened when all else of the moment is freed.
+                late = begun if widens and (part.name == "head" or moment.name == "lookup") else 0
+                self._see(taken + new - late + again + beside, gathered, moment.name)
                 # Full recompute begins after the first pause, and what has arrived is used after the second.
                 for missing in part.missing[: moment.pauses] if moment.where == "remade" else [0] * moment.pauses:
                     yield taken + new + again + beside + gathered - missing
                 self._release(part, moment, puts_off)
+                if late:
+                    stream = self.sizes.stream if index else 0
+                    self._see(late + max(made, summed) + stream + beside, gathered, moment.name)
                 if puts_off and moment.weights and moment.of_stream:  # which W needs too
                     if held:
                         self._hold("activations", "between stages", -received)
@@ -226,10 +234,11 @@ class Walk(Held):
         for put_off in self.put_off.pop((action.stage, action.micro), []):
             self.at = put_off.key
             self.passing = self.parts[action.stage][put_off.key[1]].times > 1
-            new = self._made(put_off.key, put_off.moment)
-            sums = self._new_sums(put_off.key, put_off.moment)
+            adds = self._adds_at_once(put_off.key, self.states.of_2_15)
+            new = self._made(put_off.key, put_off.moment, adds)
+            sums = self._new_sums(put_off.key, put_off.moment, self.states.of_2_15)
             self._see(made.total() + new + sums + put_off.moment.again, what=put_off.moment.name)
-            made[put_off.key] += sums if self._adds_at_once(put_off.key) else new
+            made[put_off.key] += sums if adds else new
             for (kind, component), size in put_off.held.items():
                 self._hold(kind, component, -size)
         self.at, self.passing = None, False
@@ -253,7 +262,7 @@ class Walk(Held):
             if weights is not None:
                 gathered += weights.gathered(self.states.w)
                 if shards > 1:
-                    beside = gradients if backward else self.buffer
+                    beside = gradients if backward else self.buffer * (not self.states.of_2_15)
                     self._see(self._buffer(weights) + beside, gathered, GATHERING)
                     self.buffer = weights.gathered(self.states.w)
                 gradients += part.rows
@@ -306,29 +315,6 @@ class Walk(Held):
         """Return whether the first layer offloads its input; the tensor that the stage has received then stays too."""
         return any(kept.given for kept in self.parts[stage][0].offloaded)
 
-    def _adds_at_once(self, key: PartKey) -> bool:
-        """Return whether new gradients are added at once to those held; if FSDP2 widens gradients, it adds later."""
-        if self.states.copies:
-            return True
-        return key in self.whole and (not self.states.managed or self.states.r == self.states.w)
-
-    def _made(self, key: PartKey, moment: Moment) -> int:
-        """Bytes of new gradients of weights beside their sums: PyTorch's products add to sums of weights with copies.
-
-        Products in 8 bits with one scale write float32: the first gradients are the sums, others are added to them.
-        """
-        train, states = self.config.train, self.states
-        if states.copies and moment.summed is not None:
-            return moment.summed
-        rounds = moment.name == "lookup" or train.product != "plain" or train.compile
-        if not states.copies or rounds or (train.precision == "fp8" and train.float8_recipe == "rowwise"):
-            return moment.weights
-        return moment.weights * states.r // states.w if train.precision == "fp8" and key in self.whole else 0
-
-    def _new_sums(self, key: PartKey, moment: Moment) -> int:
-        """Bytes of sums that the first gradients of weights with copies begin."""
-        return moment.weights * self.states.r // self.states.w if self.states.copies and key not in self.whole else 0
-
     def _finish(self, action: Action, part: Unit, group: Group, beside: int, reduces: bool) -> None:
         """Reduce the gradients of a group, which backward has just made, or add them to those that are held."""
         if reduces:
@@ -342,7 +328,7 @@ class Walk(Held):
         if not summed:
             self._hold_gradients(part, group, states.r)
             self.whole.add(group.key)
-        if states.r != states.w and not states.copies:
+        if states.r != states.w and not states.copies and not states.of_2_15:
             new = 0 if summed else states.w * group.weights.twice
             self._see(new + beside, what=GRADIENT_SUMMATION)
 
@@ -360,13 +346,16 @@ class Walk(Held):
         made, whole = 0 if summed else states.w * count, states.r * count
         self._release_reduced(action.stage)
         self._share(key, 0)
-        self._see(made + beside + whole + element * group.weights.last_recut, what=GRADIENT_REDUCTION)
+        last_recut = 0 if states.of_2_15 else element * group.weights.last_recut
+        self._see(made + beside + whole + last_recut, what=GRADIENT_REDUCTION)
         self._hold("gradients", "being reduced", whole)
         self.reducing[action.stage] = whole
         if summed:
             self._hold_gradients(part, group, -states.r)
             self.whole.remove(key)
-        if group.shards > 1:  # FSDP2 still holds the gradient that it handled last
+        if states.of_2_15:
+            copy = 0
+        elif group.shards > 1:  # FSDP2 still holds the gradient that it handled last
             copy = element * group.weights.newest
         else:  # where only replicas are summed, FSDP2 divides by 1, into a copy
             copy = whole if states.replicas else 0

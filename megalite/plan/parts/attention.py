@@ -112,6 +112,7 @@ class GroupedQueryPart(Gathered):
                 "projections",
                 sizes.linear(q + k + v, self.trains_columns) + columns,
                 sum(gradients.values()),
+                max(gradients.values()),
                 put_off=put_off,
                 again=gathered,
             ),

@@ -176,7 +176,7 @@ class ExpertsPart(Weighted):
             *([Moment("gradients of rows", own + rows + gathered, where="kept")] if gathered else []),
             Moment("down", own + rows + hidden, down, put_off=rows),
             Moment("swiglu", held + 3 * hidden),
-            Moment("gate and up", held + 2 * hidden + rows, gate + up, put_off=2 * hidden),
+            Moment("gate and up", held + 2 * hidden + rows, gate + up, max(gate, up), put_off=2 * hidden),
             *([Moment("gradients of tokens", held + rows + _summing(sizes, gathered))] if gathered else []),
             *([Moment("gradients back", held + 2 * sent, pauses=1)] if apart else []),
             *([Moment("gradients of rows", held + rows + summed)] if early else []),

@@ -178,6 +178,7 @@ class Moment:
     name: str
     temporaries: int
     weights: int = 0  # bytes of weight gradients made here; they stay until the unit has all of its weight gradients
+    largest: int = 0  # bytes of the largest of these gradients, if each is added to a sum before the next is made
     put_off: int = 0  # bytes of output gradients that a split backward keeps until W
     of_stream: bool = False  # these are the gradient of the residual stream itself
     held: int = 0  # bytes of `temporaries` that a moment before has put off, where gradients of weights are

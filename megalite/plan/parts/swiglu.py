@@ -72,5 +72,5 @@ class SwiGLUPart(Gathered):
                 of_stream=not (own or gathered or into),
             ),
             Moment("swiglu", 3 * f),
-            Moment("gate and up", taken, gate + up, put_off=put_off, again=gathered),
+            Moment("gate and up", taken, gate + up, max(gate, up), put_off=put_off, again=gathered),
         )

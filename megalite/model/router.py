@@ -16,7 +16,7 @@ depends on micro-batches or on the layout. Their gradients begin here, so they n
     z_loss         log(Σᵢ exp(logitᵢ))² (ST-MoE, arXiv 2202.08906, eq. 5)
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +33,7 @@ from megalite.parallel.parameter import parameter, placed, whole
 from megalite.parallel.recompute import remembered
 from megalite.parallel.tensor import CopiedLinear
 from megalite.plan.parts.part import Weight
+from megalite_kernels.backend import wide_dtype
 
 SIGMOID_EPS = 1e-20  # added to a sum of scores that may all be 0
 
@@ -78,6 +79,14 @@ class Router(CopiedLinear):
         if correction is not None:
             self.roles["correction"] = correction.role
             self.register_buffer("correction", placed(correction.shape, tp, Replicate()))
+
+    def _apply(self, change: Callable[[Tensor], Tensor], recurse: bool = True) -> "Router":
+        """Keep the correction wide where weights become narrow: it is a sum of steps smaller than bf16 can tell."""
+        before = self._buffers.get("correction")
+        super()._apply(change, recurse)
+        if before is not None and self.correction.dtype != wide_dtype(self.correction.dtype):
+            self.correction = before.to(self.correction.device)
+        return self
 
     def forward(self, x: Tensor, losses: Losses) -> tuple[Tensor, Tensor]:
         """Scores and experts, `[s/t, b, K]` each, of tokens `[s/t, b, d]`."""

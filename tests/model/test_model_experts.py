@@ -264,6 +264,22 @@ def test_bf16_is_near_and_the_router_is_in_float32(alone: Mesh) -> None:
         assert (number.double() - correct).norm() <= 2**-6 * correct.norm()
 
 
+@pytest.mark.parametrize("scores", ["softmax", "sigmoid"])
+def test_corrections_stay_wide_where_weights_are_narrow(scores: str, alone: Mesh) -> None:
+    """Near 3, numbers of bf16 are 2⁻⁶ apart; these corrections differ by less, and alone decide what is chosen."""
+    x, _ = tokens(torch.bfloat16)
+    module = made(Mixture(5, 2, 7, Router(scores, correction_rate=0.001)), alone, torch.float32)
+    with torch.no_grad():
+        part(module.router.weight).zero_()
+    corrections = torch.tensor([3.001, 3.003, 3.002, 3.005, 3.004])
+    module.router.correction.to_local().copy_(corrections)
+    module.to(torch.bfloat16)
+    assert module.router.correction.to_local().equal(corrections)
+    assert {tuple(each) for each in module.router(x, Losses())[1].flatten(0, 1).tolist()} == {(3, 4)}
+    module.to(torch.float64)
+    assert module.router.correction.dtype == torch.float64
+
+
 def test_an_expert_with_its_share_of_tokens_stays_as_it_is(alone: Mesh) -> None:
     router = made(Mixture(6, 2, 7, Router(correction_rate=0.25)), alone).router
     router.correction.to_local().zero_()

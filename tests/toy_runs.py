@@ -26,6 +26,9 @@ class RandomSamples:
         self.sequence_length, self.vocab_size = sequence_length, vocab_size
         self.parts = ()
 
+    def epochs(self, end: int) -> tuple[float, ...]:
+        return ()
+
     def __getitem__(self, index: int) -> Sample:
         tokens = np.random.default_rng(index).integers(self.vocab_size, size=self.sequence_length + 1)
         return Sample(tokens, document_begins(tokens[:-1], None))

@@ -31,7 +31,7 @@ ANGLE_POSITIONS = 4096  # positions whose angles are made at once; a model may n
 
 
 def check_layout(model: Model, layout: Layout) -> None:
-    """Raises InputError if the model cannot be split so."""
+    """Raises InputError if the model cannot be split so, or if its experts are not those that a router chooses."""
     for name in ("heads", "kv_heads", "ffn"):
         if (size := getattr(model, name)) % layout.tp:
             raise InputError(f"--tp {layout.tp}: must divide model.{name} = {size}")
@@ -40,6 +40,9 @@ def check_layout(model: Model, layout: Layout) -> None:
         raise InputError(f"--ep {layout.ep}: the model has no experts; leave it out")
     if model.experts is not None and (count := model.experts.count) % ranks:
         raise InputError(f"--{name} {ranks}: must divide model.experts.count = {count}")
+    if model.experts is not None and model.experts.force_balance:
+        rule = "the model was trained for measuring speed: tokens took experts in turn, by their place in a batch"
+        raise InputError(f"model.experts.force_balance = true: {rule}; train one without it")
     if layout.pp > model.layers:
         raise InputError(f"--pp {layout.pp}: the model has {model.layers} layers; use {model.layers} or fewer")
 

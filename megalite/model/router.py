@@ -85,7 +85,7 @@ class Router(CopiedLinear):
         before = self._buffers.get("correction")
         super()._apply(change, recurse)
         if before is not None and self.correction.dtype != wide_dtype(self.correction.dtype):
-            self.correction = before.to(self.correction.device)
+            self._buffers["correction"] = before.to(self.correction.device)
         return self
 
     def forward(self, x: Tensor, losses: Losses) -> tuple[Tensor, Tensor]:

@@ -27,6 +27,7 @@ from megalite.checkpoint.store.save_events import (
     Served,
 )
 from megalite.config.schema import Config
+from megalite.plan.routing import IN_TURN, UNTAUGHT
 from megalite.train.folder.records import line_of, mend
 from megalite.train.guard import Guard, Judged
 from megalite.train.load_metrics import LoadMeter
@@ -46,6 +47,8 @@ WARNINGS = (  # events
     "not_served",
     "straggler",
     "experts_starved",
+    IN_TURN,
+    UNTAUGHT,
     "nothing_trained",
 )
 LOADS_OF_RUN = 100  # loads of experts that a run keeps for a picture: those of 60 layers with 256 take 60 kB

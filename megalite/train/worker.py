@@ -47,6 +47,7 @@ from megalite.plan.float8 import float8_text
 from megalite.plan.memory.fit import TENSOR_SHARE, check_memory, fitted
 from megalite.plan.memory.remedies import out_of_memory_text
 from megalite.plan.pipeline import uses_fsdp
+from megalite.plan.routing import routing_notes
 from megalite.train.build import Job, build, build_mesh
 from megalite.train.compile_time import CompileTime
 from megalite.train.folder.paths import Folder
@@ -312,6 +313,8 @@ def announce(report: Report, job: Job, batches: Batches, progress: Progress) -> 
         report.say(f"attention: {line}")
     if told := float8_text(config):
         report.say(told)
+    for name, text in routing_notes(config).items():
+        report.event(progress.step, name, text)
     if job.mesh.device.type == "cuda":
         report.say(CONVENTION)
     if progress.step:

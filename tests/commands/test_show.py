@@ -103,6 +103,10 @@ def test_active_parameters_are_shown_beside_all(show: Show) -> None:
     assert "6 · active weights of matrices, with the head, without the embedding" in output
 
 
+def test_experts_that_routers_do_not_choose_are_told(show: Show) -> None:
+    assert "\nExperts\nmodel.experts.force_balance: tokens take" in show("tiny_moe", "model.experts.force_balance=true")
+
+
 def test_factors_of_a_parametrization_by_parameter(show: Show) -> None:
     assert "Parametrization" not in show()
     overrides = ["model.parametrization=completep", "model.base={width: 32, layers: 2, head_width: 16}"]

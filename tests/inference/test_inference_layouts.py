@@ -135,3 +135,5 @@ def test_ranks_share_out_whole_experts() -> None:
         check_layout(model, Layout(dp_shard=2, tp=2, ep=4))
     with pytest.raises(InputError, match=r"--ep 4: the model has no experts; leave it out"):
         check_layout(inference_cases.MODEL, Layout(dp_shard=4, ep=4))
+    with pytest.raises(InputError, match=r"model.experts.force_balance = true: the model was trained for measuring"):
+        check_layout(replace(model, experts=replace(model.experts, force_balance=True)), Layout())

@@ -6,13 +6,19 @@ from unittest.mock import Mock
 import pytest
 import torch
 import torch.distributed as dist
+from toy_jobs import MODEL, config_of, make, one_rank
+from toy_runs import Notebook, Notes
 
 from megalite.base.errors import InputError
+from megalite.checkpoint.store.progress import Progress
 from megalite.config.identity import same_everywhere
-from megalite.config.model_schema import Model
+from megalite.config.layout import Layout
+from megalite.config.model_schema import Experts, Model
 from megalite.config.schema import Config, Context, Data, Parallel, Source, Train
 from megalite.train import worker
-from megalite.train.worker import check_attention, outcome, smallest_memory
+from megalite.train.loop import Batches
+from megalite.train.report import WARNINGS
+from megalite.train.worker import announce, check_attention, outcome, smallest_memory
 
 CUDA = torch.device("cuda")
 RING = Config(parallel=Parallel(cp=2), model=Model(head_width=64))
@@ -46,6 +52,19 @@ def test_other_attention_and_the_cpu_take_everything() -> None:
 )
 def test_a_run_tells_what_it_has_done(first: int, told: str) -> None:
     assert outcome(20, first) == told
+
+
+@pytest.mark.parametrize(
+    ("experts", "event"),
+    [(Experts(4, 2, force_balance=True), "experts_in_turn"), (Experts(4, 1), "routers_untaught"), (Experts(4, 2), "")],
+)
+def test_a_run_tells_of_experts_that_routers_do_not_choose(experts: Experts, event: str) -> None:
+    notes = Notes()
+    with one_rank():
+        job = make(config_of(Layout(), replace(MODEL, experts=experts)))
+        announce(notes, job, Batches(Notebook(job), None), Progress())
+    assert [name for _, name, _ in notes.events] == [event] * bool(event)
+    assert {name for _, name, _ in notes.events} <= set(WARNINGS)
 
 
 def test_ranks_have_all_in_common_but_where_a_node_keeps_its_copy_of_the_data() -> None:

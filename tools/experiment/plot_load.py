@@ -7,6 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megalite.base.errors import InputError
+from megalite.plan.routing import IN_TURN
 from megalite.report.picture import colours, in_legend
 from megalite.report.pictures import plain, pyplot, save
 from megalite.train.folder.records import RETURN_EVENTS, read_lines
@@ -16,19 +17,24 @@ DOUBLINGS = 3  # from an even share, at which the colours end
 
 
 class Loads(NamedTuple):
-    """steps: at which loads were told. layers: with experts. shares: `[steps, layers, experts]`, of an even share."""
+    """steps: at which loads were told. layers: with experts. shares: `[steps, layers, experts]`, of an even share.
+    in_turn: whether tokens took experts in turn, whatever routers said.
+    """
 
     steps: list[int]
     layers: list[int]
     shares: NDArray[np.float64]
+    in_turn: bool = False
 
 
 def read_loads(path: Path) -> Loads:
     """The loads in a run's `metrics.jsonl`. Raises InputError if there are none, or if they make no table."""
-    found = dict[int, dict[str, Any]]()
+    found, in_turn = dict[int, dict[str, Any]](), False
     for line in read_lines(path):
         if line.get("event") == EVENT:
             found[line["step"]] = line
+        elif line.get("event") == IN_TURN:
+            in_turn = True
         elif line.get("event") in RETURN_EVENTS:
             found = {step: load for step, load in found.items() if step <= line["step"]}
     if not found:
@@ -41,12 +47,12 @@ def read_loads(path: Path) -> Loads:
             raise ValueError
     except (KeyError, TypeError, ValueError):
         raise InputError(f"{path}: its {EVENT} lines are not what megalite writes") from None
-    return Loads(steps, layers, loads * loads.shape[2] / loads.sum(2, keepdims=True))
+    return Loads(steps, layers, loads * loads.shape[2] / loads.sum(2, keepdims=True), in_turn)
 
 
 def draw_loads(run: Path, out: Path) -> None:
     """Draw the loads of `run` as a picture: experts as rows, coloured by their share; below, the largest by layer."""
-    steps, layers, shares = read_loads(run / "metrics.jsonl")
+    steps, layers, shares, in_turn = read_loads(run / "metrics.jsonl")
     count = shares.shape[2]
     figure, (rows, most) = pyplot.subplots(2, 1, figsize=(8, 7), height_ratios=(4, 1.4), layout="constrained")
     doublings = np.log2(np.maximum(shares, 2.0 ** -(DOUBLINGS + 1))).reshape(len(steps), -1).T
@@ -60,7 +66,8 @@ def draw_loads(run: Path, out: Path) -> None:
     for at in range(1, len(layers)):
         rows.axhline(at * count, color="black", linewidth=0.5)
     rows.invert_yaxis()
-    rows.set_title(f"{plain(run.resolve().name)}: {count} experts in each of {len(layers)} layers")
+    told = ", taken in turn" if in_turn else ""
+    rows.set_title(f"{plain(run.resolve().name)}: {count} experts in each of {len(layers)} layers{told}")
     ticks = range(-DOUBLINGS, DOUBLINGS + 1)
     labels = [f"{2.0**at:g}" for at in ticks]
     bar = figure.colorbar(mesh, ax=rows, ticks=list(ticks), label="tokens, of an even share", extend="both")

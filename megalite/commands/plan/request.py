@@ -103,6 +103,8 @@ def ask(args: argparse.Namespace, files: list[str] | None = None, searches: bool
     check_without_layout(config, pins)
     if args.routing is not None and config.model.experts is None:
         raise InputError("--routing: has no meaning without model.experts; leave it out")
+    if args.routing == "natural" and config.model.experts is not None and config.model.experts.force_balance:
+        raise InputError("--routing natural: model.experts.force_balance = true balances it; leave one of them out")
     routing: Literal["balanced", "natural"] = args.routing or "balanced"
     cluster = _cluster(args, config)
     limit = args.max_memory * GIB if args.max_memory else cluster.gpu.memory * TENSOR_SHARE

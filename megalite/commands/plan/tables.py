@@ -87,6 +87,8 @@ def routing_text(asked: Asked) -> str:
     """Describe how experts are taken to be chosen; "" for a model without any."""
     if asked.config.model.experts is None:
         return ""
+    if asked.config.model.experts.force_balance:
+        return "Experts are chosen equally often, by model.experts.force_balance: tokens take them in turn."
     if asked.routing == "balanced":
         return "Experts are taken to be chosen equally often; --routing natural takes what nothing balances."
     return (

@@ -13,6 +13,7 @@ from megalite.config.schema import Config
 from megalite.cost.predict import Prediction
 from megalite.cost.texts import step_text
 from megalite.plan.model.size import flops_per_token
+from megalite.plan.routing import routing_notes
 from megalite_launch.base.texts import lasting, memory_text, printable
 from megalite_launch.page.html import definitions, escape, paragraph, section, table
 from megalite_launch.status.page import sections, whole_page
@@ -61,7 +62,7 @@ def _model(config: Config) -> str:
     sizes = f"{counted(model.layers, 'layer')} of width {model.width:,}, {counted(model.heads, 'head')} over "
     sizes += f"{counted(model.kv_heads, 'key and value head')}, a vocabulary of {model.vocab_size:,}, sequences of "
     sizes += f"{model.sequence_length:,} tokens; {flops_per_token(model, 'causal'):,} FLOPs per token of training."
-    return section("Model", paragraph(sizes), as_html(parameter_table(model)))
+    return section("Model", *map(paragraph, (sizes, *routing_notes(config).values())), as_html(parameter_table(model)))
 
 
 def _layout(config: Config) -> str:

@@ -47,6 +47,7 @@ from megalite.plan.model.size import (
     trained_parameters,
 )
 from megalite.plan.pipeline import actions, check_schedule, micro_batches, placement
+from megalite.plan.routing import routing_notes
 from megalite.plan.split import layers_of, split_of, stage_costs
 
 ATTENTION_FACTOR: dict[Attention, int] = {"causal": 6, "full": 12}
@@ -102,6 +103,8 @@ def run(args: argparse.Namespace) -> int:
     ]
     if told := float8_text(config):
         parts.append(("Matrix products", Text(told)))
+    if notes := routing_notes(config):
+        parts.append(("Experts", Text("\n".join(notes.values()))))
     if config.batch.micro != "auto":
         predicted = None
         if actions_of_peaks(config) <= MAX_UNASKED_ACTIONS:

@@ -223,7 +223,9 @@ def test_natural_routing_is_slower_and_told(plan: Run) -> None:
     assert 1.3 < unequal[0] / equal[0] < 2
     assert "the busiest of the ranks that share them out has 2 times the mean rows" in re.sub(r"\s+", " ", output)
     alone = [*few[:-3], "parallel.ep=1", *few[-2:]]
-    assert seconds(plan(*alone)) == seconds(plan(*alone, "--routing", "natural"))
+    natural = seconds(plan(*alone, "--routing", "natural"))
+    assert seconds(output := plan(*alone, "model.experts.force_balance=true")) == natural
+    assert "chosen equally often, by model.experts.force_balance" in re.sub(r"\s+", " ", output)
 
 
 def test_what_another_run_has_written_meanwhile_stays(
@@ -297,6 +299,10 @@ BAD = [
     ([*SMALL, "--gpus", "8", "model.heads=0"], "model.heads = 0: must be at least 1"),
     ([*SMALL, "--gpus", "8", "model.kv_heads=5"], "model.kv_heads"),
     ([*SMALL, "--gpus", "8", "--routing", "natural"], "--routing: has no meaning without model.experts"),
+    (
+        ["tiny_moe", "model.experts.force_balance=true", "--gpus", "8", "--routing", "natural"],
+        "--routing natural: model.experts.force_balance = true balances it",
+    ),
     (
         [*SMALL, "--gpus", "8", "parallel.experts.buffers=worst_case"],
         'parallel.experts.buffers = "worst_case": has no meaning with parallel.ep = 1',

@@ -84,6 +84,14 @@ def test_a_page_has_all_that_the_folder_tells(tmp_path: Path, capsys: pytest.Cap
     assert stat.S_IMODE((path / "report.html").stat().st_mode) & 0o077 == 0, "it has paths and settings"
 
 
+def test_experts_that_routers_do_not_choose_are_told(tmp_path: Path) -> None:
+    path = folder_of(tmp_path / "run")
+    config = load(["tiny_moe"], [*OVERRIDES, "parallel.ep=2", "model.experts.force_balance=true"])
+    (path / "starts/002.yaml").write_text(dump(config))
+    assert main(["report", str(path)]) == 0
+    assert "tokens take experts in turn, whatever routers say" in Page((path / "report.html").read_text()).text
+
+
 def row_of(text: str, *first: str) -> list[str]:
     """The cells of the table's row that begins with `first`."""
     rows = [[unescape(cell) for cell in re.findall(r"<t[dh][^>]*>(.*?)</t[dh]>", row)] for row in text.split("<tr>")]

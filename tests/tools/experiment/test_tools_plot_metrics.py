@@ -156,11 +156,13 @@ def test_the_load_of_experts_is_that_of_steps_that_count(tmp_path: Path, capsys:
     back = {"step": 10, "event": "rollback"}
     run = write_run(tmp_path / "run", *loads(10, 20), back, *loads(30), *records())
     found = read_loads(run / "metrics.jsonl")
-    assert (found.steps, found.layers) == ([10, 30], [1, 3])
+    assert (found.steps, found.layers, found.in_turn) == ([10, 30], [1, 3], False)
     assert found.shares[0].tolist() == [[1, 1, 1, 1], [40 / 18, 4 / 18, 0, 28 / 18]]
     assert main([str(run), "--experts"]) == 0
     assert capsys.readouterr() == (f"{run / 'expert_load.png'}\n", "")
     assert image.imread(run / "expert_load.png").std() > 0.01
+    write_run(run, {"step": 30, "event": "experts_in_turn"})
+    assert read_loads(run / "metrics.jsonl").in_turn
     assert not (run / "loss.png").exists()
 
 

@@ -21,7 +21,7 @@ MSCALE = RopeScaling("yarn", mscale=1.0)
     [
         ({"kv_heads": 2}, {}, "model.kv_heads = 2: must be model.heads = 4 with model.attention.latent"),
         ({"rotary_width": None}, {}, "model.rotary_width = null: is needed for model.attention.latent"),
-        ({"head_width": 4}, {}, "model.rotary_width = 4: must be less than the width of a head, 4"),
+        ({"head_width": 4}, {}, "model.rotary_width = 4: must be less than the width of a head, 4; use a smaller even"),
         (
             {"attention": Attention(latent=Latent(7, 5, 12))},
             {},

@@ -187,10 +187,13 @@ def test_all_tokens_choose_the_same_experts(ep: int, kind: str, first: int, buff
     assert [difference for difference in told[0] if not difference.passed] == []
 
 
-def exchanged(choices: list[list[list[int]]], buffers: Buffers) -> tuple[Tensor, Tensor, Tensor]:
+def exchanged(
+    choices: list[list[list[int]]], buffers: Buffers, known: list[int] | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """What two ranks make of tokens that choose so among four experts, of which expert e multiplies by e + 1.
 
-    Returns the results, the gradients of tokens, and the numbers of rows that came to the rank's experts.
+    known: rows of each expert, where the host knows them, as with choices in turn. Returns the results, gradients of
+    tokens, and the numbers of rows that came to the rank's experts.
     """
     group, _ = dist.new_subgroups(2)
     rank = group.rank()
@@ -198,9 +201,9 @@ def exchanged(choices: list[list[list[int]]], buffers: Buffers) -> tuple[Tensor,
     x = (torch.arange(3 * len(experts), dtype=torch.float64).view(-1, 3) + 100 * rank).requires_grad_()
     dispatch: Dispatch | Gathered
     if buffers == "exact":
-        dispatch = Dispatch(Rows(experts, 4), group)
+        dispatch = Dispatch(Rows(experts, 4, known), group)
     else:
-        dispatch = Gathered(experts, 4, group, Rows.spread)
+        dispatch = Gathered(experts, 4, group, Rows.spread, known)
         assert dispatch.chosen.tolist() == [int((experts == expert).sum()) for expert in range(4)]  # of this rank alone
 
     def compute(taken: Tensor, scores: Tensor, mine: Rows) -> Tensor:
@@ -218,17 +221,20 @@ def exchanged(choices: list[list[list[int]]], buffers: Buffers) -> tuple[Tensor,
 
 
 @pytest.mark.parametrize(
-    "choices",
+    ("choices", "known"),
     [
-        [[[0, 3], [2, 1], [3, 0]], [[1, 2], [0, 1], [2, 3]]],
-        [[[0, 1]] * 3, [[1, 0]] * 3],  # all to one rank: nothing goes to the other
-        [[[3], [3], [3]], [[3], [3], [3]]],  # all to one expert
+        ([[[0, 3], [2, 1], [3, 0]], [[1, 2], [0, 1], [2, 3]]], None),
+        ([[[0, 1]] * 3, [[1, 0]] * 3], None),  # all to one rank: nothing goes to the other
+        ([[[3], [3], [3]], [[3], [3], [3]]], None),  # all to one expert
+        ([[[0, 1], [2, 3], [0, 1]]] * 2, [2, 2, 1, 1]),
     ],
-    ids=["mixed", "one rank", "one expert"],
+    ids=["mixed", "one rank", "one expert", "in turn"],
 )
 @pytest.mark.parametrize("buffers", ["exact", "worst_case"])
-def test_rows_reach_their_experts_and_come_back(choices: list[list[list[int]]], buffers: Buffers, ranks: Ranks) -> None:
-    told = ranks.run(exchanged, choices, buffers)[:2]
+def test_rows_reach_their_experts_and_come_back(
+    choices: list[list[list[int]]], known: list[int] | None, buffers: Buffers, ranks: Ranks
+) -> None:
+    told = ranks.run(exchanged, choices, buffers, known)[:2]
     for rank, (y, grad, _) in enumerate(told):
         sums = torch.tensor([sum(expert + 1 for expert in token) for token in choices[rank]], dtype=torch.float64)
         x = torch.arange(9, dtype=torch.float64).view(-1, 3) + 100 * rank

@@ -22,6 +22,8 @@ def model_rules(model: Model) -> Iterator[Problem]:
         )
     if model.rotary_width is not None and model.heads >= 1 and model.rotary_width >= model.head_size:
         rule, fix = f"must be less than the width of a head, {model.head_size}", "use null, which turns all of a head"
+        if model.attention.latent is not None:  # which cannot turn all
+            fix = "use a smaller even number, or a larger model.head_width"
         yield Problem("model.rotary_width", rule, fix, model.rotary_width)
     elif model.rotary_width is not None and model.rotary_width % 2:
         even = [width for width in (model.rotary_width - 1, model.rotary_width + 1) if 0 < width < model.head_size]

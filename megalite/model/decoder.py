@@ -329,7 +329,7 @@ class Decoder(nn.Module):
         assert self.head is not None
         embedded = self._embedded(ahead.tokens)
         layers = [
-            partial(self._predict, name, layer, kind, part, positions)
+            partial(self.predict, name, layer, kind, part, positions)
             for (name, layer, kind), part in zip(self._further, embedded.chunk(len(self._further), 1), strict=True)
         ]
         return self.head(x, self._tied(), None, ahead, layers)
@@ -341,7 +341,7 @@ class Decoder(nn.Module):
         """
         assert self.head is not None
         name, layer, kind = self._further[0]
-        return self._predict(name, layer, kind, self._embedded(tokens), positions, self.head.norm(x))
+        return self.predict(name, layer, kind, self._embedded(tokens), positions, self.head.norm(x))
 
     def further_logits(self, x: Tensor) -> Tensor:
         """Logits `[s, b, v/t]` of what `further` returns."""
@@ -353,7 +353,7 @@ class Decoder(nn.Module):
         found = self.embed(tokens)  # s/t b d
         return found if self.factor == 1 else found * self.factor
 
-    def _predict(
+    def predict(
         self, name: str, layer: nn.Module, kind: LayerKind, embedded: Tensor, positions: TokenPositions, x: Tensor
     ) -> Tensor:
         """The stream of a layer of multi-token prediction, of the stream x of the one before."""

@@ -2,6 +2,7 @@
 
 import logging
 from dataclasses import replace
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -44,21 +45,27 @@ def measured_costs(config: Config, mesh: Mesh) -> list[Costs]:
 
 
 def _measured(config: Config, mesh: Mesh, layer: int) -> Costs:
-    """Measure the costs of layer number `layer`; attention is causal over whole samples."""
+    """Measure the costs of layer number `layer`; attention is causal over whole samples.
+
+    Experts are taken in turn: tokens are all alike here, so a router would send them to a few of the ranks.
+    """
     model, layout, dtype = config.model, mesh.layout, compute_dtype(config.train.dtype)
-    stage = Decoder(
-        model, mesh.tp, range(layer, layer + 1), first=False, last=False, kernels=config.kernels_by_operation
-    )
+    if model.experts is not None:
+        model = replace(model, experts=replace(model.experts, force_balance=True))
+    alone, kernels, buffers = range(layer, layer + 1), config.kernels_by_operation, config.parallel.experts.buffers
+    stage = Decoder(model, mesh.tp, alone, False, False, kernels, mesh.ep, buffers)
     stage.to(dtype).to_empty(device=mesh.device)
     initialize(stage, model, config.run.seed)
     length = model.sequence_length // layout.cp
-    kind, method = layer_kinds(model)[layer].attention.heads.scores, config.parallel.context.method
-    kernel = attention_kernels(config, mesh.device)[kind].kernel
-    attend = attention(method, mesh.cp, model.sequence_length, mesh.device, kind=kind, kernel=kernel)
-    positions = replace(TokenPositions.whole(model, length, mesh.device, dtype), attention={kind: attend})
+    kind, method = layer_kinds(model)[layer], config.parallel.context.method
+    scores, name = kind.attention.heads.scores, str(layer)
+    kernel = attention_kernels(config, mesh.device)[scores].kernel
+    attend = attention(method, mesh.cp, model.sequence_length, mesh.device, kind=scores, kernel=kernel)
+    positions = replace(TokenPositions.whole(model, length, mesh.device, dtype), attention={scores: attend})
     shape = (length // layout.tp, config.batch.micro_size, model.width)
-    x = torch.ones(shape, dtype=dtype, device=mesh.device, requires_grad=True)
-    found = measure(lambda: stage(x, positions), stage.layers[str(layer)])
+    x, embedded = (torch.ones(shape, dtype=dtype, device=mesh.device, requires_grad=True) for _ in range(2))
+    further = partial(stage.predict, name, stage.layers[name], kind, embedded, positions, x)  # as layers of mtp are run
+    found = measure(further if kind.mtp else lambda: stage(x, positions), stage.layers[name])
     numbers = torch.tensor(
         [[found[mode].seconds, found[mode].bytes] for mode in MODES], dtype=torch.float64, device=mesh.device
     )

@@ -30,6 +30,7 @@ from megalite.parallel.sequence import Method
 from megalite.plan.activations import Activations
 from megalite.plan.pipeline import tables_of
 from megalite.plan.recompute_modes import MODES, Costs, Mode, ModeCost, held_by_rank, kept_by_rank
+from megalite.plan.resolved import estimated_costs
 from megalite.plan.split import split_of
 from megalite.train import build as train_build
 from megalite.train import recompute_costs
@@ -153,6 +154,15 @@ def within_budget(config: Config, share: float) -> tuple[Config, Costs]:
     most, least = (max(costs[mode].bytes * sum(held) + kept for held, kept in ranks) for mode in ("none", "full"))
     budget = (least + share * (most - least)) / (1 << 30)
     return replace(config, train=replace(config.train, recompute="budget", recompute_budget=budget)), costs
+
+
+def measured_and_planned(config: Config) -> list[tuple[int, int]] | None:
+    """Bytes of every layer in every mode, as measured and as planned."""
+    mesh = Mesh.build(config.parallel.layout, CPU)
+    if mesh is None:
+        return None
+    pairs = zip(measured_costs(config, mesh), estimated_costs(config), strict=True)
+    return [(found[mode].bytes, planned[mode].bytes) for found, planned in pairs for mode in MODES]
 
 
 def compare_within_budget(config: Config, share: float) -> list[Difference]:

@@ -14,6 +14,7 @@ from recompute_cases import (
     compare_within_budget,
     config_of,
     live_bytes,
+    measured_and_planned,
     modes_of,
     one_layer,
     saved_bytes,
@@ -23,8 +24,8 @@ from toy_jobs import one_rank
 
 from megalite.commands.verify import Difference, compare
 from megalite.config.layout import Layout
-from megalite.config.model_schema import Attention
-from megalite.config.schema import Config, Optim
+from megalite.config.model_schema import Attention, Experts, Model, MultiToken
+from megalite.config.schema import Batch, Config, ExpertParallel, Optim, Parallel, Train
 from megalite.distributed.mesh import Mesh
 from megalite.parallel.host_memory import HostMemory
 from megalite.parallel.offload import Offload, storage_of, to_host
@@ -174,6 +175,34 @@ def test_a_budget_is_kept_and_used(layout: Layout, ranks: Ranks) -> None:
         assert sum(held * saved for held, saved in zip(found.held, found.saved, strict=True)) <= found.limit
     assert any(mode != "none" for mode in told[0].modes)
     assert any(mode != "full" for mode in told[0].modes)
+
+
+APART = Parallel(dp_shard=2, ep=2)
+
+
+@pytest.mark.parametrize(
+    ("parallel", "mtp"),
+    [
+        (APART, None),
+        (replace(APART, experts=ExpertParallel("worst_case")), None),
+        (Parallel(dp_shard=1, tp=4, ep=4), None),
+        (Parallel(dp_shard=1), MultiToken(1)),
+    ],
+    ids=["ep", "worst case", "tp", "mtp"],
+)
+def test_layers_with_experts_are_measured_as_they_are_trained(
+    parallel: Parallel, mtp: MultiToken | None, ranks: Ranks
+) -> None:
+    """Numbers of rows, and of experts, are not measured: three at most of each choice, of all ranks in one buffer."""
+    model = Model(2, 16, 4, 4, None, 20, 40, 32, experts=Experts(8, 2, 8), mtp=mtp)
+    config = Config(
+        model=model, parallel=parallel, batch=Batch(2, 2 * parallel.layout.dp), train=Train(precision="fp32")
+    )
+    measured = ranks.run(measured_and_planned, config)[0]
+    assert len(measured) == 3 * (model.layers + model.depth)
+    numbers = 3 * 8 * 2 * (2 * 32 // parallel.tp)
+    for found, planned in measured:
+        assert planned - numbers <= found < planned
 
 
 class Unneeded(nn.Module):

@@ -359,6 +359,19 @@ def test_the_same_layers_with_experts_may_be_told_in_two_ways(one: tuple[int, in
     assert not lost(second, first)
 
 
+def test_any_rate_of_correction_is_written_and_its_absence_is_not_lost() -> None:
+    """Files have corrections, and not the rate at which training changes them."""
+    model = meant(PUBLISHED["deepseek_v3"])
+    for rate in (0.0, 0.01):
+        assert (
+            family_of(replace(model, experts=replace(model.experts, correction_rate=rate))).model_type == "deepseek_v3"
+        )
+    with pytest.raises(
+        InputError, match=r"deepseek_v3, the nearest, cannot express model.experts.correction_rate = None"
+    ):
+        family_of(replace(model, experts=replace(model.experts, correction_rate=None)))
+
+
 def test_other_layers_with_experts_are_others() -> None:
     models = [
         Model(experts=Experts(first_dense=first, every=every)) for first, every in ((0, 1), (1, 1), (0, 2), (0, 4))

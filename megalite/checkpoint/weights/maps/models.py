@@ -77,8 +77,13 @@ def first_and_every(mixed: Sequence[bool]) -> tuple[int, int] | None:
 
 
 def lost(model: Model, again: Model) -> list[str]:
-    """The keys of `model`, with their values, that `again`, which came back from another description, does not have."""
-    ours, theirs = plain_model(model), plain_model(again)
+    """The keys of `model`, with their values, that `again`, which came back from another description, does not have.
+
+    The rate at which choices are corrected may be another one: it says nothing of what weights compute.
+    """
+    ours, theirs, rate = plain_model(model), plain_model(again), "model.experts.correction_rate"
+    if None not in (ours.get(rate), theirs.get(rate)):
+        theirs[rate] = ours[rate]
     return [f"{key} = {value}" for key, value in ours.items() if key not in theirs or theirs[key] != value]
 
 

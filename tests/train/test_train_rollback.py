@@ -16,6 +16,7 @@ from megalite.base.errors import Unhealthy
 from megalite.checkpoint.store.manifest import complete, step_of
 from megalite.checkpoint.store.retain import damaged
 from megalite.config.layout import Layout
+from megalite.config.model_schema import Experts
 from megalite.config.schema import Checkpoint, Config
 from megalite.data.loader import Micros
 from megalite.train import loop
@@ -73,6 +74,31 @@ def test_a_rollback_that_fails_again_goes_one_checkpoint_further_back(tmp_path: 
     assert [step_of(path) for path in complete(tmp_path)] == [2, 4, 6, 8]
     told = "step-00000006: training that continued from it failed again; it is set aside as step-00000006.damaged"
     assert any(told in line for line in notes.said)
+
+
+def test_a_rollback_takes_corrections_of_choices_back(tmp_path: Path) -> None:
+    experts = Experts(4, 2, 8, correction_rate=0.003)
+    here, seen = config("rollback", steps=4), list[tuple[int, torch.Tensor, torch.Tensor]]()
+
+    def correction(job: Job) -> torch.Tensor:
+        (found,) = job.stages[0].buffers()
+        return found.to_local().clone()
+
+    def faulty(job: Job, batch: Micros, index: int, asked: set[int]) -> object:
+        before = correction(job)
+        signs = train_step(job, batch, index, asked)
+        seen.append((index, before, correction(job)))
+        if len(seen) == 3:  # told only after the step is taken
+            signs.arriving.host[1] = torch.nan
+        return signs
+
+    with one_rank(), patch.object(loop, "train_step", faulty):
+        run(replace(here, model=replace(here.model, experts=experts)), tmp_path)
+    assert [index for index, *_ in seen] == [0, 1, 2, 2, 3]
+    _, before, after = seen[2]
+    assert before.any()
+    assert not before.equal(after)
+    assert seen[3][1].equal(before)
 
 
 def test_a_rollback_reads_states_into_files_again(tmp_path: Path) -> None:

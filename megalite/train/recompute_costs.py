@@ -19,6 +19,8 @@ from megalite.parallel.fsdp import compute_dtype
 from megalite.parallel.recompute import measure
 from megalite.parallel.settled_attention import attention_kernels
 from megalite.plan.automatic import Costing
+from megalite.plan.parts.layer import Layer as PlannedLayer
+from megalite.plan.parts.sizes import Sizes
 from megalite.plan.recompute_modes import MODES, Costs, ModeCost
 from megalite.plan.resolved import Plan, resolve
 
@@ -66,8 +68,12 @@ def _measured(config: Config, mesh: Mesh, layer: int) -> Costs:
     x, embedded = (torch.ones(shape, dtype=dtype, device=mesh.device, requires_grad=True) for _ in range(2))
     further = partial(stage.predict, name, stage.layers[name], kind, embedded, positions, x)  # as layers of mtp are run
     found = measure(further if kind.mtp else lambda: stage(x, positions), stage.layers[name])
+    sizes = Sizes(config)  # choices of experts are kept in every mode, and not by autograd, which is measured
+    choices = sum(
+        kept.bytes for part in PlannedLayer(model.width, kind).parts for kept in part.kept(sizes) if kept.remembered
+    )
     numbers = torch.tensor(
-        [[found[mode].seconds, found[mode].bytes] for mode in MODES], dtype=torch.float64, device=mesh.device
+        [[found[mode].seconds, found[mode].bytes + choices] for mode in MODES], dtype=torch.float64, device=mesh.device
     )
     dist.broadcast(numbers, src=0, group=mesh.world)
     for mode, (seconds, kept) in zip(MODES, numbers.tolist(), strict=True):

@@ -5,6 +5,7 @@ import math
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import toy_runs
 from toy_jobs import MODEL, config_of, one_rank
@@ -13,7 +14,7 @@ from megalite.config.layout import Layout
 from megalite.config.model_schema import Experts
 from megalite.config.schema import Config, Log, Train
 from megalite.train import load_metrics
-from megalite.train.load_metrics import WINDOW_STEPS, LoadMeter, starved_text
+from megalite.train.load_metrics import WINDOW_STEPS, LoadMeter, starved, starved_text
 from megalite.train.report import LOADS_OF_RUN, Report
 
 
@@ -30,6 +31,12 @@ def test_values_are_of_the_interval_by_layer_and_of_the_worst_layer() -> None:
     expected |= {"expert_load": 2, "expert_entropy": entropy, "experts_starved": 1}
     assert found == pytest.approx(expected, rel=1e-12)
     assert meter.read() == {}
+
+
+def test_an_expert_starves_below_a_tenth_of_an_even_share() -> None:
+    """An even one is of 100 tokens."""
+    load = np.array([[200, 181, 9, 10], [200, 190, 10, 0]])
+    assert starved(load).tolist() == [[False, False, True, False], [False, False, False, True]]
 
 
 def test_experts_that_starve_are_told_once_and_again_after_they_have_recovered() -> None:

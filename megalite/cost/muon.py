@@ -158,10 +158,10 @@ def muon_parameters(plan: Plan, rank: int) -> float:
         if weight.role.of_expert and parallel.ep > 1:
             apart += weight.elements
         else:
-            own += weight.elements
+            own += prod(weight.part(parallel.tp))
     if not parallel.data.sharded:
-        return own / parallel.tp + apart / parallel.ep
-    return own / parallel.tp / (parallel.layout.dp_shard * parallel.cp) + apart / parallel.ep / parallel.expert_shards
+        return own + apart / parallel.ep
+    return own / (parallel.layout.dp_shard * parallel.cp) + apart / parallel.ep / parallel.expert_shards
 
 
 def _matrices(plan: Plan, rank: int) -> list[Shared]:
@@ -178,8 +178,9 @@ def _matrices(plan: Plan, rank: int) -> list[Shared]:
             for index, each in enumerate(matrices):
                 position = index // on_each * shards + index % on_each // part
                 found.append(Shared(each, ranks // ep // shards, 1 if whole else shards, position))
-        else:
-            found += [Shared(each, replicas, ranks // replicas) for each in matrices]
+        else:  # ranks of tensor parallelism have a part each, or all the whole of a matrix that it does not split
+            alike = replicas if weight.role.split else replicas * parallel.tp
+            found += [Shared(each, alike, ranks // alike) for each in matrices]
     return found
 
 

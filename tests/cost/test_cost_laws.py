@@ -164,8 +164,18 @@ def experts_that_muon_takes_to_their_owners() -> tuple[Config, str]:
     return check(load([], keys_of + others), 16), "l40s"
 
 
+def a_matrix_that_tp_does_not_split_and_muon_takes_to_its_owner() -> tuple[Config, str]:
+    """A step that is mostly the exchange back of the matrix of multi-token prediction, which all ranks have whole."""
+    keys = "layers=1 width=512 heads=2 kv_heads=2 head_width=128 ffn=512 vocab_size=512 sequence_length=128 mtp.depth=1"
+    layout = "dp_replicate=2 dp_shard=4 tp=2 data.mode=ddp"
+    others = ["batch.micro=1", "batch.global=8", "optim.name=muon", "train.precision=bf16", "run.device=cuda"]
+    keys_of = [f"model.{key}" for key in keys.split()] + [f"parallel.{key}" for key in layout.split()]
+    return check(load([], keys_of + others), 16), "l40s"
+
+
 @settings(max_examples=DRAWN, deadline=None)
 @given(st.one_of(drawn(), drawn_in_turns()), st.integers(0, 3))
+@example(a_matrix_that_tp_does_not_split_and_muon_takes_to_its_owner(), 0)
 @example(tied_matrix_on_a_rank_with_both_ends(), 0)
 @example(experts_that_muon_takes_to_their_owners(), 0)
 def test_no_step_is_faster_than_what_it_sends_on_any_link(case: tuple[Config, str], rank: int) -> None:

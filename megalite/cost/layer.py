@@ -345,10 +345,12 @@ class LayerModel:
         return found
 
     def _with_dispatch(self, compute: Seconds, shared: float) -> Seconds:
-        """A pass with what its tokens' way to their experts and back adds to the compute, of which `shared` seconds, or
-        all where a program overlaps more, are beside it."""
-        beside = compute.total if self.program.dispatch_overlaps else shared
-        return compute._replace(experts=self.beside(beside, self._dispatch()) - beside)
+        """A pass with what its tokens' way to their experts and back adds to the compute, of which `shared` seconds are
+        beside one of the two ways, or all beside both where a program overlaps more."""
+        sent = self._dispatch()
+        if self.program.dispatch_overlaps:
+            return compute._replace(experts=self.beside(compute.total, sent) - compute.total)
+        return compute._replace(experts=self.beside(shared, sent / 2) + sent / 2 - shared)
 
     def _dispatch(self) -> float:
         """Communication of tokens with their experts in one pass, there and back."""

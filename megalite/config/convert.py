@@ -163,6 +163,8 @@ def kind(option: Any) -> str:
         return f"a section with keys from {listing([yaml_name(field.name) for field in fields(option)])}"
     if get_origin(option) is Literal:
         return listing(get_args(option))
+    if get_origin(option) in (Union, UnionType):
+        return " or ".join(map(kind, get_args(option)))
     if get_origin(option) is list:
         (inner,) = get_args(option)
         return f"a list, each item {'a section' if is_dataclass(inner) else kind(inner)}"

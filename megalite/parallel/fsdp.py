@@ -21,8 +21,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
+from megalite.base.errors import InputError
 from megalite.config.schema import DataMode
-from megalite.parallel.parameter import parameters
+from megalite.parallel.parameter import in_four_bits, parameters
 from megalite.plan.parts.part import Weight
 from megalite.schedule.reductions import Reduction
 
@@ -51,7 +52,8 @@ def shard(
 
     groups: modules that are gathered one by one, each with the mesh over which it is sharded. All other parameters are
     gathered together, over `mesh`. A mesh has one axis, or two for HSDP: replicas, then shards. Gradients are summed,
-    not averaged, because the loss is already divided by the tokens of the whole step.
+    not averaged, because the loss is already divided by the tokens of the whole step. Raises InputError for weights in
+    four bits under PyTorch 2.11.
     """
     narrow = precision == "bf16" and reduce_precision == "bf16"
     policy = MixedPrecisionPolicy(
@@ -61,6 +63,9 @@ def shard(
     )
     meshes = {**dict(groups), stage: mesh}
     weights = {found.value: Weight(found.shape, found.role) for found in parameters(stage)}
+    if not shards_integers() and any(map(in_four_bits, weights)):
+        rule = f"FSDP2 of PyTorch {torch.__version__} shards no integers"
+        raise InputError(f"adapter.base = nf4: {rule}; use PyTorch 2.12 or newer, or adapter.base=compute")
 
     def placement(shards: int, param: Tensor) -> Shard:
         assert isinstance(param, DTensor)
@@ -80,6 +85,11 @@ def shard(
         if meshes[cast(nn.Module, group)].size() > 1:  # one rank would divide by 1, in another pass over its gradients
             group.set_gradient_divide_factor(1.0)
         group.set_force_sum_reduction_for_comms(True)
+
+
+def shards_integers() -> bool:
+    """Return whether FSDP2 shards integers, as which weights in four bits are kept. That of PyTorch 2.11 does not."""
+    return torch.__version__ >= "2.12"
 
 
 def _gathers_nothing_ahead(first: FSDPModule) -> None:

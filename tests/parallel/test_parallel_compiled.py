@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from four_bits import needs_integers
 from gradient_cases import whole
 from ranks import Ranks
 from torch import Tensor
@@ -75,6 +76,7 @@ def test_compiled_layers_compute_what_eager_ones_do(kind: str, ranks: Ranks) -> 
     compared(config_of(Layout(tp=2), replace(MODEL, layers=1, **KINDS[kind])), ranks)
 
 
+@needs_integers
 @pytest.mark.parametrize("dora", [False, True])
 def test_compiled_layers_make_weights_in_four_bits_wide_once_more_for_backward(dora: bool, ranks: Ranks) -> None:
     model = replace(MODEL, layers=1, width=64, heads=4, kv_heads=4, head_width=32, ffn=128, out_bias=True)

@@ -88,7 +88,7 @@ def shard(
 
 
 def shards_integers() -> bool:
-    """Return whether FSDP2 shards integers, as which weights in four bits are kept. That of PyTorch 2.11 does not."""
+    """Return whether FSDP2 shards integers, as which weights in four bits are kept; it does from PyTorch 2.12 on."""
     return torch.__version__ >= "2.12"
 
 

@@ -54,6 +54,13 @@ def test_sentences_begin_with_their_subject(folder: str) -> None:
     assert found == []
 
 
+def test_what_is_wrong_is_fixed() -> None:
+    """One word for one thing: "fix" is that of all messages, of the code and of the documentation."""
+    paths = [path for folder in FOLDERS for path in sorted(Path(folder).rglob("*.py"))]
+    paths += [*sorted(Path("docs").rglob("*.md")), Path("README.md"), Path("CHANGELOG.md"), Path("CONTRIBUTING.md")]
+    assert [path for path in paths if re.search(r"\bmend", path.read_text(encoding="utf-8"))] == []
+
+
 def test_hidden_subjects_are_found(tmp_path: Path) -> None:
     path = tmp_path / "code.py"
     path.write_text(

@@ -1,4 +1,4 @@
-"""Errors that a user has to mend."""
+"""Errors that a user has to fix."""
 
 from __future__ import annotations
 

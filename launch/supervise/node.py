@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if code is None and args.node_rank == 0:
         try:
             code = journal.begin()
-        except OSError as error:  # it may be mended: no reason to end the job, but for a full disk
+        except OSError as error:  # it may go away: no reason to end the job, but for a full disk
             print(f"megalite-node: {error.filename}: {error.strerror}", file=sys.stderr)
             return UNHEALTHY if error.errno in FULL_DISK_ERRORS else FAILED
     if code is not None:

@@ -143,7 +143,7 @@ def bad_input(told: str, past: Past, limits: RestartLimits) -> Move:
 def after_a_pause(code: int, reason: str, past: Past, limits: RestartLimits) -> Move:
     """Decide on another attempt after a pause, longer each time; after enough of them on the end, with `code`."""
     if past.pauses >= limits.pauses:
-        return Move(END, code, f"{reason}; {past.pauses} pauses in a row have not mended that")
+        return Move(END, code, f"{reason}; {past.pauses} pauses in a row have not fixed that")
     return Move(RELAUNCH, code, reason, min(PAUSES[0] * 2**past.pauses, PAUSES[1]))
 
 

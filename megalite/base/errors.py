@@ -69,7 +69,7 @@ class Unhealthy(RuntimeError):
 
 
 def unwritable(path: object, rule: str, error: OSError, fix: str) -> Exception:
-    """The error to raise where a run cannot write: Unhealthy on a full disk, which no other input mends; InputError."""
+    """The error to raise where a run cannot write: Unhealthy on a full disk, which no other input helps; InputError."""
     full = error.errno in (errno.ENOSPC, errno.EDQUOT)
     text = f"{path}: {rule}: {error.strerror}; {'make room, and the same command goes on' if full else fix}"
     return Unhealthy(text) if full else InputError(text)

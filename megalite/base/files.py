@@ -16,7 +16,7 @@ from megalite_launch.base.files import SHARED_MODE
 
 FIXES = {
     errno.EACCES: "let this user into the folders that lead there",
-    errno.ELOOP: "mend the link, which leads back to itself",
+    errno.ELOOP: "fix the link, which leads back to itself",
     errno.ENAMETOOLONG: "use a shorter name",
 }
 

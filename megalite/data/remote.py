@@ -193,7 +193,7 @@ class _Tries:
         self.pending: BaseException | None = None
 
     def failed(self, error: BaseException) -> None:
-        """Remember the error. Raises InputError if no further try can mend it."""
+        """Remember the error. Raises InputError if no further try can help."""
         if _status(error) in ABSENT + REFUSED or isinstance(error, NotImplementedError):
             fix = "is it there, and do this machine's credentials let it read the object?"
             raise InputError(f"{self._url}: cannot be read: {_reason(error)}; {fix}")

@@ -7,7 +7,7 @@ from megalite.base.errors import InputError
 from megalite.base.files import is_file
 from megalite.base.output import append
 from megalite.train.folder.lock import Lock
-from megalite.train.folder.records import line_of, mend
+from megalite.train.folder.records import line_of, restore_end
 
 
 def add_record(run: Path, step: int, values: Mapping[str, float]) -> bool:
@@ -17,7 +17,7 @@ def add_record(run: Path, step: int, values: Mapping[str, float]) -> bool:
         return False
     lock = Lock.take(run)
     try:
-        mend(path)
+        restore_end(path)
         append(path, line_of(step, values))
     except OSError as error:
         raise InputError(f"{path}: cannot be written: {error.strerror}") from error

@@ -28,7 +28,7 @@ from megalite.checkpoint.store.save_events import (
 )
 from megalite.config.schema import Config
 from megalite.plan.routing import IN_TURN, UNTAUGHT
-from megalite.train.folder.records import line_of, mend
+from megalite.train.folder.records import line_of, restore_end
 from megalite.train.guard import Guard, Judged
 from megalite.train.load_metrics import LoadMeter
 from megalite.train.stragglers import Straggler
@@ -138,7 +138,7 @@ class Report(Silent):
         cut, resumed = None, False
         with self.metrics:
             check_owner()
-            cut = mend(self.path)
+            cut = restore_end(self.path)
             resumed = self.path.exists() and self.path.stat().st_size > 0
         self.trackers = trackers_of(folder, config, first_step)
         self.sending = min(SENDING_SECONDS, config.train.timeout / 2)  # the watchdog is awake

@@ -134,7 +134,7 @@ def test_a_pipe_in_the_place_of_a_file_is_refused_and_not_waited_for(tmp_path: P
     os.close(reader)
 
 
-def test_a_loss_is_told_again_after_it_was_mended() -> None:
+def test_a_loss_is_told_again_after_it_was_over() -> None:
     failures: Failures = []
     outlet = Outlet("disk", lambda *failure: failures.append(failure))
     for fails in (True, True, False, True):

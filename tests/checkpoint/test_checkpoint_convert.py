@@ -196,7 +196,7 @@ def test_a_full_disk_is_one_message_and_work_goes_on(
     with monkeypatch.context() as patch:
         full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         patch.setattr(engine.HashedFile, "finish", lambda _: (_ for _ in ()).throw(full))
-        with pytest.raises(InputError, match="No space left on device; when that is mended, the same command goes on"):
+        with pytest.raises(InputError, match="No space left on device; when that is fixed, the same command goes on"):
             convert(found, huggingface.plan(found, None, None), tmp_path / "out", {})
     convert(found, huggingface.plan(found, None, None), tmp_path / "out", {})
 

@@ -37,7 +37,7 @@ def test_what_the_system_does_not_tell_is_bad_input(look: Callable[[Path], bool]
     (tmp_path / "loop").symlink_to("loop")
     with pytest.raises(UnreachableError, match=r"cannot be looked at: File name too long; use a shorter name"):
         look(tmp_path / LONG)
-    with pytest.raises(UnreachableError, match=r"loop: cannot be looked at: Too many .*; mend the link"):
+    with pytest.raises(UnreachableError, match=r"loop: cannot be looked at: Too many .*; fix the link"):
         look(tmp_path / "loop")
     with pytest.raises(UnreachableError, match=r"is no path: embedded null byte") as caught:
         look(tmp_path / "a\0b")

@@ -165,7 +165,7 @@ def test_what_may_mend_itself_is_waited_for_with_growing_pauses_and_an_end(found
     assert {(move.kind, move.code) for move in moves[:-1]} == {(RELAUNCH, code)}
     assert (moves[-1].kind, moves[-1].code) == (END, code)
     assert words in moves[0].reason
-    assert "12 pauses in a row have not mended that" in moves[-1].reason
+    assert "12 pauses in a row have not fixed that" in moves[-1].reason
     assert next_move(replace(found, asked=True), Past(0, 3, True), LIMITS).kind == REQUEUE
 
 

@@ -420,7 +420,7 @@ def test_a_file_that_is_away_for_a_while_does_not_end_a_job_that_has_trained(wor
 def test_a_file_that_stays_away_ends_it(world: World) -> None:
     assert world.supervisor(crash, lambda ranks: ranks.fail(2)).run() == 2
     assert len(world.slurm.ran) == world.limits.pauses + 2
-    assert "12 pauses in a row have not mended that" in world.last("end")["reason"]
+    assert "12 pauses in a row have not fixed that" in world.last("end")["reason"]
 
 
 def test_a_check_that_refuses_what_has_trained_is_asked_again(world: World) -> None:

@@ -116,7 +116,7 @@ def test_a_disk_that_is_full_at_a_start_is_no_bad_input(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """No other input would mend it: the exit code is 4, as for a save that finds no room."""
+    """No other input would help: the exit code is 4, as for a save that finds no room."""
 
     def refuse(*_: object, **__: object) -> None:
         raise OSError(number, os.strerror(number))

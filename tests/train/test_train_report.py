@@ -15,7 +15,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from megalite.base.errors import InputError
 from megalite.config.schema import Config, Log, Parallel, Run, Train
-from megalite.train.folder.records import mend, read_lines, read_records
+from megalite.train.folder.records import read_lines, read_records, restore_end
 from megalite.train.report import CONSOLE_FIELDS, Report, duration
 
 CONFIG = Config(run=Run(name="toy"), parallel=Parallel(pp=2, dp_shard=3), train=Train(steps=20))
@@ -82,7 +82,7 @@ def test_records_tell_when_they_were_made(tmp_path: Path) -> None:
 def test_a_line_nested_too_deep_is_cut_off_or_named(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text("[" * 100_000)
-    assert (mend(path) or "").startswith("[[")
+    assert (restore_end(path) or "").startswith("[[")
     path.write_text("[" * 100_000 + "\n")
     with pytest.raises(InputError, match="line 1 is not a record of a run"):
         read_lines(path)
@@ -102,7 +102,7 @@ def test_records_without_an_end_are_refused_and_not_read(tmp_path: Path) -> None
     with pytest.raises(InputError, match="line 1 is not a record of a run"):
         read_lines(path)
     with pytest.raises(InputError, match="ends in a line of more bytes than any record has"):
-        mend(path)
+        restore_end(path)
     assert path.stat().st_size == 2**40
 
 

@@ -115,7 +115,7 @@ def find_dataset(named: str) -> DatasetPart:
     for field, value in asked.items():
         has = getattr(found, field)
         if has != value and (field != "revision" or has is None):
-            raise InputError(f"{named}: its {field} is {has or 'not known'}, not {value}; leave it out, or mend it")
+            raise InputError(f"{named}: its {field} is {has or 'not known'}, not {value}; leave it out, or correct it")
     return found
 
 

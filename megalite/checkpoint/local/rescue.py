@@ -108,7 +108,7 @@ class Rescue:
             self._discard(partial)
             raise Unhealthy(
                 f"step {candidate.step} is whole on the nodes alone, and cannot be copied to {final}: {error}; "
-                "when that is mended, the same command goes on from it; with checkpoint.local=null, from an older one"
+                "when that is fixed, the same command goes on from it; with checkpoint.local=null, from an older one"
             ) from error
         if lost:
             self._discard(partial)

@@ -43,7 +43,7 @@ from megalite.optim.scratch_file import ScratchFile
 from megalite.plan.state_streams import padded
 
 VERSIONS = ("megalite", "torch")
-CONTINUATION_HINT = "when that is mended, the same command continues from the newest"
+CONTINUATION_HINT = "when that is fixed, the same command continues from the newest"
 
 
 @dataclass(frozen=True)

@@ -100,7 +100,7 @@ def _told(hidden: Path) -> Iterator[None]:
         yield
     except OSError as error:
         path = error.filename or hidden
-        raise InputError(f"{path!s:.400}: {error.strerror}; when that is mended, the same command goes on") from error
+        raise InputError(f"{path!s:.400}: {error.strerror}; when that is fixed, the same command goes on") from error
 
 
 @contextmanager

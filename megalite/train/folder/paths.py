@@ -46,7 +46,7 @@ class Folder:
         own = [*((path, True) for path in folders), *((path, False) for path in files)]
         problems = [_hindrance(nearest, True), *(_hindrance(path, folder) or _foreign(path) for path, folder in own)]
         if found := list(filter(None, problems)):
-            remedy = "mend, move or remove what is there, or set run.dir or run.name"
+            remedy = "fix, move or remove what is there, or set run.dir or run.name"
             raise InputError("\n  ".join(["the run folder cannot be written to", *found, remedy]))
 
     def make(self) -> None:

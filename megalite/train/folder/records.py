@@ -1,4 +1,4 @@
-"""`metrics.jsonl`: what a run reports, one JSON object per line. Reads it, and mends it after a run was killed.
+"""`metrics.jsonl`: what a run reports, one JSON object per line. Reads it, and repairs its end after a run was killed.
 
 A record has `step`, `time` and numbers. An event has `step`, `time`, `event` and details. When a run goes back to an
 earlier step, because it is resumed or rolled back, an event says so. The file itself is append-only.
@@ -57,7 +57,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     return found
 
 
-def mend(path: Path) -> str | None:
+def restore_end(path: Path) -> str | None:
     """Make the file end in a whole line, so that it can be appended to. Returns what was cut off, if anything was."""
     if not path.exists():
         return None

@@ -112,7 +112,7 @@ def test_an_implementation_is_given_up_after_two_failures_in_a_row(tmp_path: Pat
     bench.runner.again = frozenset({"bad3", "late"})
     bench.runner.run(cases)
     assert "late" not in bench.ran
-    bench.runner.commit = "mended"
+    bench.runner.commit = "fixed"
     bench.runner.run([case("late")])
     assert bench.ran[-1] == "late", "a refusal is looked at again, and failures of another commit do not count"
 

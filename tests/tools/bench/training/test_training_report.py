@@ -182,14 +182,14 @@ def test_the_first_row_of_ours_is_what_a_group_is_compared_with() -> None:
             row("again", written=3.0, loss=off),
             row("peer", "liger", written=1.0),
             row("elsewhere", "liger", group="another", loss=off),
-            row("mended", "liger", status="disagrees", reason="earlier"),
+            row("fixed", "liger", status="disagrees", reason="earlier"),
             {"id": "tests", "status": "ok"},
         )
     )
     assert {name: each["status"] for name, each in found.items()} == {
-        "ours": "ok", "again": "disagrees", "peer": "ok", "elsewhere": "ok", "mended": "ok", "tests": "ok",
+        "ours": "ok", "again": "disagrees", "peer": "ok", "elsewhere": "ok", "fixed": "ok", "tests": "ok",
     }  # fmt: skip
-    assert "reason" not in found["mended"]
+    assert "reason" not in found["fixed"]
     assert "not the 11.0000 of ours" in found["again"]["reason"]
 
 

@@ -30,6 +30,13 @@ def test_the_lowest_python_that_is_tested_is_the_lowest_allowed() -> None:
     assert jobs["test-fast"]["strategy"]["matrix"]["python"][0] == lowest[1]
 
 
+def test_the_package_names_the_highest_python_that_is_tested() -> None:
+    jobs = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())["jobs"]
+    named = re.findall(r'"Programming Language :: Python :: (3\.\d+)"', (ROOT / "pyproject.toml").read_text())
+    assert named[0] == jobs["test-fast"]["strategy"]["matrix"]["python"][0]
+    assert named[-1] == jobs["test-fast"]["strategy"]["matrix"]["python"][-1]
+
+
 def test_contributing_names_what_is_there() -> None:
     text = (ROOT / "CONTRIBUTING.md").read_text()
     assert set(re.findall(r"^make ([a-z-]+)", text, re.MULTILINE)) <= TARGETS
@@ -38,6 +45,20 @@ def test_contributing_names_what_is_there() -> None:
     assert len(folders) > 10
     assert [folder for folder in folders if not (ROOT / folder).exists()] == []
     assert [path for path in re.findall(r"pytest (tests/\S+)", text) if not (ROOT / path).exists()] == []
+
+
+def test_the_tree_of_the_architecture_has_every_room() -> None:
+    tree = (ROOT / "docs" / "architecture.md").read_text().split("```")[1]
+    named = {name for path in re.findall(r"[\w/]+/", tree) for name in path.strip("/").split("/")}
+    roots = [ROOT / name for name in ("megalite", "kernels", "launch", "tools")]
+    rooms = {path.parent.name for root in roots for path in root.rglob("*.py")}
+    assert sorted(rooms - named) == []
+
+
+def test_every_page_is_linked_in_the_readme() -> None:
+    text = (ROOT / "README.md").read_text().partition("## Documentation")[2]
+    pages = {path.name for path in (ROOT / "docs").glob("*.md")} - {"index.md"}
+    assert pages - set(re.findall(r"\(docs/([\w-]+\.md)\)", text)) == set()
 
 
 def test_every_page_is_in_the_site_once() -> None:

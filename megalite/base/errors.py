@@ -15,6 +15,7 @@ MAX_VALUE_LENGTH, MAX_PROBLEMS, MAX_MESSAGE_LENGTH = (
     100,
     4000,
 )  # characters of a value, problems, and characters of all that are shown
+MAX_RANGES = 6  # ranges of ranks in a text
 NO_VALUE: Any = object()  # marks a problem that has no value to show
 
 
@@ -101,3 +102,10 @@ def number_ranges(numbers: Iterable[int], each: int = 1) -> str:
             ranges.append([number])
     spans = [(ends[0] * each, (ends[-1] + 1) * each - 1) for ends in ranges]
     return ", ".join(f"{first}-{last}" if first < last else f"{first}" for first, last in spans)
+
+
+def ranks_text(ranks: Sequence[int]) -> str:
+    """Sorted ranks as `rank 3`, or `8 ranks (0-6, 9)`, shortened."""
+    ranges = number_ranges(ranks).split(", ")
+    shown = ", ".join([*ranges[:MAX_RANGES], "…"] if len(ranges) > MAX_RANGES else ranges)
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"{len(ranks)} ranks ({shown})"

@@ -1,6 +1,5 @@
 """Finds the state of a run from its files. Only these files, never a scheduler, can show that a run is done."""
 
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -9,6 +8,7 @@ from megalite.base.files import is_file
 from megalite.experiment.folder import Status
 from megalite.train.folder.records import RETURN_EVENTS
 from megalite_launch.base.events import Event, read_events
+from megalite_launch.base.line_files import parsed
 from megalite_launch.base.outcome import BAD_INPUT, DONE, INTERRUPTED, STOPPED, UNHEALTHY
 from megalite_launch.base.run_folder import RunFolder
 from megalite_launch.base.verdict import HEALTH_FAILURE
@@ -56,15 +56,8 @@ def _tail(path: Path) -> list[dict[str, Any]]:
             text = file.read(TAIL)
     except OSError:
         return []
-    found = []
-    for line in text.splitlines():
-        try:
-            value = json.loads(line)
-        except (ValueError, RecursionError):  # half a line, at the beginning of what was read or at its end
-            continue
-        if isinstance(value, dict):
-            found.append(value)
-    return found
+    # Half a line, at the beginning of what was read or at its end, is none.
+    return [found for line in text.splitlines() if (found := parsed(line)) is not None]
 
 
 def standing(run: Path, status: Status) -> tuple[Status, int]:

@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from megalite.base.errors import ranks_text
 from megalite.distributed.health.activity import Activity, Awaiting
 from megalite.distributed.health.clock import SectionClock
-from megalite.distributed.health.rank_ranges import ranks_text
 from megalite.parallel import fsdp
 from megalite.parallel.linear import WeightGradients
 from megalite.parallel.turns import Turns

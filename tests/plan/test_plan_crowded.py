@@ -4,8 +4,7 @@ import pytest
 
 from megalite.config.load import load
 from megalite.config.rules.validate import check
-from megalite.plan.memory.crowded import crowded
-from megalite.plan.memory.peak import rank_memory
+from megalite.plan.memory.peak import crowded, rank_memory
 
 
 @pytest.mark.parametrize(("ep", "times"), [(1, 1), (2, 2), (4, 4), (8, 8 / 2)])

@@ -18,7 +18,7 @@ from megalite.config.rules.validate import validate
 from megalite.config.schema import Config, Data, Log, Run, Source, Train
 from megalite.train.folder.records import read_records
 from megalite.train.report import Report
-from megalite.train.tracking.run_id import kept_id
+from megalite.train.tracking.served import kept_id
 
 CONFIG = Config(run=Run(name="toy"), train=Train(steps=20), log=Log(tensorboard=False, wandb="toys"))
 

@@ -19,8 +19,7 @@ from megalite.cost.predict import Prediction
 from megalite.cost.texts import PARTS, number, seconds_text, step_text, time_unit, turns_text
 from megalite.cost.whole_run import goodput
 from megalite.layout_search.time_bounds import VIRTUAL_STAGES
-from megalite.plan.memory.crowded import crowded
-from megalite.plan.memory.peak import KINDS, Memory, memory_of_ranks
+from megalite.plan.memory.peak import KINDS, Memory, crowded, memory_of_ranks
 from megalite.plan.memory.rebalance import flatter_split
 from megalite.plan.pipeline import pairs_up
 from megalite.plan.split import split_without_mtp

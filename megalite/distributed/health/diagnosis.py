@@ -7,8 +7,8 @@ the same number has gone astray.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from megalite.base.errors import ranks_text
 from megalite.distributed.health.flight_recorder import Call, RecordedFlight
-from megalite.distributed.health.rank_ranges import ranks_text
 
 # Collectives of which all ranks of a group give tensors of the same sizes.
 UNIFORM_CALLS = ("all_reduce", "allreduce", "all_gather", "allgather", "reduce_scatter", "broadcast")

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch.distributed as dist
 
+from megalite.base.errors import ranks_text
 from megalite.distributed.health.diagnosis import RankPlace, verdict
 from megalite.distributed.health.flight_recorder import RecordedFlight
-from megalite.distributed.health.rank_ranges import ranks_text
 
 MAX_ROWS = 16  # rows of a table; every rank's own log has its row
 

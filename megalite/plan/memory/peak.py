@@ -55,6 +55,7 @@ from megalite.plan.resolved import Plan, resolve
 from megalite.plan.units import Item
 
 KINDS = ("parameters", "gathered weights", "gradients", "optimizer states", "activations", "temporaries")
+ROW_KINDS = ("activations", "temporaries")  # kinds of memory that rows of tokens take
 
 
 @dataclass(frozen=True)
@@ -115,6 +116,20 @@ def enough_micro_batches(plan: Plan, pp: int, full: int) -> int:
         except InputError:  # the schedule cannot have so few
             continue
     return full
+
+
+def crowded(config: Config, memory: Memory) -> int:
+    """The most bytes of a rank that needs `memory` where experts are chosen equally often.
+
+    Every token of the ranks that share out experts then chooses as many of this one's as it can. All of a layer with
+    experts is counted as rows. Buffers of a fixed size have room for them anyway.
+    """
+    experts, ep = config.model.experts, config.parallel.ep
+    if experts is None or ep == 1 or config.parallel.fixed_buffers:
+        return memory.total
+    times = ep * min(experts.active, experts.count // ep) / experts.active
+    rows = sum(memory.of(kind).get("mlp", 0) for kind in ROW_KINDS)
+    return memory.total + round((times - 1) * rows)
 
 
 def _fullest(plan: Plan, pp: int) -> Memory:

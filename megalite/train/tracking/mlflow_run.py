@@ -14,8 +14,7 @@ from megalite.base.errors import InputError
 from megalite.base.secrets import shareable
 from megalite.config.convert import leaves, to_plain
 from megalite.config.schema import Config
-from megalite.train.tracking.run_id import keep_id, kept_id
-from megalite.train.tracking.served import Service
+from megalite.train.tracking.served import Service, keep_id, kept_id
 
 PARAMETERS_PER_CALL = 100  # mlflow's limit
 MAX_PARAMETER = 500  # characters of a value that every version of mlflow takes

@@ -1,15 +1,19 @@
 """Trackers of other programs, served by a thread each, so that their network, disk and server do not delay training."""
 
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Thread
 
+from megalite.base.errors import InputError
+from megalite.base.files import exists, read_object, write_object
 from megalite.base.output import Outlet
 from megalite.config.schema import Config
 from megalite.train.tracking.tracker import Tracker
 
 MAX_REPORTS = 10_000  # reports that wait to be sent
+ID = re.compile(r"[A-Za-z0-9_-]{1,64}")  # id of a tracked run, which a file of the run folder keeps
 
 
 class Service(Tracker):
@@ -68,3 +72,19 @@ class Served(Tracker):
         while service is not None and (call := self._calls.get()) is not None:
             with self._outlet:
                 call(service)
+
+
+def kept_id(path: Path, project: str | None) -> str | None:
+    """The id in the file `path`; None if it has none of this project. Raises InputError for a damaged file."""
+    if not exists(path):
+        return None
+    found = read_object(path, 4096)
+    known = found.get("id")
+    if not isinstance(known, str) or not ID.fullmatch(known):
+        raise InputError(f"{path}: has no id of a tracked run; remove the file to begin a new one there")
+    return known if found.get("project") == project else None
+
+
+def keep_id(path: Path, project: str | None, known: str) -> None:
+    """Write the id of a run of this project to the file `path`. Raises InputError."""
+    write_object(path, {"project": project, "id": known})

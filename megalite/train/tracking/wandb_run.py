@@ -10,8 +10,7 @@ from typing import Any
 from megalite.base.secrets import shareable
 from megalite.config.convert import to_plain
 from megalite.config.schema import Config
-from megalite.train.tracking.run_id import keep_id, kept_id
-from megalite.train.tracking.served import Service
+from megalite.train.tracking.served import Service, keep_id, kept_id
 
 log = logging.getLogger("megalite")
 

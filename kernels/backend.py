@@ -37,7 +37,7 @@ USES_INTERPRETER = HAS_TRITON and triton.knobs.runtime.interpret  # fixed when T
 
 
 TRITON_INSTALL = "pip install 'triton>=3.6,<3.10'"  # the versions of pyproject.toml
-LEAST_TILE = 256  # columns: a load of 16 bytes by each thread of a warp, in 16 bits
+MIN_TILE = 256  # columns: a load of 16 bytes by each thread of a warp, in 16 bits
 
 
 class Program(NamedTuple):
@@ -123,7 +123,7 @@ def power_of_2(at_least: int) -> int:
 
 def row_block(width: int, program: Program) -> dict[str, int]:
     """The block of a program: rows, and as many columns as fill tiles of rows of `width`, but for part of the last."""
-    tile = min(power_of_2(width), max(width & -width, LEAST_TILE), program.elements)
+    tile = min(power_of_2(width), max(width & -width, MIN_TILE), program.elements)
     return {"ROWS": program.elements // tile, "TILE": tile, "num_warps": program.warps}
 
 

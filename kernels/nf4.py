@@ -40,7 +40,7 @@ CODES = (
     0.7229568362236023,
     1.0,
 )
-LEAST = 1e-38  # the magnitude by which values are divided at least
+MIN_SCALE = 1e-38  # the least magnitude by which values are divided
 VALUES_AT_A_TIME = 1 << 22  # to bound temporaries
 PROGRAM = Program(2048, 4)
 
@@ -70,7 +70,7 @@ def quantize_nf4(weight: Tensor) -> Tensor:
         if not largest.is_meta and not largest.isfinite().all():
             raise ValueError("a value is not finite")
         # As bitsandbytes divides: its bits are those of files and programs of others.
-        shares = values * (1 / largest.clamp(min=LEAST))
+        shares = values * (1 / largest.clamp(min=MIN_SCALE))
         codes = torch.bucketize(shares, _midpoints(weight.device), out_int32=True).to(torch.uint8)
         target = out[begin : begin + step]
         target[:, :CODE_BYTES] = codes[:, ::2] << 4 | codes[:, 1::2]

@@ -10,11 +10,9 @@ from typing import Any
 from megalite_launch.base.texts import counted as counted
 from megalite_launch.base.texts import escaped
 
-MAX_VALUE_LENGTH, MAX_PROBLEMS, MAX_MESSAGE_LENGTH = (
-    400,
-    100,
-    4000,
-)  # characters of a value, problems, and characters of all that are shown
+MAX_VALUE_LENGTH = 400  # characters of a value
+MAX_PROBLEMS = 100
+MAX_MESSAGE_LENGTH = 4000  # characters of all problems that are shown
 MAX_RANGES = 6  # ranges of ranks in a text
 NO_VALUE: Any = object()  # marks a problem that has no value to show
 

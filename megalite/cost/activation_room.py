@@ -7,7 +7,7 @@ from functools import lru_cache
 
 from megalite.config.convert import to_plain
 from megalite.config.schema import Config
-from megalite.plan.automatic import OrderCosts, least_of, placement, told
+from megalite.plan.automatic import OrderCosts, known_costing, least_of, placement
 from megalite.plan.memory.peak import memory_of_ranks
 from megalite.plan.memory.total import Total
 from megalite.plan.pipeline import as_full, micro_batches
@@ -52,7 +52,7 @@ def _found(asked: _Asked, costs: OrderCosts, limit: float) -> tuple[float, ...] 
         if any(have < need for have, need in zip(room, least, strict=True)):
             return None
         tried = replace(costs, room=room)
-        memory = memory_under(resolve(config, costing=told(tried)), m)
+        memory = memory_under(resolve(config, costing=known_costing(tried)), m)
         if max(memory) <= limit:
             return room
         room = tightened(room, memory, limit)

@@ -70,7 +70,7 @@ class Costing(Protocol):
         """Return the costs. with_room: False where the room is not asked for, as it takes a while to find."""
 
 
-def told(costs: OrderCosts) -> Costing:
+def known_costing(costs: OrderCosts) -> Costing:
     """Return a costing for one configuration, whose costs are known."""
 
     def costing(config: Config, *, with_room: bool = True) -> OrderCosts:

@@ -10,7 +10,7 @@ from megalite.base.errors import number_ranges
 Load = NDArray[np.int64]  # layers with experts, experts
 WINDOW_STEPS = 100  # steps after which experts are judged
 STARVED_SHARE = 0.1  # share of an even one of tokens, below which an expert is starved
-MAX_TOLD = 8  # layers that a warning lists
+MAX_LISTED_LAYERS = 8  # layers that a warning lists
 
 
 class LoadMeter:
@@ -67,8 +67,8 @@ def starved(load: Load) -> NDArray[np.bool_]:
 
 def starved_text(found: dict[int, list[int]]) -> str:
     """Say which experts starve, and what helps."""
-    some = [f"layer {layer}: {number_ranges(experts)}" for layer, experts in list(found.items())[:MAX_TOLD]]
-    more = f", and in {len(found) - MAX_TOLD} more layers" if len(found) > MAX_TOLD else ""
+    some = [f"layer {layer}: {number_ranges(experts)}" for layer, experts in list(found.items())[:MAX_LISTED_LAYERS]]
+    more = f", and in {len(found) - MAX_LISTED_LAYERS} more layers" if len(found) > MAX_LISTED_LAYERS else ""
     return (
         f"experts starve, {'; '.join(some)}{more}: less than {STARVED_SHARE:.0%} of an even share of tokens chose them "
         f"in {WINDOW_STEPS} steps; model.experts.correction_rate or balance_loss evens that out"

@@ -15,7 +15,7 @@ from megalite.cost.gpu_names import cluster_of
 from megalite.cost.stages import Timer
 from megalite.cost.texts import searched_text
 from megalite.plan import automatic
-from megalite.plan.automatic import Costing, told
+from megalite.plan.automatic import Costing, known_costing
 from megalite.plan.pipeline import micro_batches
 from megalite.schedule.actions import Table
 from megalite.schedule.generate import AUTO_SCHEDULE
@@ -40,7 +40,7 @@ def shared_costing(config: Config, cluster: Cluster | None, group: HostGroup) ->
     """
     if cluster is None or config.parallel.pipeline.schedule != AUTO_SCHEDULE:
         return None
-    return told(group.once(partial(Timer(cluster).costs, config)))
+    return known_costing(group.once(partial(Timer(cluster).costs, config)))
 
 
 def searched_order(job: Job) -> Table | None:

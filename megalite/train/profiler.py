@@ -32,7 +32,7 @@ from megalite.train.recording import Recording
 from megalite.train.report import Silent
 
 COMPRESSION = 3  # level of gzip: traces shrink to a tenth by it, several times faster than by the highest
-MAX_TOLD_BYTES = 32 << 20  # bytes of the longest compressed trace that a run itself reads; `megalite profile` reads all
+MAX_TRACE_BYTES = 32 << 20  # bytes of the longest compressed trace that a run reads; `megalite profile` reads all
 
 
 class Profiler:
@@ -113,7 +113,7 @@ class Profiler:
     def _tell(self, path: Path, size: int, report: Silent) -> None:
         """Tell the time of the profiled steps in parts."""
         told = f"profiled steps {self.first} to {self.last}; megalite profile {self.folder.parents[1]} draws them"
-        if size > MAX_TOLD_BYTES:
+        if size > MAX_TRACE_BYTES:
             report.event(self.last, "profiled", told, path=str(path))
             return
         trace = read_trace(path)

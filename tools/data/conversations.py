@@ -13,7 +13,7 @@ from megalite_tools.data.documents import Document, Missing, Reject, inside, mis
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}  # names that differ
-GIVEN = frozenset({"messages", "tools", "add_generation_prompt"})  # variables that a template gets anyway
+BUILT_IN_VARIABLES = frozenset({"messages", "tools", "add_generation_prompt"})  # variables that a template gets anyway
 MAX_MESSAGES = 10_000
 MAX_DEPTH = 100  # lists and objects, one in the other
 
@@ -190,8 +190,8 @@ def _tools(tools: object) -> list[Any] | None:
 def _variables(variables: object) -> dict[str, Any]:
     if variables is None:
         return {}
-    if not isinstance(variables, dict) or GIVEN.intersection(variables):
-        raise ValueError(f"`chat_template_kwargs` must be an object without {listing(sorted(GIVEN))}")
+    if not isinstance(variables, dict) or BUILT_IN_VARIABLES.intersection(variables):
+        raise ValueError(f"`chat_template_kwargs` must be an object without {listing(sorted(BUILT_IN_VARIABLES))}")
     return variables
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from megalite.checkpoint.weights.maps.woven import BLOCK, Woven
 
 Read = Callable[[str, Tensor, Sequence[int]], None]  # fills a part of one of their tensors, from its first element on
-MOST = 1 << 22  # elements of theirs that are read at a time, unless a row has more
+MAX_ELEMENTS = 1 << 22  # elements of theirs that are read at a time, unless a row has more
 FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # numbers of e2m1; the fourth bit is their sign
 
 
@@ -22,7 +22,7 @@ def fill(read: Read, where: Woven, target: Tensor, offset: Sequence[int]) -> Non
         begin, across = (column, row) if where.transposed else (row, column)
         # One of their dimensions has every `step`-th in it, and all in between are read.
         down, wide = (1, where.step) if where.transposed else (where.step, 1)
-        lines = max(1, MOST // (down * wide * theirs.shape[1]))
+        lines = max(1, MAX_ELEMENTS // (down * wide * theirs.shape[1]))
         for start in range(0, len(theirs), lines):
             some = theirs[start : start + lines]
             box = torch.Size((down * len(some), wide * some.shape[1]))

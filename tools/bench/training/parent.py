@@ -176,7 +176,7 @@ class CaseRunner:
                 except (OSError, InputError) as error:  # a full disk, say: the next case may still tell something
                     self.say(f"{name}: its row cannot be written: {error}")
         self._changed()
-        self.say(told(self.rows.get(case.id, row)))
+        self.say(row_text(self.rows.get(case.id, row)))
 
     def _changed(self) -> None:
         try:
@@ -211,8 +211,8 @@ class CaseRunner:
         return {**ours, "PYTHONUNBUFFERED": "1", "TRITON_INTERPRET": interpreted}
 
 
-def told(row: Row) -> str:
-    """One line of a row."""
+def row_text(row: Row) -> str:
+    """A measured row as a line for a person."""
     text = f"{row['id']}: {row['status']}"
     if row.get("step_ms"):
         text += f", {row['step_ms']['median']:.1f} ms"

@@ -17,7 +17,7 @@ from megalite.checkpoint.store.files import METADATA
 from megalite.checkpoint.store.index import Chunk, Index, check_form
 from megalite.checkpoint.store.manifest import INDEX, MANIFEST, is_plain
 from megalite.checkpoint.weights.formats.inert_pickle import Made, read_pickle
-from megalite.checkpoint.weights.formats.torch_read import dictionary, located, sizes, told
+from megalite.checkpoint.weights.formats.torch_read import dictionary, located, sizes, torch_damage
 
 MAX_INDEX_BYTES = 1 << 28  # bytes of DCP's index
 RESERVED_FILES = (METADATA, INDEX, MANIFEST)  # files that hold no tensor
@@ -45,7 +45,7 @@ def dcp_index(path: Path, choose: Callable[[Names], Names] = lambda names: names
     choose: returns which of all tensors' names are wanted. Raises DamagedError if a file is not as DCP writes it, or
     has elements in another order.
     """
-    with told(path, METADATA):
+    with torch_damage(path, METADATA):
         fields = _state(read_pickle(read_whole(path, METADATA, MAX_INDEX_BYTES)), "metadata.Metadata")
         entries, locations = (
             dictionary(fields["state_dict_metadata"]),
@@ -94,7 +94,7 @@ def _parts(name: Any, entry: Any, locations: dict[str, dict[str, Any]]) -> Itera
 def _chunks(path: Path, parts: Iterable[IndexedPart]) -> Iterator[Chunk]:
     """The positions of the elements of `parts`, looked up in the files themselves."""
     for file, group in groupby(sorted(parts, key=attrgetter("file", "start")), attrgetter("file")):
-        with opened(path, file) as descriptor, told(path, file):
+        with opened(path, file) as descriptor, torch_damage(path, file):
             end = 0
             for part in group:
                 if part.start < end:

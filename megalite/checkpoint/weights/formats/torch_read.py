@@ -43,7 +43,7 @@ class Saved:
 
     def __init__(self, path: Path, name: str) -> None:
         self.path, self.name = path, name
-        with opened(path, name, links=True) as descriptor, told(path, name):
+        with opened(path, name, links=True) as descriptor, torch_damage(path, name):
             self.bytes = os.fstat(descriptor).st_size
             if os.pread(descriptor, len(ZIP), 0) != ZIP:
                 raise ValueError("is no file of torch 1.6 or later; load it with torch, and save it again")
@@ -52,7 +52,7 @@ class Saved:
 
     def chunks(self, tensors: Mapping[str, Any]) -> list[Chunk]:
         """The tensors of `content` that are given by name, as parts of this file."""
-        with opened(self.path, self.name, links=True) as descriptor, told(self.path, self.name):
+        with opened(self.path, self.name, links=True) as descriptor, torch_damage(self.path, self.name):
             archive, found = Archive(descriptor, 0, self.bytes, MAX_PICKLE_BYTES), []
             for name, value in tensors.items():
                 dtype, shape, position = located(archive, value, name)
@@ -108,8 +108,8 @@ def located(archive: Archive, value: Any, name: str) -> tuple[str, tuple[int, ..
 
 
 @contextmanager
-def told(path: Path, file: str) -> Iterator[None]:
-    """Turns errors about data that is not as torch writes it into DamagedError."""
+def torch_damage(path: Path, file: str) -> Iterator[None]:
+    """Turn errors about data that is not as torch writes it into DamagedError."""
     with damage_of(path, file):
         try:
             yield

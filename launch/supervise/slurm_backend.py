@@ -204,7 +204,11 @@ class SlurmBackend:
             self._guard = self._srun([*options, *command], said)
 
     def end(self) -> None:
-        """An srun whose step was never launched, as on a job that is just cancelled, hangs on SIGTERM for a minute."""
+        """End the sign of life and the guard.
+
+        The guard gets SIGKILL if SIGTERM does not end it soon: an srun whose step was never launched, as in a job that
+        is just cancelled, hangs on SIGTERM for a minute.
+        """
         self.heart.stop()
         if self._guard is not None:
             _end([self._guard], self.pause)

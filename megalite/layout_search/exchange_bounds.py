@@ -83,9 +83,10 @@ class Exchanges:
         return found
 
     def grown(self, alone: float, sent: float, known: bool | float = True) -> float:
-        """Seconds by which a pass is longer for communication beside it, at least.
+        """A lower bound of the seconds by which communication beside a pass makes it longer.
 
-        alone: what it takes at most without. known: True, or if that is not known, what it takes at least.
+        alone: seconds of the pass by itself, or an upper bound of them. sent: seconds of the communication. known: True
+        if `alone` is exact, else a lower bound of it.
         """
         if known is True:
             return self.timer.constants.beside(alone, sent) - alone

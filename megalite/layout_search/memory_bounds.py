@@ -43,8 +43,11 @@ class Amount(NamedTuple):
 
 
 class Each(NamedTuple):
-    """Bytes of parameters of a pipeline rank: optimizer states with the parameters; gathered weights; gradients
-    before they are reduced, and of them what a rank keeps."""
+    """Bytes that a pipeline rank needs because of its parameters.
+
+    states: sharded parameters and optimizer states. gathered: weights for compute. whole: gradients before they are
+    reduced. reduced: the part of these that a rank keeps.
+    """
 
     states: float
     gathered: float

@@ -122,12 +122,12 @@ class Load:
 
     @cached_property
     def ceiling(self) -> int:
-        """Layers: at least as many as any rank has on any level."""
+        """An upper bound of the layers of a rank, on any level."""
         return int(MAX_SLOWDOWN * self.seconds(self.ranks.default) / self.layer) + 1
 
     @cached_property
     def quickest(self) -> list[int]:
-        """Layers of ranks such that the slowest is as fast as can be."""
+        """The number of layers of every rank with which the slowest rank is as fast as possible."""
         layers = sum(self.ranks.default)
         mean = (layers * self.layer + sum(self.outer)) / len(
             self.ranks.stages

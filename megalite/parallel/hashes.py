@@ -23,7 +23,7 @@ def splitmix(start: int, index: Tensor) -> Tensor:
 
 
 def signed(word: int) -> int:
-    """The int64 with the bits of a number of 64."""
+    """The signed integer with the same 64 bits as the unsigned `word`, as torch has no unsigned arithmetic."""
     return word - (1 << 64) if word >> 63 else word
 
 

@@ -35,7 +35,7 @@ from megalite.checkpoint.weights.maps.strips import Strip, Theirs, boxes
 from megalite.checkpoint.weights.maps.woven import groups
 from megalite.checkpoint.weights.read import check_base, reader_of
 from megalite.checkpoint.weights.reader import Reader
-from megalite.checkpoint.weights.woven import in_turns
+from megalite.checkpoint.weights.woven import interleaved
 from megalite.config.convert import to_plain
 from megalite.config.schema import Config
 from megalite_launch.base.files import appended, read_bytes
@@ -238,7 +238,7 @@ def blocks(reader: Reader, theirs: Theirs, dtype: str) -> Iterator[torch.Tensor]
         yield peft_factors.made(lambda *part: reader.fill_parts([part]), theirs, getattr(torch, dtype)).flatten()
         return
     if theirs.turns:
-        yield from _in_turns(reader, theirs, dtype)
+        yield from _interleaved(reader, theirs, dtype)
         return
     strips = theirs.strips
     if not strips:
@@ -265,7 +265,7 @@ def blocks(reader: Reader, theirs: Theirs, dtype: str) -> Iterator[torch.Tensor]
         left -= count
 
 
-def _in_turns(reader: Reader, theirs: Theirs, dtype: str) -> Iterator[torch.Tensor]:
+def _interleaved(reader: Reader, theirs: Theirs, dtype: str) -> Iterator[torch.Tensor]:
     """The elements of a tensor that has matrices of ours in turns, an expert at a time."""
     for strips in groups(theirs):
         matrices = [torch.empty(strip.height, strip.width, dtype=getattr(torch, dtype)) for strip in strips]
@@ -275,7 +275,7 @@ def _in_turns(reader: Reader, theirs: Theirs, dtype: str) -> Iterator[torch.Tens
             ((place, sizes),) = boxes(reader.index.tensors[name].shape, strip.rows, strip.columns)
             parts.append((name, matrix.view(sizes), place))
         reader.fill_parts(parts)
-        yield in_turns(matrices, transposed=len(theirs.shape) == 3).flatten()
+        yield interleaved(matrices, transposed=len(theirs.shape) == 3).flatten()
 
 
 def _runs(strips: Iterable[Strip], most: int) -> Iterator[list[tuple[Strip, int, int]]]:

@@ -22,7 +22,7 @@ def fill(read: Read, where: Within, target: Tensor, offset: Sequence[int]) -> No
 
 
 def made(read: Read, theirs: Factor, dtype: torch.dtype) -> Tensor:
-    """The factor of a module, made of ours."""
+    """A factor as PEFT stores it for one module, put together from our factors of that module's matrices."""
     found = torch.zeros(theirs.shape, dtype=dtype)
     for name in theirs.columns:
         ours = _like(theirs, name, found)

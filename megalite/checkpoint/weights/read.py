@@ -42,7 +42,7 @@ def reader_of(found: Weights) -> Reader:
 
 
 class UpcycledReader(Reader):
-    """The weights `found`, which a `dense` model's become when they are read; see `maps.upcycled`."""
+    """Reads `found`, a model with experts, from the weights of a `dense` one; see `maps.upcycled`."""
 
     def __init__(self, found: Weights, dense: Weights, way: Upcycling) -> None:
         super().__init__(found.path, found.index, found.sizes, found.source, found.links)

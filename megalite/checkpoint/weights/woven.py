@@ -60,6 +60,9 @@ def unpacked(blocks: Tensor, scales: Tensor) -> Tensor:
     return numbers.mul_(factors.masked_fill_(scales == 255, torch.nan)[..., None]).flatten(1)
 
 
-def in_turns(matrices: Sequence[Tensor], transposed: bool) -> Tensor:
-    """The matrix of one expert as they have it, of ours `[out, in]`; or of vectors `[1, out]`, not transposed."""
+def interleaved(matrices: Sequence[Tensor], transposed: bool) -> Tensor:
+    """One matrix of an expert in another program's layout, in which rows of our matrices `[out, in]` take turns.
+
+    transposed: it is stored as `[in, out]`. Biases are given as vectors `[1, out]` and are transposed in no case.
+    """
     return torch.stack([matrix.T if transposed else matrix for matrix in matrices], -1).flatten(-2)

@@ -16,7 +16,7 @@ def alike(results: Sequence[Result]) -> Sequence[Result]:
 
 
 def simplest(results: Sequence[Result]) -> int:
-    """The place, from 0 on, of the simplest: that with the fewest features, and of several, with the least memory."""
+    """The index of the simplest layout: the one with the fewest features, and among equals with the least memory."""
     return min(range(len(results)), key=lambda at: (len(_features(results[at].choice)), results[at].memory))
 
 

@@ -267,7 +267,7 @@ def _ranks(memories: Sequence[Memory], unit: int) -> Table:
 
 
 def alike(rows: Sequence[object]) -> list[range]:
-    """Ranges of indices of rows: equal neighbours share a range if there are many rows, else each row has its own."""
+    """Indices of rows, as ranges: many rows are shortened, so that equal neighbours share a range."""
     found, start = [], 0
     for _, group in groupby(range(len(rows)), key=lambda row: rows[row] if len(rows) > MAX_LISTED else row):
         found.append(range(start, start := start + len(list(group))))

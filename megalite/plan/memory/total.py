@@ -24,9 +24,11 @@ class Gradients(NamedTuple):
 
 
 class Effect(NamedTuple):
-    """Effect of an action: bytes that it adds, and has at most beyond those before it, and gradients that it leaves.
+    """Effect of an action on the memory of a rank.
 
-    left: of its stage, or of those of two actions side by side. put_off: what an I leaves to its W.
+    adds: bytes that stay after it. most: the most bytes during it, beyond those before. left: state of the gradients of
+    its stage afterwards, or of the two stages whose actions run side by side. put_off: weight gradients that a split
+    backward (I) leaves to its W.
     """
 
     adds: int

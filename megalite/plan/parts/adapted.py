@@ -81,12 +81,12 @@ class Pair(NamedTuple):
 
     @property
     def gathers(self) -> bool:
-        """Flag: the matrix takes what tensor parallelism gathers, and so does its second factor."""
+        """Flag: the matrix is column-parallel: its input is gathered over tp, and so is that of its second factor."""
         return self.weight.role.split and self.weight.role.outputs in SPLIT
 
     @property
     def scatters(self) -> bool:
-        """Flag: tensor parallelism sums what the matrix makes, and what its first factor does."""
+        """Flag: the matrix is row-parallel: its output is summed over tp, and so is that of its first factor."""
         return self.weight.role.split and not self.gathers
 
 

@@ -29,7 +29,7 @@ from megalite.checkpoint.weights.maps.woven import groups
 from megalite.checkpoint.weights.read import reader_of
 from megalite.checkpoint.weights.sources import open_weights
 from megalite.checkpoint.weights.targets import Wanted, plan_of
-from megalite.checkpoint.weights.woven import in_turns
+from megalite.checkpoint.weights.woven import interleaved
 from megalite.config.layout import Layout
 from megalite.config.load import load
 from megalite.config.model_schema import SCALING_KEYS, Attention, Experts, Latent, Model, RopeScaling
@@ -77,7 +77,7 @@ def test_logits_loss_and_gradients_are_those_of_transformers(name: str, tmp_path
         rows = {strip.name: gradients[strip.name].reshape(-1, strip.width) for strip in made.strips}
         if made.turns:
             parts = [[rows[strip.name][slice(*strip.rows)] for strip in each] for each in groups(made)]
-            found = torch.stack([in_turns(each, len(made.shape) == 3) for each in parts]).view(made.shape)
+            found = torch.stack([interleaved(each, len(made.shape) == 3) for each in parts]).view(made.shape)
         else:
             found = torch.cat([rows[strip.name][slice(*strip.rows)] for strip in made.strips]).view(made.shape)
         assert distance(found, parameters[key].grad) < 10 * TOLERANCE, key  # sums of many rounded terms

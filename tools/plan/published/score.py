@@ -134,7 +134,7 @@ def by_formula(found: Iterable[Compared]) -> list[Compared]:
 
 
 def weighed(rows: Iterable[Row]) -> list[Compared]:
-    """Memory of all rows that have it, counted as their sources do."""
+    """Predicted beside published memory, for all rows that have it; both count what their sources count."""
     return [
         Compared(
             row,
@@ -195,7 +195,10 @@ def by_source(found: Iterable[Told]) -> dict[str, list[Told]]:
 
 
 def trend(found: Iterable[Compared]) -> Trend | None:
-    """Fit how errors of step times grow with GPUs; sources count alike. None where fewer than two have a trend."""
+    """Fit how errors of step times grow with the number of GPUs, each source with the same weight.
+
+    None where fewer than two sources have runs on numbers of GPUs that are far enough apart.
+    """
     deviations = []  # by source: of a row, how much slower its slowest GPU is, and how much longer it took, less means
     for group in by_source(found).values():
         gpus = [each.row.work.gpus for each in group]

@@ -53,7 +53,7 @@ class Share:
     split: bool = True
 
     def of(self, size: int) -> tuple[int, int]:
-        """The first row or column of `size` of a matrix, and the end."""
+        """The first of the `size` rows or columns of a matrix that this rank has, and the one after its last."""
         return size * self.rank // self.tp, size * (self.rank + 1) // self.tp
 
     def columns(self, name: str, ours: Mapping[str, Weight]) -> Theirs:

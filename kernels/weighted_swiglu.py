@@ -63,7 +63,7 @@ class _TorchClamped(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """In the memory of two results, which are other tensors before."""
+        """Gradients of gate, up and scores. The memory of the first two holds other tensors before."""
         gate, up, scores = ctx.saved_tensors
         aten, end = torch.ops.aten, LIMIT + 4 * torch.finfo(gate.dtype).eps  # the first number that is clamped
         of_up = F.silu(gate.clamp(max=LIMIT).mul_(SLOPE), inplace=True)

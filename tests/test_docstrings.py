@@ -11,7 +11,10 @@ import pytest
 
 FOLDERS = ("megalite", "kernels", "launch", "tools")
 HIDDEN = r"(?:Of|That|What|Those|So many|So much)\b"  # words that hide the subject of a sentence
-PRONOUN = re.compile(r"(?:It|Its|This|These|They|He|She|Whether|Which|Who|Whose|How|Where|When|As|If|For)\b")
+PRONOUN = re.compile(
+    r"(?:It|Its|This|These|They|He|She|Whether|Which|Who|Whose|How|Where|When|As|If|For"
+    r"|At|From|In|On|There|To|With|Without)\b"
+)
 SENTENCE = re.compile(rf"(?:^|(?<=[.:;!?]\s)|(?<=\n\n)){HIDDEN}")
 COMMENT = re.compile(HIDDEN, re.IGNORECASE)  # comments beside code begin with a small letter
 

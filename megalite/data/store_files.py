@@ -18,7 +18,7 @@ PAIR = "a token store is the pair PREFIX.bin and PREFIX.idx, or a list of such p
 
 
 class AbsentError(InputError):
-    """There is neither a `.bin` nor an `.idx`."""
+    """Absence of a store: there is neither a `.bin` nor an `.idx`."""
 
 
 @dataclass(frozen=True)

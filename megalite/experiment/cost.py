@@ -236,7 +236,7 @@ def _saves(cell: Cell) -> float:
 
 
 def _started(config: Config, cluster: Cluster) -> Config:
-    """With what a start chooses: the data-parallel mode that fits; for batch.micro = auto, 1 is a careful guess."""
+    """Settle what a start chooses: the data-parallel mode that fits; for batch.micro = auto, 1 is a careful guess."""
     if config.batch.micro == "auto":
         config = replace(config, batch=replace(config.batch, micro=1))
     return fitted(config, round(TENSOR_SHARE * cluster.gpu.memory))

@@ -209,8 +209,9 @@ class Ulysses:
 
 
 class _Ring(torch.autograd.Function):
-    """At step i, a rank has the keys and values of the rank i places before it, and sends them on while it uses them.
+    """Ring attention: keys and values go round the ranks, and are sent on while they are used.
 
+    At step i, a rank has those of the rank i places before it.
     In backward, their gradients go round the ring one step behind them. Each rank adds its part, and the sum ends at
     the rank that owns the rows. The part that a rank computes for its own rows is not sent.
     """

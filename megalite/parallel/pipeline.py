@@ -28,7 +28,7 @@ class Stage(Protocol):
     """A pipeline stage, as the runner calls it."""
 
     def __call__(self, x: Tensor, positions: Any, targets: Any) -> Tensor | tuple[Tensor, Tensor]:
-        """From a micro-batch or the activations of the stage before, activations or, given targets, the summed loss.
+        """Make activations, or given targets the summed loss, of a micro-batch or the activations of the stage before.
 
         Any stage may add to the loss: it then returns a pair of that result and its own loss, 0-dimensional.
         """

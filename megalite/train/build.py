@@ -1,4 +1,4 @@
-"""From a configuration and a mesh to a job ready to train: the only place where parallelisms are composed."""
+"""Builds a job from a configuration and a mesh: the only place where parallelisms are composed."""
 
 import os
 import shutil

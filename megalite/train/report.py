@@ -242,7 +242,7 @@ class Report(Silent):
 
     @contextmanager
     def saves(self, step: int, saver: Saves) -> Iterator[None]:
-        """On leaving, in whatever way, report the saves that have ended."""
+        """Report the saves that have ended when the block is left, in whatever way."""
         try:
             yield
         finally:

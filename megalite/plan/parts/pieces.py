@@ -1,4 +1,4 @@
-"""In how many pieces ranks of tensor parallelism gather and scatter activations beside matrix products.
+"""Number of pieces in which ranks of tensor parallelism gather and scatter activations beside matrix products.
 
 Imports no torch: layers and the prediction of traffic ask the same.
 """

@@ -124,7 +124,7 @@ class RowLinear(Linear):
         return reduce_scatter(y, self.group)
 
     def _pieces(self, x: Tensor) -> int:
-        """Number of pieces in which the output is scattered: 1 where others overlap, or with products not of PyTorch."""
+        """Number of pieces in which the output is scattered: 1 where others overlap, or for products of other kinds."""
         ranks = self.group.size()
         whole = torch.compiler.is_compiling() or not torch.is_grad_enabled() or self.product is not PLAIN_PRODUCT
         return 1 if whole or ranks == 1 else pieces(len(x) // ranks, x.nbytes // x.shape[-1] * self.rows)

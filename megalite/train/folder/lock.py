@@ -144,7 +144,7 @@ class Lock:
         return None if owner is None or owner.alive is False or owner.same_job_as(Owner.this()) else owner
 
     def lost(self) -> str:
-        """Message on who has the lock now, if it was lost, else empty. Raises OSError if that is not known."""
+        """Message on who took the lock, if it was lost, else empty. Raises OSError if that is not known."""
         try:
             seen = _look(self.folder)
         except FileNotFoundError:

@@ -1,5 +1,6 @@
 """Output of the programs: tables and lines on stdout, progress on stderr."""
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -51,6 +52,11 @@ class Terminal:
 
     def _print(self, shown: RenderableType, soft_wrap: bool = False) -> None:
         self._console.print(shown, soft_wrap=soft_wrap)
+
+
+def print_warning(command: str, text: str) -> None:
+    """Print a warning of a command on stderr, as one line."""
+    print(f"{command}: warning: {printable(text)}", file=sys.stderr)
 
 
 @contextmanager

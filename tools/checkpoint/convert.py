@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from megalite.base.entry import exit_code
-from megalite.base.errors import InputError, listing, printable
+from megalite.base.errors import InputError, listing
 from megalite.base.exit_codes import ExitCode
 from megalite.base.files import as_json, check_output, is_folder, write_object
 from megalite.base.output import warn
@@ -33,7 +33,7 @@ from megalite.config.sources import KINDS, split_kind
 from megalite_launch.base.arguments import byte_size, whole
 from megalite_launch.base.texts import scaled
 from megalite_tools.checkpoint.compare_weights import TOKENS, difference_of_logits, unequal_tensors
-from megalite_tools.terminal import Terminal, bar
+from megalite_tools.terminal import Terminal, bar, print_warning
 
 COMMAND = "megalite-convert"
 DTYPES = {"keep": None, "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
@@ -104,7 +104,7 @@ def _run(options: argparse.Namespace) -> int:
     wanted = Wanted(dtype, options.shard_size, options.workers, options.tp, options.pp, options.virtual_stages)
     plan = plan_of(kind, found, target, wanted)
     for doubt in doubts(found, huggingface.model_type(found) if kind == "hf" else None):
-        print(f"{COMMAND}: warning: {printable(doubt)}", file=sys.stderr)
+        print_warning(COMMAND, doubt)
     request = {"to": kind, **vars(wanted), "files": wanted.files if kind == "megalite" else None}
     request["optimizer"] = options.optimizer
     if found.upcycling is not None:

@@ -25,6 +25,7 @@ from megalite.inference.source import Opened, open_newest, open_tokenizer, to_op
 from megalite.inference.write import show, stream, write_lines
 from megalite_tools.checkpoint.chat_prompts import read_conversations, rendered, user_turn
 from megalite_tools.data.conversations import Conversation
+from megalite_tools.terminal import print_warning
 
 COMMAND, MODULE = "megalite-generate", "megalite_tools.checkpoint.generate"
 
@@ -138,7 +139,7 @@ def _work(options: argparse.Namespace, draw: Draw, place: ComputeSetup) -> int:
     for source, base in to_open(options.run, options.adapter):
         adapter = None if base is None else source
         use = partial(_write, options, draw, prompts, place, adapter, lines)
-        open_newest(source, use, place.group, _warn, base)
+        open_newest(source, use, place.group, partial(print_warning, COMMAND), base)
     if options.out is not None and place.leads:
         write_whole(options.out, "".join(lines))
     return ExitCode.DONE
@@ -193,7 +194,7 @@ def _write(
     ((tokenizer, prompts),) = leading
     print(printable(f"tokenizer: {tokenizer.path}"), file=sys.stderr)
     for warning in warnings:
-        _warn(warning)
+        print_warning(COMMAND, warning)
     write: Callable[[str], Any] = partial(print, end="", flush=True) if options.out is None else lines.append
     if options.prompts is None and options.samples == 1 and options.out is None:
         if adapter is not None:
@@ -223,10 +224,6 @@ def _of_all(here: Iterable[Drawn], place: ComputeSetup, timings: list[Timing]) -
     for timing, others in filter(None, told or ()):
         timings.append(timing)
         yield from others
-
-
-def _warn(text: str) -> None:
-    print(f"{COMMAND}: warning: {printable(text)}", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ from megalite.inference.perplexity import Perplexity, measure
 from megalite.inference.ranks import ComputeSetup, add_options, run
 from megalite.inference.record import add_record
 from megalite.inference.source import Opened, open_newest, open_tokenizer, to_open
+from megalite_tools.terminal import print_warning
 
 COMMAND, MODULE = "megalite-evaluate", "megalite_tools.experiment.evaluate"
 HARNESS = "megalite.inference.harness"  # imported only for tasks: it needs lm-eval
@@ -92,7 +93,9 @@ def _harness() -> Any:
 def _work(options: argparse.Namespace, place: ComputeSetup) -> int:
     results = Results()
     for source, base in to_open(options.run, options.adapter):
-        open_newest(source, partial(_evaluate, options, place, results), place.group, _warn, base)
+        open_newest(
+            source, partial(_evaluate, options, place, results), place.group, partial(print_warning, COMMAND), base
+        )
     if options.json is not None and place.leads:
         write_whole(options.json, as_json({"models": results.models} if options.adapter else results.models[0]))
     if options.logprobs is not None and place.leads:
@@ -152,7 +155,7 @@ def _report(
         try:
             add_record(opened.run, opened.step, _named(data, tasks))
         except InputError as error:
-            _warn(f"the run's metrics stay as they are: {error}")
+            print_warning(COMMAND, f"the run's metrics stay as they are: {error}")
     plain = {prefix: found.as_json() for prefix, found in data.items()}
     return {"model": opened.name, "step": opened.step, "data": plain, "tasks": tasks}
 
@@ -205,10 +208,6 @@ def _named(data: Mapping[str, Perplexity], tasks: Tasks) -> dict[str, float]:
     for task, metrics in tasks.items():
         found |= {f"eval/{task}/{name.removesuffix(',none')}": value for name, value in _numbers(metrics).items()}
     return found
-
-
-def _warn(text: str) -> None:
-    print(f"{COMMAND}: warning: {printable(text)}", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -63,7 +63,7 @@ class SmiError(Exception):
 
 
 class Broken(ValueError):
-    """A value that tells of a GPU that does not work, such as `[GPU requires reset]`."""
+    """A value of a GPU that does not work, such as `[GPU requires reset]`."""
 
 
 @dataclass

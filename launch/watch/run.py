@@ -49,7 +49,7 @@ class Node:
 
 @dataclass
 class Saves:
-    """The checkpoints of a run, as its reports tell of them. Times are seconds."""
+    """The checkpoints of a run, as in its reports. Times are seconds."""
 
     step: Optional[int] = None  # step of the newest complete checkpoint
     time: float = 0.0

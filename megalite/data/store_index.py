@@ -125,7 +125,7 @@ class StoreIndex:
                 raise self.broken(found, "boundaries that ascend")
 
     def broken(self, found: str, expected: str) -> InputError:
-        """The error that tells of damage in the file."""
+        """The error for damage in the file."""
         return broken(self.file, found, expected)
 
     def _token_of_sequence(self, sequence: int) -> int:
@@ -140,7 +140,7 @@ def render_header(dtype: np.dtype, sequences: int, boundaries: int) -> bytes:
 
 
 def broken(file: DataFile, found: str, expected: str) -> InputError:
-    """The error that tells of damage in a file of a store."""
+    """The error for damage in a file of a store."""
     return InputError(f"{file.name}: found {found}, expected {expected}; the store is damaged or incomplete")
 
 

@@ -95,7 +95,7 @@ class HostStates:
 class FileStates:
     """Keeps states in `file`, through page-locked buffers of host memory on CUDA.
 
-    States are tensors that tell which bytes of the file are theirs: updates stream them, and checkpoints use
+    States are tensors that know which bytes of the file are theirs: updates stream them, and checkpoints use
     `file_pieces`. device: as for `HostStates`.
     """
 

@@ -83,7 +83,7 @@ class DatasetPart:
             yield document
 
     def state(self) -> object:
-        """Facts that tell of a change. Raises OSError, and InputError for other content than was found."""
+        """Facts by which a change is noticed. Raises OSError, and InputError for other content than was found."""
         if self.revision is not None:
             return self.revision
         if _fingerprint(self.path, self.saved, self.files) != self.fingerprint:
@@ -149,7 +149,7 @@ def _chosen(named: str, splits: Any, asked: str | None) -> str:
 
 
 def _saved(path: str, folder: str, split: str | None) -> DatasetPart:
-    """The dataset in a folder, which is that of a split or tells of its own split, if that has a name."""
+    """The dataset in a folder, which is that of a split or names its own."""
     with _explained(f"{SCHEME}{path}"):
         dataset = _load_saved(folder)
         split = split or (dataset.split and str(dataset.split))

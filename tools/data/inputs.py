@@ -52,7 +52,7 @@ class InputFile:
         return read_documents(self.path, reading, advanced)
 
     def state(self) -> tuple[int, int, int]:
-        """Size, time of change and inode number, which tell of a change. Raises OSError; InputError for a new size."""
+        """Size, time of change and inode number, by which changes show. Raises OSError; InputError for a new size."""
         found = self.path.stat()
         if found.st_size != self.bytes:
             rule = f"has {found.st_size:,} bytes, and had {self.bytes:,} when the preparation began"

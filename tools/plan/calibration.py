@@ -96,7 +96,7 @@ def scaled(cluster: Cluster, factors: Mapping[str, float], precisions: set[str])
 
 
 def fit(runs: Runs) -> Fit:
-    """The factors of those figures that the runs tell apart. Raises InputError for runs that no such cluster makes.
+    """The factors of those figures that the runs distinguish. Raises InputError for runs that no such cluster makes.
 
     Which figure a collective depends on depends on the figures, so those to fit are chosen again after each fit.
     """

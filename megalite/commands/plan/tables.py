@@ -24,7 +24,7 @@ LISTED_ROWS = 5  # rows, where --top does not tell
 def layout_text(choice: Choice) -> str:
     """A layout in words: `tp 8 · pp 16 interleaved_1f1b v 4 · dp 128 zero1 · micro 1 · selective`.
 
-    Layers of stages are told where they are not those of the default split.
+    Layers of stages are shown where they are not those of the default split.
     """
     parts = []
     if choice.tp > 1:

@@ -70,7 +70,7 @@ def versions(device: torch.device) -> dict[str, str | None]:
 def matmul(device: torch.device, seconds: float) -> dict[str, Any]:
     """FLOP/s of one square product, repeated for some seconds, and the digest of its bits.
 
-    Equal GPUs with equal software give equal bits; `steady` tells whether the last product had those of the first.
+    Equal GPUs with equal software give equal bits; `steady` is whether the last product had those of the first.
     """
     kind = torch.bfloat16 if device.type == "cuda" else torch.float32
     size = SIZES[device.type]

@@ -236,7 +236,7 @@ def layer_types(model: Model) -> list[str]:
 
 
 def window_fields(model: Model, window: int) -> dict[str, Any]:
-    """Windows and kinds of layers. window: told where no layer has one, as transformers wants some number."""
+    """Windows and kinds of layers. window: written where no layer has one, as transformers wants some number."""
     return {"sliding_window": model.attention.window or window, "layer_types": layer_types(model)}
 
 

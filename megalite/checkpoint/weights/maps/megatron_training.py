@@ -166,7 +166,7 @@ def content_of(training: Training) -> dict[str, Any]:
 
 
 def arguments_beside(training: Training) -> dict[str, Any]:
-    """The arguments that tell of training."""
+    """The arguments about training."""
     optim, schedule, batch = training.config.optim, training.config.schedule, training.config.batch.global_
     return {
         "iteration": training.progress.step,

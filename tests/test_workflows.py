@@ -1,4 +1,4 @@
-"""Workflows, CONTRIBUTING and the documentation's site name targets of the Makefile and files that are there."""
+"""Workflows, CONTRIBUTING and the documentation name targets of the Makefile and files that are there."""
 
 import re
 from pathlib import Path
@@ -53,6 +53,14 @@ def test_the_tree_of_the_architecture_has_every_room() -> None:
     roots = [ROOT / name for name in ("megalite", "kernels", "launch", "tools")]
     rooms = {path.parent.name for root in roots for path in root.rglob("*.py")}
     assert sorted(rooms - named) == []
+
+
+def test_generated_files_are_short() -> None:
+    """A row of a record is a line: nobody reads a number on each, and changes of them hide others."""
+    files = [
+        path for name in ("docs", "kernels") for path in (ROOT / name).rglob("*") if path.suffix in (".json", ".svg")
+    ]
+    assert [path.name for path in files if path.read_text().count("\n") > 500] == []
 
 
 def test_every_page_is_linked_in_the_readme() -> None:

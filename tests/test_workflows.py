@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from megalite import __version__
+
 ROOT = Path(__file__).parents[1]
 TARGETS = set(re.findall(r"^([a-z][a-z-]*)\b.*:", (ROOT / "Makefile").read_text(), re.MULTILINE))
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
@@ -35,6 +37,11 @@ def test_the_package_names_the_highest_python_that_is_tested() -> None:
     named = re.findall(r'"Programming Language :: Python :: (3\.\d+)"', (ROOT / "pyproject.toml").read_text())
     assert named[0] == jobs["test-fast"]["strategy"]["matrix"]["python"][0]
     assert named[-1] == jobs["test-fast"]["strategy"]["matrix"]["python"][-1]
+
+
+def test_the_citation_and_the_changelog_have_the_version() -> None:
+    assert yaml.safe_load((ROOT / "CITATION.cff").read_text())["version"] == __version__
+    assert f"\n## {__version__} (" in (ROOT / "CHANGELOG.md").read_text()
 
 
 def test_contributing_names_what_is_there() -> None:

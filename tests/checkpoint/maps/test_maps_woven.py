@@ -72,7 +72,7 @@ def test_any_box_is_that_of_the_whole(theirs: tuple, most: int, data: st.DataObj
     box = tuple(slice(first, end) for first, end in ends)
     target = torch.empty_like(ours[box], dtype=torch.float32)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("megalite.checkpoint.weights.woven.MOST", most)
+        patch.setattr("megalite.checkpoint.weights.woven.MAX_ELEMENTS", most)
         fill(reading(tensors), where, target, [first for first, _ in ends])
     assert torch.equal(target, ours[box].float())
 

@@ -146,15 +146,8 @@ class Walk(GradientSums):
         reduction = self.reductions[action]
         parts = self.parts[action.stage]
         received = self.sizes.stream if action.stage < self.table.stages - 1 else 0
-        # An embedding that its stage uses again at the end: the gradient of that waits, to be added to the look-up's.
-        gradient, end = states.r if states.copies else states.w, len(parts) - 1
-        if not self.config.model.tie_embeddings:  # multi-token prediction uses it
-            end = next((index for index, part in enumerate(parts) if part.name == FURTHER), end)
-            gradient = states.w  # a look-up makes it, which no sum is added to at once
         widens = states.of_2_15 and not reduction.now
-        if widens and (action.stage, 0) not in self.whole:
-            gradient = states.r
-        waiting = gradient * parts[0].weights.gradients if parts[0].with_stage and not parts[0].copy else 0
+        waiting, end = self._waiting(action.stage, widens)
         for index, part in self._through(action.stage, backwards=True):
             key = action.stage, index
             puts_off = split and part.puts_off
@@ -227,6 +220,18 @@ class Walk(GradientSums):
             if self._offloads_input(action.stage):
                 self._hold("activations", "between stages", -self.sizes.stream)
         self._hold("activations", "between stages", -received)
+
+    def _waiting(self, stage: int, widens: bool) -> tuple[int, int]:
+        """Bytes of the gradient of an embedding that its stage uses again, which waits for that of the look-up, and the
+        index of the part that makes it. widens: as for `_adds_at_once`."""
+        states, parts = self.states, self.parts[stage]
+        gradient, end = states.r if states.copies else states.w, len(parts) - 1
+        if not self.config.model.tie_embeddings:  # multi-token prediction uses it
+            end = next((index for index, part in enumerate(parts) if part.name == FURTHER), end)
+            gradient = states.w  # a look-up makes it, which no sum is added to at once
+        if widens and (stage, 0) not in self.whole:
+            gradient = states.r
+        return gradient * parts[0].weights.gradients if parts[0].with_stage and not parts[0].copy else 0, end
 
     def _weight_gradients(self, action: Action) -> None:
         """Action W: make the weight gradients that the layers of a stage have put off, then reduce as FSDP2 does."""

@@ -9,6 +9,15 @@ from collections.abc import Iterable, Sequence
 from typing import Optional
 
 DAY, HOUR, MINUTE = 86_400, 3600, 60
+MINUTES_THRESHOLD = 999.5  # seconds, from which on `seconds_text` writes minutes
+UNITS = (  # units of times: from how many seconds on, the seconds of one, and its name
+    (2 * DAY, (DAY, "days")),
+    (2 * HOUR, (HOUR, "hours")),
+    (MINUTES_THRESHOLD, (MINUTE, "minutes")),
+    (0.9995, (1.0, "s")),
+    (0.9995e-3, (1e-3, "ms")),
+    (0.0, (1e-6, "µs")),
+)
 MIN_WIDTH = 30  # characters of a column that is wrapped
 DECIMAL_UNITS = ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 BINARY_UNITS = ((2.0**40, "Ti"), (2.0**30, "Gi"), (2.0**20, "Mi"), (2.0**10, "Ki"))
@@ -35,7 +44,7 @@ def printable(text: object, longest: int = 2000) -> str:
 
 
 def lasting(seconds: float) -> str:
-    """Format a duration: `350 ms`, `2.50 s`, `3 min 20 s`, `5 h 12 min`, `3 d 4 h`."""
+    """A time that is waited for: `350 ms`, `2.50 s`, `3 min 20 s`, `5 h 12 min`, `3 d 4 h`."""
     if seconds < 0.9995:
         return f"{max(seconds, 0.0) * 1e3:.3g} ms"
     if seconds < MINUTE - 0.05:
@@ -47,13 +56,30 @@ def lasting(seconds: float) -> str:
     raise AssertionError("days have no end")
 
 
+def time_unit(seconds: float) -> tuple[float, str]:
+    """The unit in which a time is written: its seconds and name. Two days and two hours are the least of theirs."""
+    return next((unit for least, unit in UNITS if seconds >= least), UNITS[-1][1])
+
+
+def seconds_text(seconds: float, beside: Optional[float] = None) -> str:
+    """A time that is computed with: `1.23 s`, `45.6 ms`, `12.5 hours`; in the unit of the one that it stands beside."""
+    length = seconds if beside is None else beside
+    size, name = time_unit(length if length >= MINUTES_THRESHOLD else min(seconds, MINUTES_THRESHOLD / 2))
+    return f"{seconds / size:,.1f} {name}" if size >= MINUTE else f"{rounded(seconds / size)} {name}"
+
+
+def rounded(value: float) -> str:
+    """Three digits, or all of a large number: `0.0123`, `45.6`, `1,234`."""
+    return f"{value:,.0f}" if value >= 999.5 or value == 0 else f"{value:#.3g}".rstrip(".")
+
+
 def scaled(value: float, unit: str, prefixes: Prefixes = DECIMAL_UNITS) -> str:
     """A number of units to three digits, with a prefix: `42.6 MFLOP/s`, or with BINARY_UNITS `51.2 GiB`."""
     size, prefix = next(((size, prefix) for size, prefix in prefixes if value >= 0.9995 * size), (1.0, ""))
     number = value / size
     if number >= 999.5 or (isinstance(value, int) and not prefix):
         return f"{number:,.0f} {prefix}{unit}"
-    return f"{number:#.3g}".rstrip(".") + f" {prefix}{unit}"
+    return f"{rounded(number)} {prefix}{unit}"
 
 
 def memory_text(size: float) -> str:

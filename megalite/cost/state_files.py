@@ -5,10 +5,9 @@ from dataclasses import dataclass
 
 from megalite.config.schema import Config
 from megalite.cost.cluster import ASSUMED_DRIVE, Cluster, Drive
-from megalite.cost.texts import number, seconds_text
 from megalite.plan.memory.held import FILES
 from megalite.plan.memory.peak import Memory
-from megalite_launch.base.texts import memory_text, scaled
+from megalite_launch.base.texts import memory_text, rounded, scaled, seconds_text
 
 USUAL_GPUS = 8  # GPUs of a node where no cluster is named
 
@@ -62,10 +61,10 @@ def files_text(config: Config, memories: Sequence[Memory], cluster: Cluster | No
     copy = ", with the copy that checkpoint.async makes" if config.checkpoint.async_ else ""
     rates = f"{scaled(drive.read, 'B/s')} and {scaled(drive.write, 'B/s')}"
     whose = "one assumed drive; `drive` in a cluster's file names others" if drive.assumed else "the node's drives"
-    life = f"Rated for {scaled(drive.endurance, 'B')} written, they last {number(found.steps)} steps"
+    life = f"Rated for {scaled(drive.endurance, 'B')} written, they last {rounded(found.steps)} steps"
     return (
         f"{memory_text(found.rank)} in {config.optim.placement} for a rank, {memory_text(found.rank * found.ranks)} on "
         f"a node of {found.ranks}{copy}. A step reads {memory_text(found.moved)} on a node and writes as much, which "
         f"takes {seconds_text(found.seconds)} at {rates} ({whose}). {life}: the {steps:,} of this run write "
-        f"{scaled(found.moved * steps, 'B')}, {number(100 * steps / found.steps)} % of that."
+        f"{scaled(found.moved * steps, 'B')}, {rounded(100 * steps / found.steps)} % of that."
     )

@@ -1,20 +1,11 @@
-"""Predictions in words: seconds, money, and what takes a step's time. Imports no torch."""
+"""Predictions in words: steps, money, and what takes a step's time. Imports no torch."""
 
 from megalite.config.schema import Config
 from megalite.cost.predict import Prediction
-from megalite.cost.whole_run import DAY, HOUR
 from megalite.plan.automatic import OrderCosts
 from megalite.plan.pipeline import pairs_up
+from megalite_launch.base.texts import seconds_text
 
-MINUTE, MINUTES_THRESHOLD = 60.0, 999.5  # seconds; from MINUTES_THRESHOLD on, a time is written in minutes
-UNITS = (  # units of times: from how many seconds on, the seconds of one, and its name
-    (2 * DAY, (DAY, "days")),
-    (2 * HOUR, (HOUR, "hours")),
-    (MINUTES_THRESHOLD, (MINUTE, "minutes")),
-    (0.9995, (1.0, "s")),
-    (0.9995e-3, (1e-3, "ms")),
-    (0.0, (1e-6, "µs")),
-)
 PARTS = {  # words for `Prediction.parts`
     "products": "matrix products",
     "attention": "attention",
@@ -29,23 +20,6 @@ PARTS = {  # words for `Prediction.parts`
     "optimizer": "optimizer",
     "slowest": "waiting for the slowest GPU",
 }
-
-
-def time_unit(seconds: float) -> tuple[float, str]:
-    """The unit in which a time is written: its seconds and name. Two days and two hours are the least of theirs."""
-    return next((unit for least, unit in UNITS if seconds >= least), UNITS[-1][1])
-
-
-def number(value: float) -> str:
-    """Three digits, or all of a large number: `0.0123`, `45.6`, `1,234`."""
-    return f"{value:,.0f}" if value >= 999.5 or value == 0 else f"{value:#.3g}".rstrip(".")
-
-
-def seconds_text(seconds: float, beside: float | None = None) -> str:
-    """`1.23 s`, `45.6 ms`, or minutes, hours and days where `seconds`, or those that stand beside them, are as long."""
-    length = seconds if beside is None else beside
-    size, name = time_unit(length if length >= MINUTES_THRESHOLD else min(seconds, MINUTES_THRESHOLD / 2))
-    return f"{seconds / size:,.1f} {name}" if size >= MINUTE else f"{number(seconds / size)} {name}"
 
 
 def step_text(prediction: Prediction) -> str:

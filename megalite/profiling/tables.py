@@ -7,9 +7,9 @@ from rich.table import Table
 from rich.text import Text
 
 from megalite.base.terminal import table
-from megalite.cost.texts import seconds_text
 from megalite.profiling.breakdown import DATA_WAIT, HOST_GAP, Breakdown
 from megalite.profiling.expected import Expected
+from megalite_launch.base.texts import seconds_text
 
 WIDTH = 110  # columns of a table in a text
 PASSES = ("fused", "copy", "pointwise")  # kinds that the planner predicts as one, passes over memory

@@ -4,10 +4,10 @@ from math import ceil, floor, log10
 from typing import Any
 
 from megalite.report.pictures import ticker
-from megalite.scaling.show import number
+from megalite.scaling.show import amount_text
 
 
-def logarithmic(axes: Any, which: str, name: str, text: Any = number) -> None:
+def logarithmic(axes: Any, which: str, name: str, text: Any = amount_text) -> None:
     """Make an axis logarithmic; `which` is x or y."""
     getattr(axes, f"set_{which}scale")("log")
     getattr(axes, f"set_{which}label")(name)

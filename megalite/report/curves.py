@@ -10,7 +10,7 @@ from megalite.base.files import is_file
 from megalite.report.axes import logarithmic
 from megalite.report.found import FoundLaws
 from megalite.report.picture import Picture, beside, colours, in_legend
-from megalite.scaling.show import number, significant
+from megalite.scaling.show import amount_text, significant
 from megalite.scaling.table import RunResult
 from megalite.train.folder.records import read_records
 from megalite_launch.page.charts import thinned
@@ -65,7 +65,7 @@ def _picture(found: FoundLaws, curves: dict[str, tuple[RunResult, Curve]], by_to
         named = in_legend(len(known))
         for at, size in enumerate(known):
             if at in named:
-                axes.plot([], [], color=shades[size], label=f"N {number(float(np.exp(size)))}")
+                axes.plot([], [], color=shades[size], label=f"N {amount_text(float(np.exp(size)))}")
         losses = [loss for _, curve in curves.values() for _, loss in curve]
         late = [curve[len(curve) // 10][1] for _, curve in curves.values()]
         if max(losses) > 2 * max(late):  # the first steps would press all that follows flat

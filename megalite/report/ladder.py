@@ -13,7 +13,7 @@ from megalite.report.pictures import ticker
 from megalite.scaling.bootstrap import interval
 from megalite.scaling.forms import Array
 from megalite.scaling.law import FLOPS
-from megalite.scaling.show import number, significant
+from megalite.scaling.show import amount_text, significant
 from megalite.scaling.table import RunResult
 
 SERIES_TOLERANCE = 0.03  # relative: sizes, tokens, ratios or budgets that differ by less are one series
@@ -56,7 +56,7 @@ def _levels(
     """
     n, d = found.column(runs, "N"), found.column(runs, "D")
     choices: list[tuple[str, Array, Callable[[float], str], Callable[[float, Array], Array]]] = [
-        ("D", d, number, lambda level, size: np.full_like(size, level)),
+        ("D", d, amount_text, lambda level, size: np.full_like(size, level)),
         ("D / N", d / n, lambda value: f"{value:.3g}", lambda level, size: level * size),
         ("C", FLOPS * n * d, flops_text, lambda level, size: level / FLOPS / size),
     ]
@@ -88,7 +88,7 @@ def _by_tokens(found: FoundLaws) -> Picture:
 
     def of(places: Array) -> tuple[str, Array, Array, Array]:
         size, line = float(np.median(n[places])), np.geomspace(d[places].min() / 1.3, d[places].max() * 1.3, LAW_POINTS)
-        return f"N {number(size)}", line, np.full_like(line, size), line
+        return f"N {amount_text(size)}", line, np.full_like(line, size), line
 
     def paint(figure: Any) -> None:
         _with_law(figure, found, groups, d, loss, of, "tokens D")
@@ -137,7 +137,7 @@ def _envelope(found: FoundLaws) -> Picture:
         named = in_legend(len(groups))
         for at, (places, colour) in enumerate(zip(groups, colours(len(groups)), strict=True)):
             order = places[np.argsort(flops[places])]
-            words = f"N {number(float(np.median(n[places])))}" if at in named else None
+            words = f"N {amount_text(float(np.median(n[places])))}" if at in named else None
             axes.plot(flops[order], loss[order], "o-", color=colour, lw=1.1, label=words)
         if drawn:
             axes.plot(drawn["flops"], drawn["loss"], color=INK, lw=2.4, alpha=0.55, label="envelope")
@@ -174,7 +174,7 @@ def _residuals(found: FoundLaws) -> Picture:
         left, right = figure.subplots(1, 2, width_ratios=(3, 1), sharey=True)
         named = in_legend(len(groups))
         for at, (places, colour) in enumerate(zip(groups, colours(len(groups)), strict=True)):
-            words = f"N {number(float(np.median(n[places])))}" if at in named else None
+            words = f"N {amount_text(float(np.median(n[places])))}" if at in named else None
             left.plot(FLOPS * n[places] * d[places], off[places], "o", color=colour, label=words)
         left.axhline(0, color=GREY, lw=1)
         logarithmic(left, "x", "FLOPs, 6·N·D", flops_text)

@@ -9,12 +9,11 @@ from megalite.base.errors import counted, printable
 from megalite.base.html_tables import as_html
 from megalite.base.secrets import text_without_secrets
 from megalite.base.terminal import table
-from megalite.cost.texts import seconds_text
 from megalite.experiment.folder import STATES
 from megalite.report.found import FoundLaws
 from megalite.report.picture import Drawn
-from megalite.scaling.show import number, parts
-from megalite_launch.base.texts import memory_text, share
+from megalite.scaling.show import amount_text, parts
+from megalite_launch.base.texts import memory_text, seconds_text, share
 from megalite_launch.page.html import escape, paragraph, section
 from megalite_launch.page.style import document
 
@@ -129,8 +128,8 @@ def _count(value: float) -> str:
 
 COLUMNS: Sequence[tuple[str, str, Callable[[float], str]]] = (  # "": the loss that is fitted
     ("seed", "seed", _count),
-    ("N", "N", number),
-    ("D", "tokens", number),
+    ("N", "N", amount_text),
+    ("D", "tokens", amount_text),
     ("steps", "steps", _count),
     ("batch", "batch_global", _count),
     ("GPUs", "gpus", _count),

@@ -9,7 +9,7 @@ from megalite.report.axes import logarithmic
 from megalite.report.found import FoundLaws
 from megalite.report.picture import INK, Picture, beside, colours, in_legend, label
 from megalite.scaling.downstream import Task
-from megalite.scaling.show import number
+from megalite.scaling.show import amount_text
 
 LINE_POINTS = 60
 PANEL = 8  # cells of a panel
@@ -83,7 +83,9 @@ def _best(scan: Mapping[str, Any]) -> Picture:
     groups: dict[tuple[str, ...], list[Mapping[str, Any]]] = {}
     for cell in cells:
         others = _others(laws.get(cell["family"]), axis)
-        words = ", ".join([cell["family"]] * bool(cell["family"]) + [f"{name} {number(cell[name])}" for name in others])
+        words = ", ".join(
+            [cell["family"]] * bool(cell["family"]) + [f"{name} {amount_text(cell[name])}" for name in others]
+        )
         groups.setdefault((cell["family"], words), []).append(cell)
 
     def paint(figure: Any) -> None:

@@ -23,7 +23,7 @@ from megalite.scaling.law import FLOPS
 from megalite.scaling.methods import AnyLaw
 from megalite.scaling.rates import BATCH, RATE
 from megalite.scaling.shapes import Rule, size_of
-from megalite.scaling.show import number
+from megalite.scaling.show import amount_text
 from megalite.scaling.stored import Stored
 from megalite.scaling.table import Results, cell_value
 from megalite_launch.base.texts import memory_text
@@ -167,9 +167,9 @@ def _distance(stored: Stored, flops: float, size: float, tokens: float, told: li
     for name, value in values.items():
         low, high = span[name]
         if value > high * RANGE_TOLERANCE:
-            away.append(f"{name} {value / high:,.3g} times the largest fitted, {number(high)}")
+            away.append(f"{name} {value / high:,.3g} times the largest fitted, {amount_text(high)}")
         elif value < low / RANGE_TOLERANCE:
-            away.append(f"{name} {low / value:,.3g} times below the smallest fitted, {number(low)}")
+            away.append(f"{name} {low / value:,.3g} times below the smallest fitted, {amount_text(low)}")
     if away:
         told.append(
             f"This leaves the runs that were fitted: {'; '.join(away)}. The interval tells how those runs scatter, not "

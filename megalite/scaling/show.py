@@ -47,7 +47,7 @@ def facts(found: Mapping[str, Any]) -> Table:
     data, settings = found["data"], found["settings"]
     made = table("", "value", text=("", "value"))
     shown = {"flops": "{:.3g}".format}  # as budgets are given; T is for tokens
-    spans = [f"{name} {' – '.join(map(shown.get(name, number), ends))}" for name, ends in data["span"].items()]
+    spans = [f"{name} {' – '.join(map(shown.get(name, amount_text), ends))}" for name, ends in data["span"].items()]
     made.add_row("fitted", f"{counted(data['runs'], 'run')} of {counted(data['sizes'], 'size')}, by {data['loss']}")
     made.add_row("span", "; ".join(spans))
     rungs = f" of the rungs {', '.join(settings['holdout'])}" if settings["holdout"] else ""
@@ -99,8 +99,8 @@ def held_out(found: Mapping[str, Any]) -> Table:
     for row in found["holdout"]:
         made.add_row(
             printable(row["slug"]),
-            number(row["parameters"]),
-            number(row["tokens"]),
+            amount_text(row["parameters"]),
+            amount_text(row["tokens"]),
             f"{row['times']:.3g}",
             f"{row['measured']:.4f}",
             interval_text(row["predicted"]),
@@ -116,7 +116,7 @@ def predictions(found: Mapping[str, Any]) -> Table:
         made.add_row(
             f"{row['flops']:.3g}",
             f"{row['times']:,.0f}",
-            *(interval_text(row[name], number) for name in ("parameters", "tokens")),
+            *(interval_text(row[name], amount_text) for name in ("parameters", "tokens")),
             interval_text(row["loss"]),
         )
     return made
@@ -140,7 +140,9 @@ def optima(scan: Mapping[str, Any]) -> Table:
     made = table("cell", "N", "D", "best", "loss there", "why none", text=("cell", "why none"))
     for cell in scan["cells"]:
         best = ["–", "–"] if cell["best"] is None else [significant(cell["best"]), f"{cell['lowest']:.4f}"]
-        made.add_row(printable(cell["label"]), number(cell["N"]), number(cell["D"]), *best, printable(cell["why"]))
+        made.add_row(
+            printable(cell["label"]), amount_text(cell["N"]), amount_text(cell["D"]), *best, printable(cell["why"])
+        )
     return made
 
 
@@ -185,7 +187,7 @@ def dropped(found: Mapping[str, Any]) -> Table:
     return made
 
 
-def number(value: float) -> str:
+def amount_text(value: float) -> str:
     """`1.23 B` parameters or tokens: with T for 1e12 and B for 1e9, as people say them."""
     for size, unit in ((1e12, " T"), (1e9, " B"), (1e6, " M"), (1e3, " k")):
         if 0.9995 * size <= value < 1e15:

@@ -12,13 +12,14 @@ import torch
 
 from megalite.config.schema import Config
 from megalite.cost.predict import Prediction, predict
-from megalite.cost.texts import PARTS, seconds_text, step_text
+from megalite.cost.texts import PARTS, step_text
 from megalite.plan.batches import GlobalBatch
 from megalite.train.build import Job
 from megalite.train.folder.records import WARM_UP_STEPS
 from megalite.train.metrics import Meter
 from megalite.train.order_costs import cluster_of_run
 from megalite.train.report import Silent
+from megalite_launch.base.texts import seconds_text
 
 COMPARISON_STEPS = 100  # steps of a start after which, or at its end, the comparison is made
 MIN_STEPS = 3  # steps that a median is taken of

@@ -35,7 +35,7 @@ from megalite.train.stragglers import Straggler
 from megalite.train.tracking.trackers import trackers_of
 from megalite_launch.base.events import append_event
 from megalite_launch.base.run_folder import RunFolder
-from megalite_launch.base.texts import scaled
+from megalite_launch.base.texts import scaled, seconds_text
 
 TROUBLE = ("bad_step", "spike", "grad_norm_jump", "rollback")
 WARNINGS = (  # events
@@ -55,11 +55,6 @@ LOADS_OF_RUN = 100  # loads of experts that a run keeps for a picture: those of 
 SENDING_SECONDS = 60.0  # seconds that the end of a run waits for its trackers
 
 
-def duration(seconds: float) -> str:
-    """The duration of a step as text."""
-    return f"{seconds * 1e3:#.3g}".rstrip(".") + " ms" if seconds < 0.9995 else f"{seconds:#.4g}".rstrip(".") + " s"
-
-
 def _pass_over(name: str, error: Exception) -> None:
     """Say nothing about an output that is lost."""
 
@@ -69,7 +64,7 @@ CONSOLE_FIELDS: dict[str, Callable[[float], str]] = {
     "loss": lambda loss: f"loss {loss:7.4f}",
     "grad_norm": lambda norm: f"norm {norm:6.3f}" if norm < 100 else f"norm {norm:6.4g}",
     "learning_rate": lambda rate: f"lr {rate:.1e}",
-    "step_seconds": lambda seconds: f"{duration(seconds):>7}",
+    "step_seconds": lambda seconds: f"{seconds_text(seconds):>7}",
     "tokens_per_second": lambda rate: f"{scaled(rate, 'tok/s'):>11}",
     "tflops_per_device": lambda rate: f"{scaled(rate * 1e12, 'FLOP/s'):>12}",
     "mfu": lambda share: f"MFU {share:5.1%}",

@@ -13,6 +13,7 @@ from megalite_launch.base.texts import (
     memory_text,
     printable,
     scaled,
+    seconds_text,
     table,
 )
 
@@ -24,6 +25,14 @@ from megalite_launch.base.texts import (
 )  # fmt: skip
 def test_times(seconds: float, text: str) -> None:
     assert lasting(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.0003125, "312 µs"), (0.3125, "312 ms"), (1.5, "1.50 s"), (123.456, "123 s"), (1100, "18.3 minutes")],
+)
+def test_times_in_one_unit(seconds: float, text: str) -> None:
+    assert seconds_text(seconds) == text
 
 
 @given(st.floats(0, 1e9))
@@ -38,7 +47,7 @@ def test_texts_are_made_printable() -> None:
 
 @pytest.mark.parametrize(
     ("value", "text"),
-    [(0.0, "0.00 B"), (0.5, "0.500 B"), (999.4, "999 B"), (999.9, "1.00 kB"), (999.7e3, "1.00 MB"), (4.26e7, "42.6 MB"),
+    [(0.0, "0 B"), (0.5, "0.500 B"), (999.4, "999 B"), (999.9, "1.00 kB"), (999.7e3, "1.00 MB"), (4.26e7, "42.6 MB"),
      (3.12e14, "312 TB"), (7, "7 B")],
 )  # fmt: skip
 def test_numbers_get_a_unit_that_fits(value: float, text: str) -> None:

@@ -15,8 +15,8 @@ from typing import NamedTuple
 from megalite.commands.plan.no_layout import nearest
 from megalite.commands.plan.request import ask
 from megalite.commands.plan.tables import layout_text
-from megalite.cost.texts import seconds_text
 from megalite.plan.memory.fit import GIB
+from megalite_launch.base.texts import seconds_text
 
 MODELS = {"1B": "llama3.2_1b", "8B": "llama3_8b", "70B": "llama3_70b", "405B": "llama3_405b"}
 TABLES = {  # in the page's order: sequences of a step, their length, and the cluster where a row names none

@@ -16,7 +16,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from megalite.base.errors import InputError
 from megalite.config.schema import Config, Log, Parallel, Run, Train
 from megalite.train.folder.records import read_lines, read_records, restore_end
-from megalite.train.report import CONSOLE_FIELDS, Report, duration
+from megalite.train.report import CONSOLE_FIELDS, Report
 
 CONFIG = Config(run=Run(name="toy"), parallel=Parallel(pp=2, dp_shard=3), train=Train(steps=20))
 RECORDS = {
@@ -114,15 +114,6 @@ def test_the_console_names_every_value(tmp_path: Path, capsys: pytest.CaptureFix
     assert second.endswith("load 1.75")
     assert "100 ktok/s  500 GFLOP/s" in second.replace("   ", "  ")
     assert third == "step 15/20  valid loss 2.0000  perplexity 7.389"
-
-
-def test_durations_are_readable() -> None:
-    assert [duration(seconds) for seconds in (0.0003125, 0.3125, 1.5, 123.456)] == [
-        "0.312 ms",
-        "312 ms",
-        "1.500 s",
-        "123.5 s",
-    ]
 
 
 def test_a_record_fits_into_a_terminal_of_100_columns(

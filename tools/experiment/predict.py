@@ -19,7 +19,7 @@ from megalite.cost.layout_choice import choice_of
 from megalite.cost.texts import money, step_text
 from megalite.scaling.budget import Bought, ClusterGpus, buy
 from megalite.scaling.settings import read_settings
-from megalite.scaling.show import interval_text, number, significant
+from megalite.scaling.show import amount_text, interval_text, significant
 from megalite.scaling.stored import Stored, read_fit
 from megalite.scaling.table import read_results
 from megalite_launch.base.arguments import above_zero
@@ -93,8 +93,8 @@ def _header(stored: Stored, bought: Bought) -> str:
     loss = interval_text(bought.loss.plain())
     return (
         printable(
-            f"# {number(bought.size)} parameters ({stored.settings.parameters}), {number(bought.tokens)} tokens, "
-            f"{bought.flops:.3g} FLOPs;"
+            f"# {amount_text(bought.size)} parameters ({stored.settings.parameters}), "
+            f"{amount_text(bought.tokens)} tokens, {bought.flops:.3g} FLOPs;"
         )
         + printable(f" predicted loss {loss}, {bought.times['flops']:.3g} times the largest fitted budget")
         + "\n"
@@ -105,15 +105,17 @@ def _show(stored: Stored, bought: Bought, machine: ClusterGpus | None) -> None:
     config, model = bought.config, bought.config.model
     made = table("", "value", text=("", "value"))
     made.add_row("budget", f"{bought.flops:.4g} FLOPs (6·N·D), {bought.times['flops']:.3g} × the largest fitted")
-    made.add_row("best N", f"{interval_text(bought.best[0].plain(), number)}, N counted {stored.settings.parameters}")
-    made.add_row("best D", interval_text(bought.best[1].plain(), number))
+    made.add_row(
+        "best N", f"{interval_text(bought.best[0].plain(), amount_text)}, N counted {stored.settings.parameters}"
+    )
+    made.add_row("best D", interval_text(bought.best[1].plain(), amount_text))
     heads = f"{model.heads} heads, {model.kv_heads} of keys, MLP {model.ffn:,}"
     shape = f"{model.layers} layers of width {model.width:,}, {heads}"
-    made.add_row("model", f"{number(bought.size)}: {shape}; {bought.times['parameters']:.3g} × the largest fitted")
+    made.add_row("model", f"{amount_text(bought.size)}: {shape}; {bought.times['parameters']:.3g} × the largest fitted")
     batch = config.batch.global_ * model.sequence_length
-    made.add_row("tokens", f"{number(bought.tokens)}; {bought.times['tokens']:.3g} × the most fitted")
+    made.add_row("tokens", f"{amount_text(bought.tokens)}; {bought.times['tokens']:.3g} × the most fitted")
     made.add_row(
-        "training", f"{config.train.steps:,} steps of {config.batch.global_:,} sequences, {number(batch)} tokens"
+        "training", f"{config.train.steps:,} steps of {config.batch.global_:,} sequences, {amount_text(batch)} tokens"
     )
     made.add_row("rate", significant(config.optim.lr))
     made.add_row(

@@ -18,7 +18,7 @@ from megalite.base.files import check_output, exists, write_new
 from megalite.config.yaml import read_mapping
 from megalite.cost.cluster import Cluster, cluster_path, read_cluster
 from megalite.cost.constants import FITTED_CONSTANTS
-from megalite.cost.texts import seconds_text
+from megalite_launch.base.texts import seconds_text
 from megalite_tools.plan.calibration import FIGURES, Fit, Runs, fit
 from megalite_tools.plan.measured_runs import MeasuredRun, read_run
 from megalite_tools.terminal import Terminal

@@ -9,10 +9,10 @@ from megalite.commands.plan.request import Asked
 from megalite.commands.plan.tables import fits_text, layout_text
 from megalite.cost.layout_choice import choice_of
 from megalite.cost.predict import Prediction
-from megalite.cost.texts import PARTS, money, seconds_text, step_text
+from megalite.cost.texts import PARTS, money, step_text
 from megalite.cost.whole_run import run_of
 from megalite.plan.memory.peak import KINDS, Memory
-from megalite_launch.base.texts import memory_text
+from megalite_launch.base.texts import memory_text, seconds_text
 
 Pair = tuple[Prediction, Memory]
 

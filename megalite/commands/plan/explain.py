@@ -16,7 +16,7 @@ from megalite.config.rules.validate import check
 from megalite.config.schema import Config
 from megalite.cost.layout_choice import Choice, choice_of
 from megalite.cost.predict import Prediction
-from megalite.cost.texts import PARTS, number, seconds_text, step_text, time_unit, turns_text
+from megalite.cost.texts import PARTS, step_text, turns_text
 from megalite.cost.whole_run import goodput
 from megalite.layout_search.time_bounds import VIRTUAL_STAGES
 from megalite.plan.memory.peak import KINDS, Memory, crowded, memory_of_ranks
@@ -24,7 +24,7 @@ from megalite.plan.memory.rebalance import flatter_split
 from megalite.plan.pipeline import pairs_up
 from megalite.plan.split import split_without_mtp
 from megalite.schedule.generate import NAMES
-from megalite_launch.base.texts import memory_text
+from megalite_launch.base.texts import memory_text, rounded, seconds_text, time_unit
 
 BAR_WIDTH = 40  # characters of the longest bar
 LISTED_CHANGES = 6  # changes
@@ -146,8 +146,8 @@ def _time(prediction: Prediction) -> Table:
         seconds = prediction.parts[name]
         if seconds > 1e-4 * prediction.seconds:
             bar = "█" * max(1, round(BAR_WIDTH * seconds / longest))
-            shown.add_row(text, number(seconds / size), f"{seconds / prediction.seconds:.1%}", bar)
-    shown.add_row("step", number(prediction.seconds / size), "100.0%", "", style="bold")
+            shown.add_row(text, rounded(seconds / size), f"{seconds / prediction.seconds:.1%}", bar)
+    shown.add_row("step", rounded(prediction.seconds / size), "100.0%", "", style="bold")
     return shown
 
 

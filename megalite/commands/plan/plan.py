@@ -28,12 +28,12 @@ from megalite.config.load import dump
 from megalite.config.rules.parallel import SCHEDULE_FILES
 from megalite.cost.layout_choice import choice_of
 from megalite.cost.predict import Prediction
-from megalite.cost.texts import money, seconds_text, step_text
+from megalite.cost.texts import money, step_text
 from megalite.cost.whole_run import run_of
 from megalite.layout_search.search import Found, Result
 from megalite.schedule.file import write as write_order
 from megalite.schedule.generate import AUTO_SCHEDULE
-from megalite_launch.base.texts import memory_text
+from megalite_launch.base.texts import memory_text, seconds_text
 
 Parts = list[tuple[str, RenderableType]]
 _NO_GPU_COUNT = "No number of GPUs here keeps the limits."

@@ -12,11 +12,11 @@ from megalite.config.schema import SCHEDULES
 from megalite.cost.layout_choice import Choice
 from megalite.cost.program import NATURAL_LOAD
 from megalite.cost.state_files import files_text
-from megalite.cost.texts import money, number, step_text, time_unit
+from megalite.cost.texts import money, step_text
 from megalite.cost.whole_run import DAY, WholeRun, goodput, run_of
 from megalite.layout_search.search import Found, Result, fullest_rank
 from megalite.plan.memory.held import HOST_MEMORY
-from megalite_launch.base.texts import memory_text, scaled
+from megalite_launch.base.texts import memory_text, rounded, scaled, time_unit
 
 LISTED_ROWS = 5  # rows, where --top does not tell
 
@@ -125,8 +125,8 @@ def _run_cells(run: WholeRun, size: float, spread: float) -> list[str]:
     """Time and cost, each with its interval, GPU-hours and energy. spread: half the interval's width, relative."""
     time, cost = run.seconds / size, run.cost
     return [
-        f"{number(time)} ({number(time / (1 + spread))} – {number(time * (1 + spread))})",
-        number(run.gpu_hours),
+        f"{rounded(time)} ({rounded(time / (1 + spread))} – {rounded(time * (1 + spread))})",
+        rounded(run.gpu_hours),
         f"{money(cost)} ({money(cost / (1 + spread))} – {money(cost * (1 + spread))})",
         scaled(run.energy, "Wh"),
     ]

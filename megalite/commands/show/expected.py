@@ -11,12 +11,12 @@ from megalite.base.terminal import table
 from megalite.config.schema import Config
 from megalite.cost.cluster import Cluster
 from megalite.cost.predict import Prediction, predict
-from megalite.cost.texts import money, number, seconds_text, step_text
+from megalite.cost.texts import money, step_text
 from megalite.cost.whole_run import run_of
 from megalite.plan.batches import samples_after
 from megalite.plan.memory.fit import GIB, TENSOR_SHARE
 from megalite.plan.memory.peak import Memory
-from megalite_launch.base.texts import memory_text
+from megalite_launch.base.texts import memory_text, rounded, seconds_text
 
 GPU_SIZES = (24, 40, 80, 141, 192)  # GiB of GPUs that there are
 MEMORY_HINT = "Memory is not predicted here, which takes a while: --memory tells whether this fits."
@@ -65,7 +65,7 @@ def _facts(config: Config, prediction: Prediction, needed: int | None) -> Table:
     shown.add_row("tokens/s/GPU", f"{prediction.tokens_per_second:,.0f}")
     shown.add_row("MFU", f"{prediction.mfu:.1%} (attention counted in full: {prediction.mfu_full:.1%})")
     shown.add_row(counted(steps, "step"), f"{seconds_text(run.seconds)}, failures and checkpoints included")
-    shown.add_row("GPU-hours", number(run.gpu_hours))
+    shown.add_row("GPU-hours", rounded(run.gpu_hours))
     shown.add_row("cost", f"{money(run.cost)} at ${prediction.cluster.price:.2f} for a GPU and an hour")
     return shown
 

@@ -11,7 +11,7 @@ from megalite.base.terminal import console, sections
 from megalite.config.rules.parallel import SCHEDULE_FILES
 from megalite.config.schema import SCHEDULES, Config
 from megalite.cost.order_costs import costing_of
-from megalite.cost.texts import searched_text, seconds_text
+from megalite.cost.texts import searched_text
 from megalite.plan import automatic
 from megalite.plan.pipeline import actions, bubble, micro_batches, pairs_up, table_of
 from megalite.schedule.actions import Table
@@ -19,6 +19,7 @@ from megalite.schedule.draw import draw_svg, draw_text, title
 from megalite.schedule.file import write
 from megalite.schedule.generate import AUTO_SCHEDULE
 from megalite.schedule.simulate import simulate
+from megalite_launch.base.texts import seconds_text
 
 OVERRIDE = re.compile(r"[a-z_]+(\.[a-z_]+)*=")  # a key that the option has taken for its file
 MAX_UNASKED_ACTIONS = (

@@ -20,12 +20,12 @@ from megalite.config.schema import Config
 from megalite.cost.flows import flows
 from megalite.cost.layout_choice import choice_of
 from megalite.cost.predict import Prediction, timeline
-from megalite.cost.texts import seconds_text, step_text, turns_text
+from megalite.cost.texts import step_text, turns_text
 from megalite.layout_search.search import Found, Result, fullest_rank
 from megalite.plan.memory.peak import KINDS, Memory
 from megalite.plan.pipeline import micro_batches
 from megalite.schedule.draw import draw_svg, size_text
-from megalite_launch.base.texts import memory_text
+from megalite_launch.base.texts import memory_text, seconds_text
 from megalite_launch.page.html import Key, escape, paragraph, section, wide
 from megalite_launch.page.style import COLOURS, document
 

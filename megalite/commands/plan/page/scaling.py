@@ -8,10 +8,9 @@ from megalite.commands.plan.request import Asked
 from megalite.commands.plan.tables import layout_text, pareto, run_unit
 from megalite.cost.layout_choice import choice_of
 from megalite.cost.predict import Prediction
-from megalite.cost.texts import seconds_text, time_unit
 from megalite.cost.whole_run import run_of
 from megalite.layout_search.search import Result
-from megalite_launch.base.texts import scaled
+from megalite_launch.base.texts import scaled, seconds_text, time_unit
 from megalite_launch.page.html import columns, paragraph, section, table
 from megalite_launch.page.lines import Axis, Line, line_chart
 

@@ -7,9 +7,8 @@ from megalite.base.errors import counted
 from megalite.cost.cluster import Cluster
 from megalite.cost.flows import Flow
 from megalite.cost.predict import Prediction
-from megalite.cost.texts import seconds_text
 from megalite.plan.parts.transfers import axis_sizes
-from megalite_launch.base.texts import scaled
+from megalite_launch.base.texts import scaled, seconds_text
 from megalite_launch.page.html import Key, escape, figure, table
 
 AXES = {  # names and colours of flows, by axis

@@ -20,8 +20,6 @@ from megalite.cost.network import Group, Net
 from megalite.cost.program import HOST_BACKWARD_RATIO, TABLE_KERNELS, Program, attention_shares, machine_of
 from megalite.cost.share import Share
 from megalite.cost.turns import LayerPass, Stretch
-from megalite.plan.parts.adapted import bare
-from megalite.plan.parts.experts import ExpertsPart
 from megalite.plan.parts.part import FOUR_BIT_BYTES, Product
 from megalite.plan.parts.window import attended_pairs
 from megalite.plan.recompute_modes import Mode
@@ -338,11 +336,7 @@ class LayerModel:
     @property
     def _shared(self) -> list[Product]:
         """Products of the expert that computes all tokens, while others' rows travel."""
-        share, found = self.share, list[Product]()
-        for part in map(bare, share.parts):
-            if isinstance(part, ExpertsPart) and part.shared is not None:
-                found += part.shared.products(_aligned(share.tokens), share.tp)
-        return found
+        return [each for each in self.share.products(_aligned(self.share.tokens)) if each.beside_rows]
 
     def _with_dispatch(self, compute: Seconds, shared: float) -> Seconds:
         """A pass with what its tokens' way to their experts and back adds to the compute, of which `shared` seconds are

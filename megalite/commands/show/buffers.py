@@ -9,7 +9,6 @@ from megalite.base.terminal import table
 from megalite.config.layers import layer_kinds
 from megalite.config.schema import Buffers, Config, ExpertParallel
 from megalite.plan.parts.experts import ExpertsPart
-from megalite.plan.parts.layer import feed_forward
 from megalite.plan.parts.sizes import Sizes
 from megalite_launch.base.texts import memory_text
 
@@ -27,9 +26,8 @@ def expert_buffers(config: Config) -> Table:
 
 def _facts(config: Config, buffers: Buffers) -> tuple[str, str, str]:
     sizes = Sizes(replace(config, parallel=replace(config.parallel, experts=ExpertParallel(buffers))))
-    mixture = next(kind.feed_forward for kind in layer_kinds(config.model) if kind.mixture is not None)
-    part = feed_forward(config.model.width, mixture)
-    assert isinstance(part, ExpertsPart)
+    mixture = next(kind.mixture for kind in layer_kinds(config.model) if kind.mixture is not None)
+    part = ExpertsPart(config.model.width, mixture)
     kept = sum(each.bytes for each in part.kept(sizes) if each.until in ROW_MOMENTS and not each.recipe)
     forward = part.forward_transfers(sizes, 0, "forward") + part.output_transfers(sizes, "forward")
     passed = forward + part.backward_transfers(sizes, 0)

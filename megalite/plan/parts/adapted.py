@@ -312,8 +312,3 @@ class Adapted:
 def _scaling(moment: str) -> str:
     """The moment of backward before another, in which what that one's matrices have made was scaled."""
     return f"{moment} scaled"
-
-
-def bare(part: object) -> object:
-    """A part without adapters."""
-    return part.part if isinstance(part, Adapted) else part

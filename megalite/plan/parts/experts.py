@@ -88,7 +88,7 @@ class ExpertsPart(Weighted):
             Product(here, count, self.width),
             Product(rows, 2 * hidden, self.width, count),
             Product(rows, self.width, hidden, count),
-            *([] if self.shared is None else self.shared.products(tokens, tp)),
+            *(each._replace(beside_rows=True) for each in (self.shared.products(tokens, tp) if self.shared else ())),
             *([Product(here, 1, self.width)] if self.kind.shared_gate else []),
         ]
 

@@ -7,9 +7,11 @@ from collections.abc import Iterator
 
 from megalite.base.errors import Problem
 from megalite.config.convert import leaves, to_plain
-from megalite.config.schema import Config
+from megalite.config.schema import Config, Model
 
 DEFAULTS = dict(leaves(to_plain(Config())))
+Idle = dict[str, tuple[bool, str, str]]
+"""Keys that may have no effect, each with whether that is so, why, and what to do."""
 
 
 def doubts(config: Config) -> Iterator[Problem]:
@@ -19,61 +21,58 @@ def doubts(config: Config) -> Iterator[Problem]:
         rule = f"lasts all of train.steps = {steps}, so the learning rate does not reach optim.lr"
         yield Problem("schedule.warmup", rule, "use fewer steps of warmup, unless this is a trial", schedule.warmup)
     values = dict(leaves(to_plain(config)))
-    for key, (idle, why, fix) in _idle(config).items():
-        if idle and values.get(key) not in (None, DEFAULTS.get(key)):
+    idle = _training(config) | _checkpoints(config) | _layers(config.model) | _parametrization(config) | _batch(config)
+    for key, (found, why, fix) in idle.items():
+        if found and values.get(key) not in (None, DEFAULTS.get(key)):
             yield Problem(key, f"has no effect {why}", fix, values[key])
     if config.data.valid and config.eval.steps == 0:
         rule = "is not looked at with eval.steps = 0"
         yield Problem("data.valid", rule, "set eval.steps, or leave data.valid out")
 
 
-def _idle(config: Config) -> dict[str, tuple[bool, str, str]]:
-    """Keys that may have no effect, each with whether that is so, why, and what to do."""
-    train, batch, checkpoint, name = config.train, config.batch, config.checkpoint, config.schedule.name
-    bad_steps, spikes = train.on_bad_step, train.on_spike
-    rolls_back = "rollback" in (bad_steps, spikes)
-    no_spikes = (spikes == "ignore", "with train.on_spike = ignore", "set train.on_spike=warn or rollback")
-    found = {
+def _training(config: Config) -> Idle:
+    train, name = config.train, config.schedule.name
+    rolls_back = "rollback" in (train.on_bad_step, train.on_spike)
+    no_spikes = (train.on_spike == "ignore", "with train.on_spike = ignore", "set train.on_spike=warn or rollback")
+    no_floor = (name in ("constant", "inverse_sqrt"), f"with schedule.name = {name}", "use cosine or linear")
+    stops = train.on_bad_step == "stop" and not rolls_back
+    muon = (config.optim.name != "muon", f"with optim.name = {config.optim.name}", "set optim.name=muon")
+    return {
         "eval.interval": (config.eval.steps == 0, "with eval.steps = 0", "set eval.steps, the batches to evaluate on"),
-        "schedule.floor": (
-            name in ("constant", "inverse_sqrt"),
-            f"with schedule.name = {name}",
-            "use cosine or linear",
-        ),
+        "schedule.floor": no_floor,
         "train.rollback_skip": (not rolls_back, "where nothing is rolled back", "set train.on_bad_step=rollback"),
-        "train.max_bad_steps": (
-            bad_steps == "stop" and not rolls_back,
-            "with train.on_bad_step = stop",
-            "set train.on_bad_step=skip or rollback",
-        ),
+        "train.max_bad_steps": (stops, "with train.on_bad_step = stop", "set train.on_bad_step=skip or rollback"),
         "train.spike_window": no_spikes,
         "train.spike_threshold": no_spikes,
         "parallel.context.method": (config.parallel.cp == 1, "with parallel.cp = 1", "set parallel.cp"),
+        **{f"optim.muon.{key}": muon for key in vars(config.optim.muon)},
+    }
+
+
+def _checkpoints(config: Config) -> Idle:
+    checkpoint = config.checkpoint
+    one_start = checkpoint.resume not in ("auto", "never")
+    no_export = (checkpoint.export is None, "with checkpoint.export = null", "set checkpoint.export=hf")
+    no_url = (checkpoint.export_url is None, "with checkpoint.export_url = null", "set checkpoint.export_url")
+    if checkpoint.keep == 0 and checkpoint.interval:
+        spared = (True, "with checkpoint.keep = 0, which keeps all", "use one of them")
+    else:
+        why = "with checkpoint.interval = 0, which saves at the end only"
+        spared = (checkpoint.interval == 0, why, "set checkpoint.interval")
+    return {
         "checkpoint.weights": (
-            checkpoint.resume not in ("auto", "never"),
+            one_start,
             f"with checkpoint.resume = {checkpoint.resume}",
             "a run begins with one of them; leave out the other",
         ),
-        **{
-            f"checkpoint.{key}": (
-                checkpoint.export is None,
-                "with checkpoint.export = null",
-                "set checkpoint.export=hf",
-            )
-            for key in ("export_every", "export_keep", "export_url")
-        },
-        "checkpoint.export_timeout": (
-            checkpoint.export_url is None,
-            "with checkpoint.export_url = null",
-            "set checkpoint.export_url",
-        ),
-        "checkpoint.keep_every": (
-            checkpoint.interval == 0,
-            "with checkpoint.interval = 0, which saves at the end only",
-            "set checkpoint.interval",
-        ),
+        **{f"checkpoint.{key}": no_export for key in ("export_every", "export_keep", "export_url")},
+        "checkpoint.export_timeout": no_url,
+        "checkpoint.keep_every": spared,
     }
-    attention, length, layers = config.model.attention, config.model.sequence_length, config.model.layers
+
+
+def _layers(model: Model) -> Idle:
+    attention, length, layers, found = model.attention, model.sequence_length, model.layers, Idle()
     if attention.window is not None:
         if attention.full_every == 1:
             why, fix = "with model.attention.full_every = 1: no layer has a window", "use a larger full_every, or null"
@@ -90,22 +89,24 @@ def _idle(config: Config) -> dict[str, tuple[bool, str, str]]:
         why = "with model.attention.nope_every = 1: no layer has rotary positions"
         for key in ("model.rope_theta", "model.rotary_width"):
             found[key] = (attention.nope_every == 1, why, "use a larger nope_every, or null")
-    kind = config.model.parametrization
-    if config.model.base is not None and kind != "completep":
-        scaled = () if kind == "standard" else ("width", "head_width")
-        why = f"with model.parametrization = {kind}"
-        found |= {
-            f"model.base.{name}": (True, why, "set model.parametrization=completep")
-            if name == "layers"
-            else (True, why, "set model.parametrization=mup")
-            for name in vars(config.model.base)
-            if name not in scaled
-        }
-    if config.optim.name != "muon":
-        why, fix = f"with optim.name = {config.optim.name}", "set optim.name=muon"
-        found |= {f"optim.muon.{name}": (True, why, fix) for name in vars(config.optim.muon)}
-    if checkpoint.keep == 0 and checkpoint.interval:
-        found["checkpoint.keep_every"] = (True, "with checkpoint.keep = 0, which keeps all", "use one of them")
+    return found
+
+
+def _parametrization(config: Config) -> Idle:
+    kind, base = config.model.parametrization, config.model.base
+    if base is None or kind == "completep":
+        return {}
+    scaled = () if kind == "standard" else ("width", "head_width")
+    why = f"with model.parametrization = {kind}"
+    return {
+        f"model.base.{key}": (True, why, f"set model.parametrization={'completep' if key == 'layers' else 'mup'}")
+        for key in vars(base)
+        if key not in scaled
+    }
+
+
+def _batch(config: Config) -> Idle:
+    batch, found = config.batch, Idle()
     if batch.rampup is not None:
         full = batch.rampup.start == batch.global_
         found["batch.rampup.tokens"] = (full, "with batch.rampup.start = batch.global", "begin with less")

@@ -124,8 +124,8 @@ class Product(NamedTuple):
     groups: weights among which the rows are divided, evenly on average. gathered: features of a token that ranks of
     tensor parallelism gather for it. scattered: they sum its outputs, and each takes its part of the sequence. trained:
     its weight has a gradient. four_bits: it is kept in them, and made wide before the product. scaled: inputs of a
-    matrix whose output this is added to, before that is scaled by norms of the matrix's rows; 0: it is not. beside_rows:
-    it is computed while rows of tokens are on their way to other ranks' experts, or back.
+    matrix whose output this is added to, before that is scaled by norms of the matrix's rows; 0: it is not.
+    beside_rows: it is computed while rows of tokens are on their way to other ranks' experts, or back.
     """
 
     rows: float

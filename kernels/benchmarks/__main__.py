@@ -6,7 +6,6 @@ a kernel of this package disagrees or fails; 2: bad input, or nothing to run on;
 """
 
 import argparse
-import json
 import os
 import shlex
 import sys
@@ -30,6 +29,7 @@ from megalite_kernels.benchmarks.sweep import measure as measure_sweep
 from megalite_kernels.benchmarks.sweep_report import agreement_table, comparison_table, sweep_data, sweep_page
 from megalite_kernels.benchmarks.timing import MIN_ROUNDS, Gpu, copied_sizes, copies, copy_bandwidths
 from megalite_launch.base.files import SHARED_MODE, write_whole
+from megalite_launch.base.texts import record_text
 
 PROGRAM = "python -m megalite_kernels.benchmarks"
 OUT = "docs/benchmarks/kernels_gpu.json"
@@ -150,7 +150,7 @@ def _run(options: argparse.Namespace, command: str) -> list[Row]:
         gpu.free()
         # After every case: a machine may be lent for less time than all take.
         head["cases"] = f"{done} of {len(todo)}"
-        write_whole(options.out, json.dumps(as_data(head, rows, bandwidths), indent=1) + "\n", SHARED_MODE)
+        write_whole(options.out, record_text(as_data(head, rows, bandwidths)), SHARED_MODE)
         write_whole(options.out.with_suffix(".md"), page(head, rows, bandwidths), SHARED_MODE)
     print(summary_table(summaries(rows, max(bandwidths.values()))), end="")
     return rows
@@ -163,7 +163,7 @@ def _sweep(options: argparse.Namespace, command: str) -> list[Trial]:
     for case in swept_cases(options.ops, [MODELS[model] for model in options.models], gpu.free()):
         for of_pass in measure_sweep(case, gpu, options.rounds, log):
             trials += of_pass
-            write_whole(options.out, json.dumps(sweep_data(head, trials, bandwidths), indent=1) + "\n", SHARED_MODE)
+            write_whole(options.out, record_text(sweep_data(head, trials, bandwidths)), SHARED_MODE)
             write_whole(options.out.with_suffix(".md"), sweep_page(head, trials, bandwidths), SHARED_MODE)
         gpu.free()
     print(comparison_table(trials, max(bandwidths.values())), end="")

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import textwrap
 import time
 import unicodedata
-from collections.abc import Iterable, Sequence
-from typing import Optional
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Optional
 
 DAY, HOUR, MINUTE = 86_400, 3600, 60
 MINUTES_THRESHOLD = 999.5  # seconds, from which on `seconds_text` writes minutes
@@ -137,3 +138,12 @@ def markdown_table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> s
 
     lines = [header, ["---"] * len(header), *rows]
     return "".join(f"| {' | '.join(map(cell, line))} |\n" for line in lines)
+
+
+def record_text(record: Mapping[str, Any]) -> str:
+    """A record of measurements as JSON: every key on a line, and every row of a list, so that two can be compared."""
+    lines = []
+    for key, value in record.items():
+        rows = [f"\n  {json.dumps(row)}" for row in value] if isinstance(value, list) else []
+        lines.append(f" {json.dumps(key)}: " + (f"[{','.join(rows)}\n ]" if rows else json.dumps(value)))
+    return "{\n" + ",\n".join(lines) + "\n}\n"

@@ -1,5 +1,7 @@
 """Times, numbers and tables as people read them."""
 
+import json
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,6 +14,7 @@ from megalite_launch.base.texts import (
     markdown_table,
     memory_text,
     printable,
+    record_text,
     scaled,
     seconds_text,
     table,
@@ -87,3 +90,15 @@ def test_tables_of_any_width_show_all_words(rows: list[tuple[str, str]], width: 
     assert sorted("".join(shown.split())) == sorted("".join(words.split()))
     starts = max(len(name) for name, _ in [("name", ""), *cleaned])
     assert all(len(line) <= max(width, starts + 2 + MIN_WIDTH) for line in shown.split("\n"))
+
+
+def test_a_record_has_a_row_on_a_line() -> None:
+    record = {
+        "command": "x",
+        "device": {"name": "é"},
+        "none": [],
+        "rows": [{"op": "norm", "ms": [1.5, 2]}, {"op": "add"}],
+    }
+    text = record_text(record)
+    assert json.loads(text) == record
+    assert text.splitlines()[3:] == [' "none": [],', ' "rows": [', *text.splitlines()[5:7], " ]", "}"]

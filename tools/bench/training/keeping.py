@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from megalite.base.errors import InputError
-from megalite.base.files import is_file, read_object, write_object, write_whole
+from megalite.base.files import is_file, read_object, write_whole
+from megalite_launch.base.texts import record_text
 from megalite_launch.preflight.smi import SmiError, ask, table
 from megalite_tools.bench.training import junit
 from megalite_tools.bench.training.cases import Case
@@ -55,7 +56,7 @@ class Keeper:
             files = [path for path in found if path.suffix != REPORTS]
             files += sorted((self._out / "traces").glob("*.gz"))
             writes = [
-                lambda: write_object(folder / "rows.json", {**self._head(), "rows": [*rows.values()]}),
+                lambda: write_whole(folder / "rows.json", record_text({**self._head(), "rows": [*rows.values()]})),
                 lambda: write_whole(folder / "table.md", self.page(rows)),
                 lambda: write_whole(folder / "tests.xml", junit.merged(reports)) if reports else None,
                 lambda: self._archive(folder / "files.tar.gz", files),

@@ -20,6 +20,10 @@ EXPERT_AXES = ("ep_replicate", "ep_fsdp", "ep")  # axes of the mesh of experts i
 # Groups of their own even where other axes are the same ranks: a group's collectives wait for one another, and keys,
 # values and tokens would wait for the weights that are on their way beside compute.
 APART = ("cp", *(f"mesh_{name}" for name in EXPERT_AXES))
+PAIRS = ("pp_even", "pp_odd", "pp_ends")  # divisions of the ranks into neighbours in pipelines
+# Most multiprocessors that a group's messages may take from matrix products: NCCL's kernels wait on them for the other
+# rank. Unbounded they take some 16 to 32 inside of a node, and 2 for each peer and adapter between nodes.
+MAX_CTAS = {"mesh_pp": 8, **dict.fromkeys(PAIRS, 4)}  # a rank is in two pairs
 
 
 @dataclass(frozen=True)
@@ -42,6 +46,7 @@ class Mesh:
     # The same ranks with the axes pp, ep_replicate, ep_fsdp and ep: ranks along ep share out the experts of a layer,
     # and ranks along the two axes before it have the same experts. None: every rank has all.
     experts: DeviceMesh | None = None
+    pairs: tuple[dist.ProcessGroup, ...] = ()  # this rank with each of its neighbours in the pipeline; of 2, it is "pp"
 
     @staticmethod
     def build(
@@ -63,6 +68,8 @@ class Mesh:
         grid = ranks.view(layout.pp, *data, layout.tp)
         lines = {f"mesh_{name}": _lines(grid, axis) for axis, name in enumerate(AXES)}
         lines |= {"world": ranks[None], "stage": grid.flatten(1)} if with_stage else {"world": ranks[None]}
+        if layout.pp > 2:
+            lines |= _pairs(_lines(grid, 0))
         if layout.cp > 1:
             lines["cp"] = _lines(ranks.view(-1, layout.cp, layout.tp), 1)
         same = shards * layout.tp // layout.ep
@@ -80,7 +87,9 @@ class Mesh:
                 names = ("pp", *EXPERT_AXES)
                 groups = [found[f"mesh_{name}"] for name in names]
                 experts = DeviceMesh.from_group(groups, device.type, expert_grid, mesh_dim_names=names)
-            mesh = Mesh(layout, device, root, found["world"], rank, found.get("cp"), found.get("stage"), experts)
+            pairs = tuple(group for name in PAIRS if (group := found.get(name)) is not None)
+            others = found.get("cp"), found.get("stage"), experts, pairs
+            mesh = Mesh(layout, device, root, found["world"], rank, *others)
         if mesh is not None and timeout is not None:
             for group in mesh.groups:
                 set_timeout(timeout, group)
@@ -95,7 +104,7 @@ class Mesh:
         others = [group for group in (self.cp, self.stage) if group is not None]
         if self.experts is not None:
             others += [self.experts.get_group(axis) for axis in EXPERT_AXES]
-        return list(dict.fromkeys([self.world, *axes, *others]))
+        return list(dict.fromkeys([self.world, *axes, *self.pairs, *others]))
 
     @property
     def axes(self) -> dict[str, str]:
@@ -105,6 +114,7 @@ class Mesh:
         A group of all processes is PyTorch's own, whose description tells no axis.
         """
         found = {self.group(axis): axis if axis in ("pp", "tp") else "dp" for axis in AXES}
+        found |= dict.fromkeys(self.pairs, "pp")
         found |= {} if self.cp is None else {self.cp: "cp"}
         if self.experts is not None:
             found |= {self.experts.get_group("ep"): "ep"}
@@ -145,6 +155,14 @@ class Mesh:
     def group(self, axis: str) -> dist.ProcessGroup:
         return self.root.get_group(axis)
 
+    def toward(self, position: int) -> dist.ProcessGroup:
+        """The group of messages to another pipeline rank: a pair if they are neighbours, so that none waits for others.
+
+        NCCL runs the exchanges of a group one after the other.
+        """
+        peer = self.along("pp", position)
+        return next((pair for pair in self.pairs if peer in dist.get_process_group_ranks(pair)), self.group("pp"))
+
     def along(self, axis: str, position: int) -> int:
         """The global rank at `position` along `axis` that has this rank's other coordinates."""
         return self.layout.rank(**{**self.coordinates, axis: position})
@@ -153,6 +171,15 @@ class Mesh:
 def _lines(grid: Tensor, axis: int) -> Tensor:
     """The ranks of a grid as lines along one of its axes."""
     return grid.movedim(axis, -1).flatten(0, -2)
+
+
+def _pairs(pipelines: Tensor) -> dict[str, Tensor]:
+    """Neighbours in pipelines, first and last rank included: by name of a division that has each rank at most once."""
+    p = pipelines.shape[1]
+    pairs = {"pp_even": pipelines[:, : p - p % 2], "pp_odd": pipelines.roll(-1, 1)[:, : p - p % 2]}
+    if p % 2:
+        pairs["pp_ends"] = pipelines[:, [0, -1]]
+    return {name: rows.reshape(-1, 2) for name, rows in pairs.items()}
 
 
 def _groups(lines: Mapping[str, Tensor]) -> dict[str, dist.ProcessGroup]:
@@ -168,9 +195,18 @@ def _groups(lines: Mapping[str, Tensor]) -> dict[str, dist.ProcessGroup]:
     for name, rows in lines.items():
         key = name if name in APART and rows.shape[1] > 1 else "", tuple(map(tuple, rows.tolist()))
         if key not in made:
-            made[key] = dist.new_subgroups_by_enumeration(rows.tolist(), group_desc=name)[0]
+            made[key] = dist.new_subgroups_by_enumeration(rows.tolist(), group_desc=name, **_bounds(name))[0]
         found[name] = made[key]
     return found
+
+
+def _bounds(name: str) -> dict[str, Any]:
+    """Arguments of a new group that bound its messages by MAX_CTAS, if NCCL carries them."""
+    if name not in MAX_CTAS or "cuda:nccl" not in dist.get_backend_config():
+        return {}
+    options = dist.ProcessGroupNCCL.Options()
+    options.config.max_ctas = MAX_CTAS[name]
+    return {"pg_options": options, "timeout": options._timeout}  # PyTorch warns of options with another timeout
 
 
 def connect(groups: Iterable[dist.ProcessGroup | None], device: torch.device) -> None:

@@ -89,6 +89,7 @@ def axes_of(mesh: Mesh) -> dict[str, str]:
     if mesh.experts is not None:
         others |= {axis: mesh.experts.get_group(axis) for axis in EXPERT_AXES}
     found: dict[str, str] = {}
+    found |= {pair.group_name: "pp" for pair in mesh.pairs}
     for axis, group in (groups | {axis: group for axis, group in others.items() if group is not None}).items():
         found.setdefault(group.group_name, axis)
     return found

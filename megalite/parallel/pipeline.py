@@ -4,6 +4,7 @@ The runner knows no schedule and no model. It posts transfers where the table sa
 data is needed, so they overlap with compute. With pp = 1, the table has no transfers.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,6 +18,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from megalite.base.errors import ranks_text
 from megalite.distributed.health.activity import Activity, Awaiting
 from megalite.distributed.health.clock import SectionClock
+from megalite.distributed.mesh import Mesh
 from megalite.parallel import fsdp
 from megalite.parallel.linear import WeightGradients
 from megalite.parallel.turns import Turns
@@ -121,7 +123,7 @@ class StepInputs:
 
 
 class Pipeline:
-    """Runs `table` as pipeline rank `rank`, which owns `stages`, by their global number.
+    """Runs `table` as this rank of `mesh`, which owns `stages`, by their global number.
 
     gradients: for each stage whose backward the table splits, the object that collects the weight gradients put off
     until action W.
@@ -133,22 +135,23 @@ class Pipeline:
         table: Table,
         stages: Mapping[int, Stage],
         gradients: Mapping[int, WeightGradients],
-        rank: int,
-        group: dist.ProcessGroup,
+        mesh: Mesh,
         activation: Activation,
         mode: str,
         activity: Activity,
         clock: SectionClock | None = None,
     ) -> None:
+        rank = mesh.coordinates["pp"]
         program = table.programs[rank]
         self.program = [Entry(item, number, len(program)) for number, item in enumerate(program, start=1)]
         seconds = {entry.item: entry for entry in self.program}
         self.beside = {first: seconds[second] for first, second in table.pairs.items() if first in seconds}
         self.taken = {entry.item for entry in self.beside.values()}
         self.table, self.stages, self.gradients, self.rank = table, stages, gradients, rank
-        self.group, self.activation, self.mode, self.activity = group, activation, mode, activity
+        self.activation, self.mode, self.activity = activation, mode, activity
         self.clock = clock or SectionClock(activation.device)
-        self.ranks = dist.get_process_group_ranks(group)
+        self.ranks = [mesh.along("pp", position) for position in range(table.ranks)]
+        self.groups = {peer: mesh.toward(peer) for peer in range(table.ranks) if peer != rank}
         self.reductions = reductions(table, rank)
 
     def run(self, step: StepInputs) -> Tensor:
@@ -260,24 +263,24 @@ class Pipeline:
             flight.outbox[send] = tensor
 
     def _exchange(self, exchange: Exchange, flight: TensorsInFlight) -> None:
-        """Post every transfer of `exchange` as one batch."""
-        operations, received = [], []
+        """Post the transfers of `exchange`, those with each peer as one batch."""
+        batches: defaultdict[dist.ProcessGroup, list[tuple[Action, dist.P2POp]]] = defaultdict(list)
         for action in exchange.actions:
-            peer = dist.get_global_rank(self.group, self.table.peer(action))
-            if action == action.transfer:
-                operations.append(dist.P2POp(dist.isend, flight.outbox.pop(action).contiguous(), peer, self.group))
-            else:
-                operations.append(dist.P2POp(dist.irecv, self.activation.empty(), peer, self.group))
-            received.append(None if action == action.transfer else action)
-        works = dist.batch_isend_irecv(operations)
-        if len(works) < len(operations):  # NCCL answers with one handle for the whole batch
-            works = works * len(operations)
+            peer = self.table.peer(action)
+            sends, group = action == action.transfer, self.groups[peer]
+            tensor = flight.outbox.pop(action).contiguous() if sends else self.activation.empty()
+            posted = dist.P2POp(dist.isend if sends else dist.irecv, tensor, self.ranks[peer], group)
+            batches[group].append((action, posted))
         flight.sending = [sent for sent in flight.sending if not sent[1].is_completed()]
-        for action_in, operation, work in zip(received, operations, works, strict=True):
-            if action_in is None:
-                flight.sending.append((operation.tensor, work, operation.peer))
-            else:
-                flight.inbox[action_in] = operation.tensor, work
+        for batch in batches.values():
+            works = dist.batch_isend_irecv([posted for _, posted in batch])
+            if len(works) < len(batch):  # NCCL answers with one handle for the whole batch
+                works = works * len(batch)
+            for (action, posted), work in zip(batch, works, strict=True):
+                if action == action.transfer:
+                    flight.sending.append((posted.tensor, work, posted.peer))
+                else:
+                    flight.inbox[action] = posted.tensor, work
 
     def _received(self, transfer: Action, flight: TensorsInFlight) -> Tensor:
         """The tensor that `transfer` brings. Waits for it."""

@@ -6,7 +6,7 @@ AXES = {  # axis -> descriptions of its process groups, see `Mesh.build`
     "tp": ("mesh_tp",),
     "cp": ("cp",),
     "ep": ("mesh_ep",),
-    "pp": ("mesh_pp",),
+    "pp": ("mesh_pp", "pp_even", "pp_odd", "pp_ends"),
     "dp": ("mesh_fsdp", "mesh_dp_replicate", "mesh_ep_fsdp", "mesh_ep_replicate"),
     "all": ("world", "stage", "default_pg"),
 }

@@ -235,5 +235,5 @@ def build_pipeline(table: Table, job: Job, shape: torch.Size, clock: SectionCloc
     _, micro, tokens = shape
     handed = ((tokens - 1) // (mesh.layout.tp * mesh.layout.cp), micro, config.model.width)
     activation = Activation(handed, compute_dtype(config.train.dtype), mesh.device)
-    rank, group, mode = mesh.coordinates["pp"], mesh.group("pp"), config.parallel.data_mode
-    return Pipeline(table, job.stages, job.weight_gradients, rank, group, activation, mode, job.activity, clock)
+    mode = config.parallel.data_mode
+    return Pipeline(table, job.stages, job.weight_gradients, mesh, activation, mode, job.activity, clock)

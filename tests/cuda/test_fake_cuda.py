@@ -77,6 +77,7 @@ def test_what_the_environment_says_of_nccl_stays(call: Call) -> None:
 
 LAYOUTS = {
     "pp": {"pp": 2},
+    "pp, groups of neighbours": {"pp": 4, "pipeline": Pipeline(split=[0, 1, 1, 0])},
     "pp, a stage at either end": {"pp": 2, "pipeline": Pipeline("zbv", split=[0, 1, 1, 0])},
     "tp, dp_shard": {"tp": 2, "dp_shard": 2},
     "hsdp": {"dp_replicate": 2, "dp_shard": 2},

@@ -1,6 +1,7 @@
 from collections import Counter
 from datetime import timedelta
 from itertools import product
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -12,6 +13,7 @@ from torch.distributed import distributed_c10d
 
 from megalite.config.layout import AXES, Layout
 from megalite.distributed.mesh import EXPERT_AXES, Mesh, connect
+from megalite.dry_run.transfers import axes_of
 
 LAYOUTS = [
     Layout(),
@@ -120,6 +122,70 @@ def test_a_stage_has_all_ranks_with_the_same_pp(layout: Layout, sharded: bool, r
         assert found == neighbours(layout, rank, "dp_replicate", "dp_shard", "cp", "tp")
         split = [layout.dp_replicate, layout.dp_shard * layout.cp] if sharded else [layout.dp * layout.cp]
         assert reused or (layout.pp > 1 and sum(size > 1 for size in (*split, layout.tp)) > 1)
+
+
+def pairs_of(layout: Layout) -> tuple[dict[int, list[int]], list[list[int]], set[str]] | None:
+    """By pipeline rank, the ranks of the group of messages to it; the ranks of all pairs; the axes that they are."""
+    mesh = Mesh.build(layout, torch.device("cpu"))
+    if mesh is None:
+        return None
+    others = [position for position in range(layout.pp) if position != mesh.coordinates["pp"]]
+    assert {*mesh.pairs} <= {*mesh.groups}
+    return (
+        {position: dist.get_process_group_ranks(mesh.toward(position)) for position in others},
+        [dist.get_process_group_ranks(pair) for pair in mesh.pairs],
+        {axes[pair.group_name] for axes in (mesh.axes, axes_of(mesh)) for pair in mesh.pairs},
+    )
+
+
+@pytest.mark.parametrize("layout", [*(Layout(pp=p) for p in range(1, 6)), Layout(pp=4, tp=2)], ids=str)
+def test_messages_to_a_neighbour_have_a_group_of_the_two(layout: Layout, ranks: Ranks) -> None:
+    """The first and the last pipeline rank are neighbours too, and of two ranks the pipeline's group is that pair."""
+    for rank, told in enumerate(ranks.run(pairs_of, layout)[: layout.world_size]):
+        assert told is not None
+        toward, pairs, axes = told
+        at, line = layout.coordinates(rank)["pp"], neighbours(layout, rank, "pp")
+        beside = {(at + 1) % layout.pp, (at - 1) % layout.pp}
+        for position, group in toward.items():
+            assert group == (sorted([rank, line[position]]) if position in beside else line)
+        expected = sorted(sorted([rank, line[position]]) for position in beside) if layout.pp > 2 else []
+        assert sorted(pairs) == expected
+        assert axes == ({"pp"} if expected else set())
+
+
+def bounds(layout: Layout, backend: str) -> dict[str, int | None]:
+    """By description of a group that building a mesh makes: the multiprocessors that NCCL's kernels may take of it."""
+    make, found = dist.new_subgroups_by_enumeration, dict[str, int | None]()
+
+    def noted(rows: list[list[int]], **options: Any) -> Any:
+        given = options.pop("pg_options", None)
+        found[options["group_desc"]] = given and given.config.max_ctas
+        assert (given is None) == ("timeout" not in options)
+        assert given is None or options.pop("timeout") == given._timeout
+        return make(rows, **options)
+
+    nccl = SimpleNamespace(
+        Options=lambda: SimpleNamespace(config=SimpleNamespace(max_ctas=None), _timeout=timedelta(minutes=10))
+    )
+    with (
+        patch.object(dist, "new_subgroups_by_enumeration", noted),
+        patch.object(dist, "get_backend_config", lambda: backend),
+        patch.object(dist, "ProcessGroupNCCL", nccl, create=True),
+    ):
+        Mesh.build.__wrapped__(layout, torch.device("cpu"))  # not the one that tests share
+    return found
+
+
+def test_messages_of_pipelines_take_few_multiprocessors_from_compute_over_nccl(ranks: Ranks) -> None:
+    for layout, bounded in (
+        (Layout(pp=2, dp_replicate=2, dp_shard=2), {"mesh_pp": 8}),
+        (Layout(pp=4, dp_shard=2), {"mesh_pp": 8, "pp_even": 4, "pp_odd": 4}),
+        (Layout(pp=3, dp_replicate=2), {"mesh_pp": 8, "pp_even": 4, "pp_odd": 4, "pp_ends": 4}),
+    ):
+        for told in ranks.run(bounds, layout, "cpu:gloo,cuda:nccl"):
+            assert {name: most for name, most in told.items() if most is not None} == bounded
+        for told in ranks.run(bounds, layout, "cpu:gloo,cuda:gloo"):
+            assert {*told.values()} == {None}
 
 
 def test_nobody_asked_for_the_group_of_a_stage(ranks: Ranks) -> None:

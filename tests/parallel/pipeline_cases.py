@@ -109,7 +109,7 @@ def runner(mesh: Mesh, table: Table, penalty: float = 0.0) -> tuple[Pipeline, di
     rank = mesh.coordinates["pp"]
     stages = {number: ToyStage(number, mesh.tp, penalty) for number in table.stages_of(rank)}
     gradients = {number: split_backward(stage) for number, stage in stages.items()}
-    return Pipeline(table, stages, gradients, rank, mesh.group("pp"), activation, "zero3", Activity()), stages
+    return Pipeline(table, stages, gradients, mesh, activation, "zero3", Activity()), stages
 
 
 def result(total: Tensor, params: Iterable[nn.Parameter]) -> Result:
@@ -227,6 +227,7 @@ def watch_a_step(pp: int, schedule: str, m: int, v: int | None) -> Watch | None:
         return found
 
     def watched_post(operations: list[dist.P2POp]) -> list[WatchedWork]:
+        assert {dist.get_world_size(operation.group) for operation in operations} == {2}, "each peer has its group"
         works = [WatchedWork(work, watch.posted + i, watch) for i, work in enumerate(post(operations))]
         watch.posted += len(works)
         return works

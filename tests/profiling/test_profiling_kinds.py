@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from megalite.distributed.mesh import PAIRS
 from megalite.profiling.kinds import COMMUNICATION, axis_of, kind_of
 
 
@@ -67,5 +68,6 @@ def test_names_tell_communication(name: str) -> None:
 
 def test_descriptions_tell_the_axis() -> None:
     told = {"mesh_tp": "tp", "mesh_pp": "pp", "mesh_fsdp": "dp", "mesh_dp_replicate": "dp", "cp": "cp", "world": "all"}
+    told |= dict.fromkeys(PAIRS, "pp")
     assert {description: axis_of(description) for description in told} == told
     assert axis_of("checkpoints") == "other"

@@ -1,5 +1,6 @@
 """No schedule deadlocks on communicators that run exchanges in order, and their simulated times obey laws."""
 
+from collections.abc import Callable, Hashable
 from dataclasses import replace
 from random import Random
 
@@ -20,15 +21,23 @@ all_tables = st.one_of(tables(6, 16), small_tables, in_turns)
 transfer_times = st.sampled_from([0.0, 0.03, 0.5, 4.0])
 
 
-def one_by_one(table: Table) -> Table:
-    """The table with an exchange for each transfer: the narrowest channel carries one message at a time."""
+def divided(table: Table, part: Callable[[Action], Hashable]) -> Table:
+    """The table with an exchange for each part of an exchange, in the order of their first transfers."""
 
     def apart(item: Item) -> list[Item]:
-        return [item] if isinstance(item, Action) else [Exchange((action,)) for action in item.actions]
+        if isinstance(item, Action):
+            return [item]
+        parts = dict.fromkeys(map(part, item.actions))
+        return [Exchange(tuple(action for action in item.actions if part(action) == name)) for name in parts]
 
     return replace(
         table, programs=tuple(tuple(one for item in program for one in apart(item)) for program in table.programs)
     )
+
+
+def one_by_one(table: Table) -> Table:
+    """The table as the narrowest channel carries it: one message at a time."""
+    return divided(table, lambda action: action)
 
 
 def costs_of(table: Table, transfer: float, random: Random | None = None, spread: float = 0.0) -> dict[Action, float]:
@@ -56,8 +65,10 @@ def test_no_schedule_deadlocks_on_one_communicator_that_carries_one_message_at_a
 
 @settings(max_examples=40, deadline=None)
 @given(all_tables)
-def test_no_other_table_does_either(table: Table) -> None:
+def test_no_other_table_does_either_nor_communicators_of_neighbours_of_which_one_runs_at_a_time(table: Table) -> None:
+    """A device with one queue (CUDA_DEVICE_MAX_CONNECTIONS=1) runs kernels in the order of their launch."""
     Communicators(one_by_one(table), SPLITS[ONE])
+    Communicators(divided(table, table.peer), SPLITS[ONE])
 
 
 def test_a_circle_of_exchanges_is_refused() -> None:

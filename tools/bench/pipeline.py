@@ -272,7 +272,7 @@ def runner(table: Table, mesh: Mesh, sleeps: Sequence[Sleeps]) -> tuple[Run, lis
     gradients = {number: WeightGradients() for number in table.stages_of(mesh.rank)}
     stages = {number: Stage(sleeps[number], owner) for number, owner in gradients.items()}
     activation = Activation(ACTIVATION_SIZE, torch.float32, CPU)
-    pipeline = Pipeline(table, stages, gradients, mesh.rank, mesh.group("pp"), activation, "zero3", Activity())
+    pipeline = Pipeline(table, stages, gradients, mesh, activation, "zero3", Activity())
     m = table.micro_batches
     step = StepInputs(_micro_batches(m), [torch.zeros(ACTIVATION_SIZE)] * m, [None] * m)
     return lambda: _discard(pipeline.run(step)), [stage.weight for stage in stages.values()]

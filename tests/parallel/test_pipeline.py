@@ -1,10 +1,14 @@
+from pathlib import Path
+
 import pytest
 import torch
 from pipeline_cases import disagreement, evaluate, outputs_alive, watch_a_step
 from ranks import Ranks
 
-from megalite.schedule.actions import Exchange
+from megalite.schedule.actions import Exchange, Table
+from megalite.schedule.file import write
 from megalite.schedule.generate import build
+from megalite.schedule.orders import one_f_one_b
 
 STAGES = {"gpipe": (None,), "1f1b": (None,), "interleaved_1f1b": (2, 3), "zb_h1": (None,), "zb_h2": (None,)}
 STAGES |= {"zbv": (None,), "dualpipev": (None,)}
@@ -40,6 +44,20 @@ def test_losses_and_gradients_are_those_of_torch_and_of_one_process(
     oracles = {"one process", "torch"} if with_torch else {"one process"}
     for told in ranks.run(disagreement, pp, schedule, m, v, with_torch)[:pp]:
         assert told == pytest.approx(dict.fromkeys(oracles, 0.0), abs=1e-12)
+
+
+@pytest.mark.parametrize("m", [3, 5])
+def test_an_odd_number_of_ranks_has_a_group_for_its_two_ends(m: int, ranks: Ranks) -> None:
+    for told in ranks.run(disagreement, 3, "interleaved_1f1b", m, 2, False)[:3]:
+        assert told == pytest.approx({"one process": 0.0}, abs=1e-12)
+
+
+def test_stages_may_follow_one_another_on_ranks_that_are_no_neighbours(ranks: Ranks, tmp_path: Path) -> None:
+    placement, path = (0, 2, 1, 3), tmp_path / "mine.yaml"
+    orders = tuple(one_f_one_b(4, 5)[placement.index(rank)] for rank in range(4))
+    path.write_text(write(Table("mine", 5, placement, orders)))
+    for told in ranks.run(disagreement, 4, str(path), 5, None, False)[:4]:
+        assert told == pytest.approx({"one process": 0.0}, abs=1e-12)
 
 
 @pytest.mark.parametrize("schedule", STAGES)

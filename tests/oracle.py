@@ -14,6 +14,7 @@ from megalite.checkpoint.weights.maps.families import FAMILIES
 from megalite.checkpoint.weights.maps.family import Family
 from megalite.config.model_schema import Attention, Base, Experts, Latent, Model, RopeScaling
 from megalite.model.decoder import Decoder
+from megalite.parallel.parameter import cut, parameters
 from megalite.plan.model.weights import weights
 
 transformers = pytest.importorskip("transformers")
@@ -241,11 +242,12 @@ def as_ours(family: str, model: Model, tensors: Mapping[str, Tensor]) -> dict[st
 
 
 def copy_weights(decoder: Decoder, oracle: Any) -> None:
-    """Give our model the oracle's weights."""
+    """Give our model, on one rank, the oracle's weights, and padding 0."""
     found = as_ours(oracle.config.model_type, decoder.model, dict(oracle.named_parameters()))
     with torch.no_grad():
-        for name, param in decoder.named_parameters():
-            param.to_local().copy_(found[name])
+        for name, param, _, shape in parameters(decoder):
+            param.to_local().zero_()
+            cut(param, shape).to_local().copy_(found[name])
 
 
 def _family(name: str) -> Family:

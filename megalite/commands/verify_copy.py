@@ -5,7 +5,7 @@ from dataclasses import asdict, replace
 from math import gcd, lcm
 from typing import Any
 
-from megalite.config.layout import FOUR_BIT_BLOCK
+from megalite.config.layout import FOUR_BIT_BLOCK, vocabulary_rows
 from megalite.config.model_schema import Base, Experts, Latent, Model, RopeScaling
 from megalite.config.schema import SCHEDULES, Batch, Config, Curriculum, Parallel, Rampup
 from megalite.plan.activations import Activations
@@ -181,9 +181,17 @@ def _shrink_experts(model: Model, width: int, parallel: Parallel, up: Callable[[
 
 
 def _shrink_vocabulary(model: Model, width: int, tp: int) -> int:
-    """A vocabulary with as much padding as at full size, and ranks of nothing else if there are some at full size."""
-    size, padding = _side(model.vocab_size, model.width, width, tp, 48), -model.vocab_size % tp
-    return min(size - padding, model.vocab_size) if padding else size
+    """A vocabulary with padding, and with ranks of nothing else, if there is or are some at full size."""
+
+    def has_padding(size: int) -> tuple[bool, bool]:
+        each = vocabulary_rows(size, tp)
+        return each * tp > size, each * (tp - 1) >= size
+
+    full = has_padding(model.vocab_size)
+    size = vocabulary_rows(_side(model.vocab_size, model.width, width, tp, 48), tp) * tp
+    if not any(full):
+        return size
+    return next(found for found in range(min(size, model.vocab_size), 0, -1) if has_padding(found) == full)
 
 
 def _shrink_rotary(model: Model, head_size: int) -> int | None:

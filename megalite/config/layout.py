@@ -75,5 +75,18 @@ def shard_dim(sizes: Sequence[int], ranks: int) -> int | None:
     return next((dim for dim, size in enumerate(sizes) if size % ranks == 0), None)
 
 
+def vocabulary_rows(size: int, tp: int) -> int:
+    """Rows on each of `tp` ranks for a vocabulary of `size` tokens, with padding: a multiple of VOCABULARY_STEP.
+
+    Tensor cores take tiles of that many columns, and an output layer whose columns are no multiple of 8 is several
+    times slower. With fewer than 1,024 tokens on a rank, the step is the largest power of two that adds less than an
+    eighth.
+    """
+    tokens = -(-size // tp)
+    step = min(VOCABULARY_STEP, 1 << max(tokens // 8, 1).bit_length() - 1)
+    return -(-tokens // step) * step
+
+
+VOCABULARY_STEP = 128
 FOUR_BIT_BLOCK = 64  # inputs of an output that weights in four bits have a maximum for, see `megalite_kernels.nf4`
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")

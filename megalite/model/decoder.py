@@ -156,7 +156,8 @@ class MtpLayer(Layer):
 class Head(nn.Module):
     """Final norm and output projection, the vocabulary split over tp: `[s/t, b, d]` → logits `[s, b, v/t]`.
 
-    A vocabulary that tp does not divide is padded; the logits of padding mean nothing, and the loss leaves them out.
+    The vocabulary is padded (`config.layout.vocabulary_rows`). The loss leaves padding out, and so do logits of one
+    rank; ranks that share the vocabulary return as many each, and those of padding mean nothing.
     Logits are multiplied by a number, which is done in the norm, and may then be capped. Given targets `[s, b]`, the
     head returns their cross-entropy instead, summed over those that are not IGNORED_TARGET. Logits then exist only in
     chunks. A split backward makes the gradient of the head's weight at once: to put it off, the gradient of the logits
@@ -173,14 +174,14 @@ class Head(nn.Module):
         super().__init__()
         self.group = tp.get_group()
         self.norm = Norm(final_norm(model), NormKind.of(model), tp, kernels, multipliers(model).logits)
-        self.softcap = model.logits_softcap
+        self.vocabulary, self.softcap = model.vocab_size, model.logits_softcap
         self.output = None if model.tie_embeddings else ColumnLinear(head(model), tp)
         if model.adapter is not None:
             add_adapters(self, head_weights(model), adapter_of(model.adapter), tp, tp)
         options: dict[str, Any] = {
             "ignore_index": IGNORED_TARGET,
-            "vocabulary": model.vocab_size,
-            "softcap": model.logits_softcap,
+            "vocabulary": self.vocabulary,
+            "softcap": self.softcap,
             "backend": kernels.cross_entropy,
         }
         self.cross_entropy: Callable[..., Tensor] = partial(linear_cross_entropy, **options)
@@ -216,6 +217,8 @@ class Head(nn.Module):
         """Logits `[s, b, v/t]` of a stream `[s/t, b, d]` that has its norm."""
         logits = linears(x, [self._weight(tied)], self.group)
         (made,) = logits if self.output is None else with_adapters(logits, x, [self.output], self.group)
+        if self.group.size() == 1:
+            made = made[..., : self.vocabulary]
         return made if self.softcap is None else self.softcap * (made / self.softcap).tanh()
 
     def _weight(self, tied: Tensor | None) -> Tensor:

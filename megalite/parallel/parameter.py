@@ -15,25 +15,29 @@ from megalite_kernels.nf4 import packed_shape, values_shape
 
 # Attributes of a parameter with which layers do not compute themselves, see `copies`.
 COPY = "copy_for_compute"
+DIVIDED = "divided_shape"  # the shape that its mesh divides, on a tensor that is `cut`: with padding
 JOINT = "joint_copy"  # on the first of several whose copies lie one after another: their `Joint`
 
 
 def parameter(weight: Weight, mesh: DeviceMesh, placement: Placement) -> nn.Parameter:
     """The parameter that `weight` describes, without values: this rank's part is on the meta device.
 
-    All ranks have equally large parts. So a dimension that the mesh does not divide is padded, see `Parameter.shape`.
+    All ranks have equally large parts. So a vocabulary is padded, see `Parameter.shape`.
     One in four bits has the bytes of `megalite_kernels.nf4` for its values.
     """
+    shape = list(weight.shape)
+    if isinstance(placement, Shard):
+        shape[placement.dim] = mesh.size() * weight.share(placement.dim, mesh.size())
     if weight.four_bits:
-        return nn.Parameter(placed(packed_shape(*weight.shape), mesh, placement, torch.uint8), requires_grad=False)
-    return nn.Parameter(placed(weight.shape, mesh, placement), requires_grad=weight.trained)
+        return nn.Parameter(placed(packed_shape(*shape), mesh, placement, torch.uint8), requires_grad=False)
+    return nn.Parameter(placed(shape, mesh, placement), requires_grad=weight.trained)
 
 
-def placed(shape: tuple[int, ...], mesh: DeviceMesh, placement: Placement, dtype: torch.dtype | None = None) -> DTensor:
+def placed(shape: Sequence[int], mesh: DeviceMesh, placement: Placement, dtype: torch.dtype | None = None) -> DTensor:
     """A tensor of global `shape`, laid out as a `parameter` is. As a buffer with a role, it is `extra_state`."""
     part = list(shape)
     if isinstance(placement, Shard):
-        part[placement.dim] = -(-part[placement.dim] // mesh.size())
+        part[placement.dim] //= mesh.size()
     local = torch.empty(part, device="meta", dtype=dtype)
     return DTensor.from_local(local, mesh, [placement], run_check=False)
 
@@ -132,7 +136,8 @@ def trainable(stage: nn.Module) -> Iterator[Parameter]:
 
 
 def cut(tensor: Tensor, shape: tuple[int, ...]) -> DTensor:
-    """A view without padding of `tensor`, a parameter or something of its size. `box` returns where its parts are."""
+    """A view without padding of `tensor`, a parameter or something of its size. `box` returns where its parts are; a
+    DTensor's own rule would divide the rows that are left anew."""
     assert isinstance(tensor, DTensor)
     # A DTensor's own `detach` gives the part another version, so `copies` would not see what is written to it.
     spec, local = tensor._spec, tensor._local_tensor.detach()
@@ -140,13 +145,15 @@ def cut(tensor: Tensor, shape: tuple[int, ...]) -> DTensor:
         assert spec.tensor_meta is not None
         local = local[: max(shape[0] - box(tensor)[1][0], 0)]
         spec = DTensorSpec(spec.mesh, spec.placements, tensor_meta=spec.tensor_meta._replace(shape=torch.Size(shape)))
-    return dtensor(local, spec)
+    made = dtensor(local, spec)
+    setattr(made, DIVIDED, getattr(tensor, DIVIDED, tuple(tensor.shape)))
+    return made
 
 
 def box(tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The sizes of this rank's part of a parameter, also of a `cut` one, and its first element's place in the whole."""
     mesh, whole, sizes = tensor.device_mesh, tensor.shape, tuple(tensor.to_local().shape)
-    parts, first = list(whole), [0] * len(whole)
+    parts, first = list(getattr(tensor, DIVIDED, whole)), [0] * len(whole)
     axes = zip(tensor.placements, mesh.get_coordinate() or (), mesh.shape, strict=True)
     # FSDP2 cuts the tensor-parallel part once more, though FSDP2's mesh axis is first: a strided shard.
     for placement, position, ranks in sorted(axes, key=lambda axis: hasattr(axis[0], "split_factor")):

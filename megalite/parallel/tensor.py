@@ -51,7 +51,7 @@ class Linear(nn.Module):
 
 
 class ColumnLinear(Linear):
-    """y = x Wᵀ + b, with output features, padded so that tp divides them, split over tp; see `columns`."""
+    """y = x Wᵀ + b, with output features, padded if they are a vocabulary, split over tp; see `columns`."""
 
     def __init__(self, weight: Weight, mesh: DeviceMesh, bias: Weight | None = None) -> None:
         super().__init__(weight)
@@ -182,7 +182,7 @@ def second_factor(layer: Linear, between: Tensor, scale: float, product: Product
 
 
 class VocabularyEmbedding(nn.Module):
-    """An embedding table split by vocabulary, padded so that tp divides it: tokens `[s, b]` → `[s/t, b, d]`.
+    """An embedding table split by vocabulary, which is padded: tokens `[s, b]` → `[s/t, b, d]`.
 
     If the table is not trained, its output still takes a gradient: every layer then runs backward alike. An adapter's
     second factor is such a table, too.

@@ -9,11 +9,11 @@ from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
+from itertools import chain
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
 from megalite.base.errors import InputError, counted
 from megalite.base.exit_codes import ExitCode
@@ -41,6 +41,7 @@ from megalite.distributed.start.meeting import meet
 from megalite.distributed.start.ranks import RankInfo
 from megalite.distributed.start.signals import ignore_stops
 from megalite.distributed.start.start import run_rank, start
+from megalite.parallel.parameter import cut, parameters
 from megalite.plan.automatic import Costing
 from megalite.plan.batches import GlobalBatch, samples_after
 from megalite.plan.float8 import float8_text
@@ -322,11 +323,10 @@ def announce(report: Report, job: Job, batches: Batches, progress: Progress) -> 
 
 
 def _parameters_here(job: Job) -> str:
-    """The number of parameters on this rank, and of those that are trained where it differs."""
+    """The number of parameters on this rank, without padding, and of those that are trained where it differs."""
     found = Counter[bool]()
-    for _, param in job.named_parameters():
-        assert isinstance(param, DTensor)
-        found[param.requires_grad] += param.to_local().numel()
+    for each in chain.from_iterable(map(parameters, job.stages.values())):
+        found[each.value.requires_grad] += cut(each.value, each.shape).to_local().numel()
     return f"{found.total()} parameters" + (f", {found[True]} of them trained," if found[False] else "")
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints and exports of a vocabulary that tensor parallelism does not divide have its true size in any layout."""
+"""Checkpoints and exports of a vocabulary that is padded have its true size in any layout."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -32,7 +32,7 @@ ODD = replace(MODEL, vocab_size=33, heads=8, kv_heads=8, qkv_bias=False)
 TIED = replace(ODD, tie_embeddings=True)
 TINY = replace(ODD, vocab_size=5)  # three of eight ranks have padding alone
 LAYOUTS = {
-    "tp 2": (Layout(dp_shard=4, tp=2), "1f1b"),  # four shards of 17 rows are not those of 16 rows and one of padding
+    "tp 2": (Layout(dp_shard=4, tp=2), "1f1b"),  # four shards of 18 rows are not those of 15 rows and three of padding
     "tp 4, both ends of a V": (Layout(pp=2, tp=4), "zbv"),
     "tp 8": (Layout(tp=8), "1f1b"),
 }

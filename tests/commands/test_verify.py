@@ -23,7 +23,7 @@ from megalite.commands import main
 from megalite.commands.verify import Difference, RankPart, Trace, _differences, _distance, compare, refuse_dead, show
 from megalite.commands.verify_copy import not_compared, shrink
 from megalite.config.layers import layer_kinds
-from megalite.config.layout import Layout
+from megalite.config.layout import Layout, vocabulary_rows
 from megalite.config.load import load
 from megalite.config.model_schema import Adapter, Attention, Base, Experts, Model, RopeScaling
 from megalite.config.rules.validate import check, validate
@@ -416,15 +416,23 @@ def test_a_shrunken_copy_has_latents_of_the_same_kinds(rank: str, method: str, c
     assert small.model.heads == small.model.kv_heads >= max(4, 2 * cp)
 
 
-@pytest.mark.parametrize(("vocabulary", "tp"), [(32001, 2), (50257, 4), (37, 3), (5, 4)])
+@pytest.mark.parametrize(
+    ("vocabulary", "tp"), [(32001, 2), (32000, 2), (32000, 4), (50257, 1), (50257, 4), (37, 3), (5, 4)]
+)
 def test_a_shrunken_copy_has_padding_where_the_model_has(vocabulary: int, tp: int) -> None:
     whole = configuration(tp=tp)
     whole.model = replace(
         whole.model, vocab_size=vocabulary, heads=12, kv_heads=12, width=24, ffn=36, sequence_length=24
     )
     small = shrink(check(whole))
-    assert small.model.vocab_size % tp == vocabulary % tp
+    assert padding(small.model.vocab_size, tp) == padding(vocabulary, tp)
     assert small.model.vocab_size <= vocabulary
+
+
+def padding(vocabulary: int, tp: int) -> tuple[bool, bool]:
+    """Whether there is any, and whether a rank has nothing else."""
+    rows = vocabulary_rows(vocabulary, tp)
+    return rows * tp > vocabulary, rows * (tp - 1) >= vocabulary
 
 
 def orders(model: Model) -> list[tuple[bool, bool]]:

@@ -13,6 +13,7 @@ from torch import Tensor
 from megalite.config.model_schema import Model
 from megalite.distributed.mesh import Mesh
 from megalite.model.decoder import Decoder
+from megalite.parallel.parameter import cut, parameters
 
 gemma2 = pytest.importorskip("transformers.models.gemma2.modeling_gemma2")
 
@@ -77,7 +78,7 @@ def _our_answer(decoder: Decoder, tokens: Tensor) -> Answer:
     inputs, targets = tokens[:, :-1].T, tokens[:, 1:].T
     loss = decoder(inputs, targets=targets)
     loss.backward()
-    gradients = {name: param.grad.full_tensor() for name, param in decoder.named_parameters()}
+    gradients = {name: cut(param.grad, shape).to_local() for name, param, _, shape in parameters(decoder)}
     return Answer(decoder(inputs).detach().transpose(0, 1), loss.detach(), gradients)
 
 

@@ -1,18 +1,20 @@
-"""A vocabulary that tensor parallelism does not divide: it is padded inside, and nothing outside shows it."""
+"""Vocabularies that are padded inside, and nothing outside shows it."""
 
+import sys
 from dataclasses import replace
 
 import pytest
 from ranks import Ranks
-from toy_jobs import MODEL, config_of
+from toy_jobs import MODEL, Parts, advance, config_of, make, one_rank, parts
 
 from megalite.commands.verify import compare
 from megalite.config.layout import Layout
 from megalite.config.model_schema import Model
 from megalite.config.schema import Batch, Config, DataParallel, Pipeline
 
-ODD = replace(MODEL, vocab_size=37, qkv_bias=False)
-TIED = replace(ODD, tie_embeddings=True)
+ODD = replace(MODEL, vocab_size=97, qkv_bias=False)  # 104 rows on one rank, 52 on each of two
+TIED = replace(ODD, vocab_size=131, tie_embeddings=True)
+FEW = replace(ODD, vocab_size=50)
 TINY = replace(ODD, vocab_size=5)  # the last of four ranks has padding alone
 
 
@@ -23,10 +25,13 @@ def case(layout: Layout, model: Model, mode: str = "zero3", schedule: str = "1f1
 
 
 CASES = {
+    "tp 1, two stages": case(Layout(pp=2), ODD),
+    "tp 1, eight shards, tied": case(Layout(dp_shard=8), TIED, "zero2"),
+    "tp 1, ddp": case(Layout(dp_replicate=2, dp_shard=2), FEW, "ddp"),
     "tp 2": case(Layout(tp=2), ODD),
     "tp 3, tied": case(Layout(tp=3), TIED),
-    "tp 4, zero3": case(Layout(dp_shard=2, tp=4), ODD),
-    "tp 2, tied, more shards than padding, zero2": case(Layout(dp_shard=4, tp=2), TIED, "zero2"),
+    "tp 4, zero3": case(Layout(dp_shard=2, tp=4), FEW),
+    "tp 2, tied, four shards, zero2": case(Layout(dp_shard=4, tp=2), TIED, "zero2"),
     "tp 2, zero1, replicas": case(Layout(dp_replicate=2, dp_shard=2, tp=2), ODD, "zero1"),
     "tp 3, ddp": case(Layout(dp_shard=2, tp=3), ODD, "ddp"),
     "tp 2, both ends of a V": case(Layout(pp=2, tp=2), TIED, schedule="zbv"),
@@ -39,3 +44,35 @@ CASES = {
 def test_training_is_that_of_one_process(name: str, ranks: Ranks) -> None:
     found = ranks.run(compare, CASES[name], 2, 1e-10)[0]
     assert [difference for difference in found if not difference.passed] == []
+
+
+def trained(config: Config) -> tuple[list[float], float, Parts]:
+    """Losses, the norm of all parameters, and the parameters and moments after three steps."""
+    with one_rank():
+        job = make(config)
+        losses = advance(job, 0, 3)
+        assert job.gradients is not None
+        return losses, job.gradients.parameter_norm().item(), parts(job)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("model", [ODD, FEW])
+def test_training_is_that_without_padding(model: Model, tied: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = config_of(Layout(), replace(model, tie_embeddings=tied, logits_softcap=2.0))
+    padded = trained(config)
+    monkeypatch.setattr(sys.modules["megalite.plan.parts.part"], "vocabulary_rows", lambda size, tp: size)
+    losses, norm, expected = trained(config)
+    assert padded[0] == pytest.approx(losses, rel=1e-13)
+    assert padded[1] == pytest.approx(norm, rel=1e-13)
+    assert padded[2].keys() == expected.keys()
+    for name, part in padded[2].items():
+        values = expected[name].values
+        assert part.box == expected[name].box
+        assert (part.values - values).abs().max() <= 1e-12 * values.abs().max(), name
+
+
+def test_copies_in_bf16_have_padding_of_0() -> None:
+    """`parts` looks at padding."""
+    config = config_of(Layout(), FEW)
+    config.train.precision = "bf16"
+    assert trained(config)[1] > 0

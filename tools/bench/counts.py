@@ -24,7 +24,12 @@ from megalite_kernels.muon import bytes_moved as muon_bytes
 from megalite_launch.base.texts import markdown_table
 from megalite_tools.bench.host_calls import DEEP, SHALLOW, calls_per_layer, plain_calls_per_layer
 from megalite_tools.bench.layer_bytes import bytes_per_layer
-from megalite_tools.bench.step_counts import exposed_collectives, graphs_of_a_layer, staged_bytes
+from megalite_tools.bench.step_counts import (
+    columns_outside_tiles,
+    exposed_collectives,
+    graphs_of_a_layer,
+    staged_bytes,
+)
 from megalite_tools.terminal import Terminal
 
 COMMAND = "megalite-bench-counts"
@@ -50,7 +55,8 @@ Staged are tensors as large as a weight matrix that anything but a matrix produc
 in bf16 on one rank with products that add to float32 sums (36 bytes per parameter under FSDP2). Optimizers' bytes are
 those of a step, with the bf16 copy of each weight. A layer under tensor parallelism gathers and scatters its whole
 input ten times; a collective is exposed where no matrix product is started between it and the wait for it. A break in
-the graph of a compiled layer is an error.
+the graph of a compiled layer is an error. Tiles are the 128 columns to which a vocabulary is padded
+(`model.vocab_size` in [configuration.md](configuration.md#model)).
 
 Bytes are those that kernels beside matrix products and attention read and write for a token in a layer of Llama 3 8B,
 forward and backward, with bf16 copies of parameters on one data-parallel rank, every tensor once for each kernel. A
@@ -83,6 +89,7 @@ COUNTS = (
     Count("bytes per parameter, passes of Muon", lambda: muon_bytes(1, copy=torch.bfloat16)[0], 28),
     Count("exposed collectives per layer, tensor parallel", lambda: exposed_collectives()[0], 2),
     Count("graphs per compiled layer, tensor parallel", graphs_of_a_layer, 1),
+    Count("columns of the head outside of tiles, 50,257 tokens", columns_outside_tiles, 0),
     Count("bytes per token and layer, 8B in bf16", lambda: bytes_per_layer("llama3_8b").total(), 411_000),
     Count(
         "bytes per token and layer, with biases of q, k and v",

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megalite.config.layout import VOCABULARY_STEP
 from megalite.config.load import load
 from megalite.config.rules.validate import check
 from megalite.config.schema import Config
@@ -120,6 +121,29 @@ def exposed_collectives(least: int = 1) -> tuple[float, float]:
     with patch.object(pieces, "MIN_PIECE_BYTES", least), order.noted():
         Decoder.activations(stage, x).sum().backward()
     return order.exposed / (2 * x.nbytes), order.sent / (2 * x.nbytes)
+
+
+class _Columns(TorchDispatchMode):
+    """Notes the longest side of what each matrix product takes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.longest: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket.__name__ in (*PRODUCTS, "addmm_"):
+            self.longest.append(max(max(each.shape) for each in args if isinstance(each, Tensor)))
+        return func(*args, **(kwargs or {}))
+
+
+def columns_outside_tiles() -> int:
+    """Columns of the output layer's products that fill no whole tile: of 50,257 tokens under tensor parallelism."""
+    stage = _stage("model.layers=1", "model.vocab_size=50257")
+    x = torch.zeros(LENGTH // 2, 1, stage.model.width, requires_grad=True)
+    with _Columns() as columns:
+        stage.answer(x, torch.zeros(LENGTH, 1, dtype=torch.int64)).backward()
+    assert len(columns.longest) >= 3, "logits and two gradients"
+    return max(longest % VOCABULARY_STEP for longest in columns.longest)
 
 
 def graphs_of_a_layer(lengths: Sequence[int] = (LENGTH,), *settings: str) -> int:

@@ -11,9 +11,9 @@ from math import prod
 from typing import ClassVar, Literal, NamedTuple, Protocol
 
 from megalite.config.layers import Heads
-from megalite.config.layout import FOUR_BIT_BLOCK, shard_dim
+from megalite.config.layout import FOUR_BIT_BLOCK, shard_dim, vocabulary_rows
 from megalite.config.model_schema import BaseForm
-from megalite.plan.parts.roles import SPLIT, Role
+from megalite.plan.parts.roles import SPLIT, Role, Side
 from megalite.plan.parts.sizes import Sizes
 from megalite.plan.parts.transfers import Transfers
 
@@ -46,7 +46,7 @@ class Weight:
         return self.elements if self.used is None else self.used * prod(self.shape[1:])
 
     def part(self, tp: int, ep: int = 1) -> tuple[int, ...]:
-        """The shape of a rank's part, with padding where tp does not divide the vocabulary.
+        """The shape of a rank's part, with the rows of padding that a vocabulary has.
 
         tp: ranks of tensor parallelism. ep: ranks that share out the experts of a layer.
         """
@@ -54,8 +54,13 @@ class Weight:
         if self.role.of_expert:
             found[0] //= ep
         elif self.role.split:
-            found[self.split] = -(-found[self.split] // tp)
+            found[self.split] = self.share(self.split, tp)
         return tuple(found)
+
+    def share(self, dim: int, ranks: int) -> int:
+        """The size of a dimension on each of so many `ranks` that split it, with the padding of a vocabulary."""
+        of_vocabulary = dim == 0 and self.role.outputs is Side.VOCABULARY
+        return vocabulary_rows(self.shape[dim], ranks) if of_vocabulary else self.shape[dim] // ranks
 
     @property
     def split(self) -> int:

@@ -4,7 +4,6 @@ Every task has a time limit. When a rank fails or hangs, all are killed and the 
 """
 
 import gc
-import os
 import tempfile
 import time
 import traceback
@@ -24,6 +23,7 @@ from warm_start import FORKS
 from megalite.distributed.mesh import Mesh
 
 SIZE = 8
+THREADS = 2  # for collectives of a group, as PyTorch has by default
 START = 120.0  # seconds allowed for new ranks to import PyTorch and meet, on a busy machine
 
 
@@ -104,10 +104,26 @@ def _share_groups() -> None:
         module.new_group = new_group
 
 
+def _share_device() -> None:
+    """Give all groups of this rank one gloo device: each device has a thread, which wakes up a hundred times a second.
+
+    After a while eight ranks have hundreds of groups, and so many threads that wake up take a good part of a core.
+    """
+    kind = dist.ProcessGroupGloo
+    make, device = kind.__init__, kind.create_device(interface="lo")
+
+    def with_device(group: Any, store: dist.Store, rank: int, size: int, timeout: timedelta, **_: Any) -> None:
+        options = kind._Options()
+        options._devices, options._timeout, options._threads = [device], timeout, THREADS
+        make(group, store, rank, size, options)
+
+    kind.__init__ = with_device  # type: ignore[method-assign]
+
+
 def _serve(rank: int, meeting: Path, pipe: Connection) -> None:
     gc.freeze()  # as `megalite train` does: every start of training would look at all that PyTorch has
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
+    _share_device()
     dist.init_process_group("gloo", f"file://{meeting}", timedelta(seconds=60), SIZE, rank)
     Mesh.build = staticmethod(cache(Mesh.build))
     _share_groups()

@@ -263,6 +263,12 @@ CASES: dict[str, tuple[Overrides, int]] = {  # name -> overrides and the pipelin
     "documents": ({"parallel.cp": 2, "model.sequence_length": 4096, **DOCUMENTS}, 0),
     "documents, ulysses": ({"parallel.cp": 2, "model.sequence_length": 4096, **ULYSSES, **DOCUMENTS}, 0),
     "documents, no context parallelism": ({"model.sequence_length": 2048, **DOCUMENTS}, 0),
+    "documents in several samples, tp": ({"batch.micro": 2, "parallel.tp": 2, **DOCUMENTS, **ATTENTION}, 0),
+    "documents in several samples, positions go on": (
+        {"batch.micro": 8, "batch.global": 16, **DOCUMENTS, "data.reset_positions": False, "model.head_width": 256},
+        0,
+    ),
+    "documents in several samples, balance loss": ({"batch.micro": 2, **EXPERTS, **BALANCED, **DOCUMENTS}, 0),
     "1f1b": ({"parallel.data.mode": "zero2", **SHARDED, **PIPELINE}, 0),
     "gpipe": ({"parallel.pipeline.schedule": "gpipe", "train.precision": "fp32", **PIPELINE}, 1),
     "interleaved_1f1b": ({"parallel.pipeline.schedule": "interleaved_1f1b", **SHARDED, **PIPELINE}, 0),

@@ -25,10 +25,9 @@ from megalite.train.build import Job
 
 @dataclass(frozen=True)
 class RankChoices:
-    """Experts `[positions, samples, K]` of one rank's tokens in one step, and the place of these in the batch."""
+    """Experts `[tokens, K]` of one rank's tokens in one step, and the numbers `[tokens]` of these in the batch."""
 
-    positions: Tensor
-    samples: slice
+    numbers: Tensor
     experts: Tensor
 
 
@@ -66,12 +65,19 @@ class Recorder:
         return {layer: self._whole([each for _, each in sorted(micros.items())]) for layer, micros in made.items()}
 
     def _whole(self, micros: list[Tensor]) -> RankChoices:
-        experts, layout = torch.cat(micros, dim=1), self._job.mesh.layout
-        length, count = len(experts) * layout.cp * layout.tp, experts.shape[1]
-        at, first = self._job.mesh.coordinates, self._job.mesh.dp_rank * count
-        held = rows(self._job.config.parallel.context.method, layout.cp, at["cp"], length)
-        positions = split(torch.arange(length), held).chunk(layout.tp)[at["tp"]]
-        return RankChoices(positions, slice(first, first + count), experts)
+        numbers = torch.stack(
+            [self._numbers(number, len(micros), *each.shape[:2]) for number, each in enumerate(micros)]
+        )
+        return RankChoices(numbers.flatten(), torch.stack(micros).flatten(0, 2))
+
+    def _numbers(self, micro: int, micros: int, positions: int, samples: int) -> Tensor:
+        """The numbers in the batch of this rank's tokens of a micro-batch, `[positions, samples]` as they are run."""
+        config, layout, at = self._job.config, self._job.mesh.layout, self._job.mesh.coordinates
+        length = positions * layout.cp * layout.tp  # all samples' where they are joined
+        held = rows(config.parallel.context.method, layout.cp, at["cp"], length)
+        mine = split(torch.arange(length), held).chunk(layout.tp)[at["tp"]]
+        first = (self._job.mesh.dp_rank * micros + micro) * samples
+        return mine[:, None] + length * torch.arange(first, first + samples)
 
 
 def compare_choices(reference: Sequence[Choices], found: Sequence[Choices], mesh: Mesh) -> list[LayerRouting]:
@@ -82,7 +88,10 @@ def compare_choices(reference: Sequence[Choices], found: Sequence[Choices], mesh
     here: Counter[tuple[int, int]] = Counter()
     for step, layers in enumerate(found):
         for layer, choices in layers.items():
-            expected = reference[step][layer].experts[choices.positions, choices.samples]
+            whole = reference[step][layer]
+            by_number = torch.empty_like(whole.experts)
+            by_number[whole.numbers] = whole.experts
+            expected = by_number[choices.numbers]
             here[step, layer] = int((_as_sets(expected) == _as_sets(choices.experts)).all(-1).sum())
     everywhere = [here] * mesh.layout.world_size
     dist.all_gather_object(everywhere, here, group=mesh.world)

@@ -35,7 +35,19 @@ from megalite.parallel.blocks import Block
 from megalite.parallel.exchange import AllGather, Halo, KeyValueExchange
 from megalite.parallel.flex import Flex
 from megalite.parallel.packed import Packed
-from megalite.parallel.sequence import Documents, Method, Sequences, gaps, missing, own_blocks, place, ring_steps, rows
+from megalite.parallel.sequence import (
+    Documents,
+    Method,
+    Sequences,
+    blocks_of_joined,
+    gaps,
+    joined,
+    missing,
+    own_blocks,
+    place,
+    ring_steps,
+    rows,
+)
 
 # q [s, b, h, e], k [s, b, k, e], v [s, b, k, u], and sinks [h] where scores have some → [s, b, h, u]
 Attention = Callable[..., Tensor]
@@ -58,15 +70,17 @@ def attention(
     documents: Sequence[Documents] | None = None,
     kind: Scores = FULL_SCORES,
     kernel: Kernel | None = None,
+    joint: bool = False,
 ) -> Attention:
     """Causal attention for a micro-batch of sequences of `length`, spread over `group` (None: not spread).
 
     documents: those of every sample, if attention must stay inside of them. kernel: what computes it, of those that can
-    (`config/attention_kernels`); None: one that fits the tensors, and PyTorch chooses for whole causal sequences. The
-    host never waits for the device here.
+    (`config/attention_kernels`); None: one that fits the tensors, and PyTorch chooses for whole causal sequences.
+    joint: samples, which have documents then, lie one behind the other in one sequence that is not spread. The host
+    never waits for the device here.
     """
     if group is None or method == "ulysses":
-        whole = _whole(length, device, documents, kind, kernel)
+        whole = _whole(length, device, documents, kind, kernel, joint)
         return whole if group is None else Ulysses(whole, group)
     sequences, math = _sequences(length, documents), kernel == "math"
     cp, rank, window = group.size(), group.rank(), kind.window_in(length)
@@ -87,15 +101,26 @@ def _sequences(length: int, documents: Sequence[Documents] | None) -> list[Seque
 
 
 def _whole(
-    length: int, device: torch.device, documents: Sequence[Documents] | None, kind: Scores, kernel: Kernel | None
+    length: int,
+    device: torch.device,
+    documents: Sequence[Documents] | None,
+    kind: Scores,
+    kernel: Kernel | None,
+    joint: bool,
 ) -> Attention:
     """Attention over sequences that this rank holds whole."""
     window, on_cuda = kind.window_in(length), device.type == "cuda"
+    if joint:
+        assert documents is not None
+        documents = [joined(documents)]
     if kernel == "flex" or (kernel is None and kind.softcap is not None and on_cuda):
         return Flex(documents or [(0, length)], window, kind.softcap, device, kind.scale)
 
     def in_blocks() -> Attention:
-        blocks = own_blocks((range(length),), _sequences(length, documents), device, window)
+        if joint and documents is not None:
+            blocks = blocks_of_joined(length, documents[0], device, window)
+        else:
+            blocks = own_blocks((range(length),), _sequences(length, documents), device, window)
         return Ring([blocks], None, kind, kernel == "math")
 
     if documents is None and window is None and kind.softcap is None and not kind.sinks and kernel != "math":

@@ -32,6 +32,15 @@ class Sequences:
     documents: Documents
 
 
+def joined(documents: Sequence[Documents]) -> Documents:
+    """The documents of samples, given for each, in the sequence in which these lie one behind the other."""
+    begins, length = [], 0
+    for cuts in documents:
+        begins += [length + cut for cut in cuts[:-1]]
+        length += cuts[-1]
+    return (*begins, length)
+
+
 def rows(method: Method, cp: int, rank: int, length: int) -> Rows:
     """The positions of `rank`: one part for ulysses, else a chunk from each half, which balances causal work."""
     if method == "ulysses" or cp == 1:
@@ -85,6 +94,18 @@ def _own(
             offsets = torch.tensor(cuts, dtype=torch.int32, pin_memory=True).to(device, non_blocking=True)
         found.append(Block(sequence.samples, slice(first, last), slice(first, last), cuts, offsets, left))
     return found
+
+
+def blocks_of_joined(length: int, documents: Documents, device: torch.device, window: int | None = None) -> list[Block]:
+    """The blocks of samples of `length` that lie one behind the other in one sequence: as many as there are samples.
+
+    documents: of the whole sequence; none goes on from one sample to the next.
+    """
+    whole, left = (range(documents[-1]),), None if window is None else window - 1
+    parts = (range(begin, begin + length) for begin in range(0, documents[-1], length))
+    return [
+        block for part in parts for block in _own(whole, (part,), [Sequences(slice(None), documents)], device, left)
+    ]
 
 
 def ring_steps(cp: int, rank: int, length: int, sequences: Sequence[Sequences]) -> list[list[Block]]:

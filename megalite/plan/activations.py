@@ -202,8 +202,10 @@ class Activations(Sizes):
     @property
     def angles(self) -> int:
         """Bytes of cosines and sines for a step: of the rank's positions, or of all if documents restart positions."""
-        model, resets = self.config.model, self.config.data.reset_positions
-        return model.sequence_length // (1 if resets else self.config.parallel.cp) * self._turning * self.z
+        length = self.config.model.sequence_length
+        if not self.config.data.reset_positions:
+            length = self.tokens if self.joined else length // self.config.parallel.cp
+        return length * self._turning * self.z
 
     @cached_property
     def turns(self) -> int:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from megalite.config.schema import Config
 from megalite.data.loader import Micros
 from megalite.model.decoder import IGNORED_TARGET
 from megalite.model.mtp import Ahead
@@ -19,6 +20,7 @@ from megalite.parallel.context import attention
 from megalite.parallel.fsdp import compute_dtype
 from megalite.parallel.pipeline import StepInputs
 from megalite.parallel.sequence import Documents, Rows, rows, split
+from megalite.plan.parts.sizes import joins_samples
 from megalite.train.build import Job
 
 
@@ -35,7 +37,7 @@ def inputs(job: Job, batch: Micros, scale: float = 1.0, training: bool = False) 
     if batch.trained is not None:
         trained = batch.trained.targets.to(mesh.device, non_blocking=True).permute(2, 0, 1)
         following = following.masked_fill(~trained, IGNORED_TARGET)
-    tokens, targets = (split(part, mine).transpose(0, 1).contiguous().unbind() for part in (sequences[:-1], following))
+    tokens, targets = (_by_micro_batch(part, mine, job.config) for part in (sequences[:-1], following))
     groups = [job.mesh.cp, job.mesh.group("tp")]
     losses = Losses(1 / step_tokens(job, batch), [group for group in groups if group is not None and group.size() > 1])
     positions = _token_positions(job, batch.documents, sequences[:-1], mine, losses)
@@ -45,6 +47,17 @@ def inputs(job: Job, batch: Micros, scale: float = 1.0, training: bool = False) 
     if training and job.config.model.mtp is not None:
         return StepInputs(tokens, _ahead(job, batch, sequences, following, mine, scale), positions, scale)
     return StepInputs(tokens, targets, positions, scale)
+
+
+def _by_micro_batch(x: Tensor, mine: Rows, config: Config) -> Sequence[Tensor]:
+    """Select this rank's rows of every micro-batch of x `[s, m, b]`.
+
+    They are `[s, b]`, or `[b·s, 1]` where samples are joined.
+    """
+    x = split(x, mine)
+    if joins_samples(config):
+        return x.permute(1, 2, 0).flatten(1).unsqueeze(2).unbind()
+    return x.transpose(0, 1).contiguous().unbind()
 
 
 def _ahead(job: Job, batch: Micros, sequences: Tensor, following: Tensor, mine: Rows, scale: float) -> list[Ahead]:
@@ -67,6 +80,8 @@ def _ahead(job: Job, batch: Micros, sequences: Tensor, following: Tensor, mine: 
     shares = 1 / counts.clamp(min=1).double()
     factors = mtp.weight / mtp.depth / scale * shares
     scales = torch.cat((factors.new_ones(1), factors)).to(wide)
+    if joins_samples(job.config):
+        tokens, targets = (x.permute(3, 0, 1, 2).flatten(0, 1).unsqueeze(3) for x in (tokens, targets))
     rows, b = len(targets), targets.shape[3]
     scales = scales[:, None].expand(rows, -1, b).flatten(1)
     each = zip(tokens.unbind(2), targets.unbind(2), strict=True)
@@ -94,14 +109,13 @@ def _shifted(sequences: Tensor, following: Tensor, places: Tensor | None, depth:
 
 
 def _numbers(job: Job, batch: Micros, mine: Rows) -> Sequence[Tensor]:
-    """The numbers `[s, b]` in the run of this rank's tokens of every micro-batch."""
+    """The numbers in the run of this rank's tokens of every micro-batch, which lie as tokens do."""
     m, b, tokens = batch.shape
     ids = batch.ids
     if ids is None:  # as in the first step of a run
         ids = torch.arange(m * b).view(m, b) + m * b * job.mesh.dp_rank
-    places = split(torch.arange(tokens - 1), mine)
-    numbers = ids * (tokens - 1) + places[:, None, None]  # s m b
-    return numbers.to(job.mesh.device, non_blocking=True).unbind(1)
+    numbers = ids * (tokens - 1) + torch.arange(tokens - 1)[:, None, None]  # s m b
+    return _by_micro_batch(numbers.to(job.mesh.device, non_blocking=True), mine, job.config)
 
 
 def step_tokens(job: Job, batch: Micros) -> int:
@@ -114,6 +128,7 @@ def _token_positions(
 ) -> list[TokenPositions]:
     """Positions of every micro-batch of `tokens` `[s, m, b]`. Micro-batches share tensors that need no documents."""
     config, data, device = job.config, job.config.data, tokens.device
+    joint = joins_samples(config)
     attend = partial(attention, config.parallel.context.method, job.mesh.cp, len(tokens), device)
     plan = job.plan
     kinds = {plan.kinds[layer].attention.heads.scores for stage in job.stages for layer in plan.layers[stage]}
@@ -123,11 +138,14 @@ def _token_positions(
     turns = split(torch.arange(len(tokens), device=device), mine)
     if data.mask_documents:
         attends = [
-            {kind: attend(micro, kind=kind, kernel=kernel) for kind, kernel in kernels.items()} for micro in documents
+            {kind: attend(micro, kind=kind, kernel=kernel, joint=joint) for kind, kernel in kernels.items()}
+            for micro in documents
         ]
         if data.reset_positions:
             turns = torch.arange(len(tokens), device=device)
-            positions = split(positions_in_documents(documents, device), mine).unbind(1)
+            positions = _by_micro_batch(positions_in_documents(documents, device), mine, config)
+        elif joint:
+            turns = turns.repeat(tokens.shape[2])
     angles = tables(config.model, turns, compute_dtype(config.train.dtype), len(tokens))
     return [TokenPositions(angles, *rest, losses=losses) for rest in zip(attends, positions, strict=True)]
 

@@ -109,10 +109,13 @@ def widths_attended(config: Config) -> set[tuple[str, tuple[int, ...]]]:
     return found
 
 
-def packed_in_window(documents: list[Documents] | None) -> list[tuple[str, list[int], list[list[int]] | None, int]]:
+def packed_in_window(
+    documents: list[Documents] | None, joint: bool
+) -> list[tuple[str, list[int], list[list[int]] | None, int]]:
     """Of every call of `packed_attention` over 64 positions in a window of 10: its queries, groups, and left."""
-    q, k, v = (torch.ones(64, 2, heads, 16, device=DEVICE, requires_grad=True) for heads in (4, 2, 2))
-    attend = attention("ring", None, 64, DEVICE, documents, Scores(10), "flash")
+    shape = (128, 1) if joint else (64, 2)
+    q, k, v = (torch.ones(*shape, heads, 16, device=DEVICE, requires_grad=True) for heads in (4, 2, 2))
+    attend = attention("ring", None, 64, DEVICE, documents, Scores(10), "flash", joint)
     with Calls() as calls:
         attend(q, k, v).sum().backward()
     found = []

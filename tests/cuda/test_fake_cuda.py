@@ -151,16 +151,17 @@ def test_values_narrower_than_keys_are_padded_for_flash_attention_alone(
 
 
 @pytest.mark.parametrize(
-    ("documents", "groups"),
+    ("documents", "joint", "groups"),
     [
-        (None, None),
-        ([(0, 64), (0, 20, 64)], [[2, 64], [3, 44]]),
-        ([(0, 20, 64)] * 2, [[3, 44]]),
+        (None, False, None),
+        ([(0, 64), (0, 20, 64)], False, [[2, 64], [3, 44]]),
+        ([(0, 64), (0, 20, 64)], True, [[4, 64]]),
+        ([(0, 20, 64)] * 2, False, [[3, 44]]),
     ],
 )
-def test_a_window_is_one_call_of_flash_attention(documents: Any, groups: Any, call: Call) -> None:
-    forward = ("packed_attention", [64, 2, 4, 16], groups, 9)
-    assert call(cases.packed_in_window, documents) == [forward, ("packed_attention_backward", *forward[1:])]
+def test_a_window_is_one_call_of_flash_attention(documents: Any, joint: bool, groups: Any, call: Call) -> None:
+    forward = ("packed_attention", [128, 1, 4, 16] if joint else [64, 2, 4, 16], groups, 9)
+    assert call(cases.packed_in_window, documents, joint) == [forward, ("packed_attention_backward", *forward[1:])]
 
 
 def test_what_windows_reach_on_other_ranks_is_one_call_each(call: Call) -> None:

@@ -46,14 +46,19 @@ def expected_loss(stage: Decoder, micros: Micros, positions: list[TokenPositions
     table, output = part(stage.embed.weight), part(stage.head.output.weight)
     sums, counts = torch.zeros(3, dtype=torch.float64), torch.zeros(3)
     losses = [sums[k] for k in range(3)]
+
+    def laid(x: Tensor) -> Tensor:
+        """Tokens `[s, b]` as they are run: samples with documents one behind the other."""
+        return x.T.reshape(-1, 1) if documents else x
+
     for m, tokens in enumerate(micros.tokens):
-        streams = [norm(stage.activations(tokens[:, :10].T, positions[m]), part(stage.head.norm.weight) * 1.7)]
+        streams = [norm(stage.activations(laid(tokens[:, :10].T), positions[m]), part(stage.head.norm.weight) * 1.7)]
         for k, name in enumerate(("3", "4"), start=1):
             layer = stage.layers[name]
             ahead = torch.zeros(10, 2, dtype=torch.long)  # the token at position i + k
             ahead[: 11 - k] = tokens[:, k:][:, :10].T
             both = (
-                norm(1.3 * F.embedding(ahead, table), part(layer.mtp.embedding_norm.weight)),
+                norm(1.3 * F.embedding(laid(ahead), table), part(layer.mtp.embedding_norm.weight)),
                 norm(streams[-1], part(layer.mtp.stream_norm.weight)),
             )
             x = torch.cat(both, -1) @ part(layer.mtp.projection.weight).T
@@ -64,6 +69,8 @@ def expected_loss(stage: Decoder, micros: Micros, positions: list[TokenPositions
             streams.append(norm(x + added, part(layer.mtp.output_norm.weight) * 1.7))
         for k, stream in enumerate(streams):
             logits = stream @ output.T
+            if documents:
+                logits = logits.view(2, 10, -1).transpose(0, 1)
             for b in range(2):
                 borders = micros.documents[m][b][1:-1]
                 for i in range(10 - k):

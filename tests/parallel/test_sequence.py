@@ -16,7 +16,9 @@ from megalite.parallel.sequence import (
     Documents,
     Method,
     Sequences,
+    blocks_of_joined,
     gaps,
+    joined,
     missing,
     own_blocks,
     ring_steps,
@@ -161,6 +163,17 @@ def test_samples_have_documents_of_their_own() -> None:
     first, second = own_blocks(rows("ring", 2, 0, 16), sequences, CPU)
     assert (first.samples, first.documents) == (slice(0, 1), (0, 4, 8))  # position 5 is held elsewhere
     assert (second.samples, second.documents) == (slice(1, 2), (0, 8))
+
+
+@given(st.lists(st.sampled_from([(0, 6), (0, 1, 6), (0, 2, 3, 6)]), min_size=1, max_size=3), st.integers(1, 7))
+def test_samples_behind_each_other_have_blocks_of_their_own(documents: list[Documents], window: int) -> None:
+    whole = joined(documents)
+    for wide in (None, window):
+        blocks = blocks_of_joined(6, whole, CPU, wide)
+        assert [block.queries for block in blocks] == [slice(6 * i, 6 * i + 6) for i in range(len(documents))]
+        found = matrix(blocks, whole[-1], whole[-1])
+        expected = torch.block_diag(*(mask(6, cuts, wide) for cuts in documents))
+        assert torch.equal(found, expected.long())
 
 
 @pytest.mark.parametrize("method", METHODS)

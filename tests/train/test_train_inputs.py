@@ -13,6 +13,7 @@ from toy_jobs import make, one_rank
 
 from megalite.config.layers import rotations
 from megalite.config.layout import Layout
+from megalite.config.model_schema import Experts
 from megalite.config.schema import Data
 from megalite.data.loader import Micros
 from megalite.parallel.sequence import Method
@@ -58,7 +59,26 @@ def test_a_document_comes_out_as_if_it_were_alone(reset: bool) -> None:
     assert (unmasked[4:] != packed[4:]).any(dim=-1).all()
 
 
+@pytest.mark.parametrize("balance_loss", [0.0, 0.1])
+def test_samples_of_a_micro_batch_come_out_as_if_they_were_alone(balance_loss: float) -> None:
+    """One behind the other, so that one call of a kernel takes them as they lie; a balance loss is one of each."""
+    first, second = PACKED, [*reversed(PACKED)]
+    config = configuration(Layout(), "ring")
+    if balance_loss:
+        experts = Experts(4, 2, 8, balance_loss=balance_loss)
+        config = replace(config, model=replace(config.model, experts=experts))
+    with one_rank():
+        job = make(config)
+        step = inputs(job, packed([[*first, 1], [*second, 1]]))
+        with torch.no_grad():
+            together = job.stages[0](step.tokens[0], step.positions[0])
+        alone = [logits(job, tokens) for tokens in (first, second)]
+    assert step.tokens[0].shape == step.targets[0].shape == ((10, 2) if balance_loss else (20, 1))
+    torch.testing.assert_close(together.transpose(0, 1).flatten(0, 1), torch.cat(alone), rtol=1e-12, atol=1e-14)
+
+
 def test_angles_are_those_of_the_positions() -> None:
+    """Of samples one behind the other, each of which begins anew."""
     batch = packed([[*PACKED, 1], [*reversed(PACKED), 1]])
     with one_rank():
         config = configuration(Layout(), "ring")
@@ -68,7 +88,8 @@ def test_angles_are_those_of_the_positions() -> None:
         running = inputs(make(config), batch).positions[0].angles(rotation)
     first, second = [0, 1, 2, 3, 0, 1, 2, 0, 0, 1], [0, 1, 2, 0, 0, 1, 2, 0, 1, 2]
     for found, table in zip(restarted, running, strict=True):
-        assert torch.equal(found, torch.cat((table[first], table[second]), dim=1))
+        assert torch.equal(found, torch.cat((table[first], table[second])))
+        assert torch.equal(*table.chunk(2))
 
 
 def test_without_documents_all_micro_batches_share_their_positions() -> None:

@@ -57,7 +57,8 @@ class AttentionMemory:
             inside = sums + self._own(self._positions) if self._in_blocks else 2 * q + o + kv if self.repeats else 0
             return max(2 * q + o + 2 * kv, inside)  # while heads are exchanged, or inside of attention
         if not self._in_blocks:
-            apart = self.config.data.mask_documents and self.config.batch.micro_size > 1  # a call for each sample
+            several = self.config.data.mask_documents and self.config.batch.micro_size > 1
+            apart = several and not self.sizes.joined  # a call for each sample
             return 2 * q + o + kv if self.repeats else (q + kv) * (1 + apart)
         rounded = q + kv if self.w < self.z else 0  # the sums in the compute precision, made while the sums live
         if self.config.parallel.cp == 1:
@@ -120,7 +121,7 @@ class AttentionMemory:
         if self._kernel != "flash" or not self._on_cpu:
             return self._block(rows, rows)
         piece = min(piece or rows, rows)
-        turned = 4 * self._of(self.queries, piece) + 2 * self._of(self.kv, piece)
+        turned = 4 * self._of_block(self.queries, piece) + 2 * self._of_block(self.kv, piece)
         return self._block(rows, rows, piece) + turned + piece * self._heads * self.z
 
     def _block(self, n: int, m: int, piece: int | None = None, masked: bool = False, reach: int | None = None) -> int:
@@ -129,21 +130,21 @@ class AttentionMemory:
         piece: how many queries, and keys, the CPU's flash kernel handles at a time; None: all. masked: some queries do
         not attend to all keys. reach: how many positions before its own a query attends to; None: all.
         """
-        q, kv = self._of(self.queries, n), self._of(self.kv, m)
+        q, kv = self._of_block(self.queries, n), self._of_block(self.kv, m)
         if self._kernel == "math":
             longest = m if reach is None else min(m, reach + ROWS)
             rows = max(1, min(ROWS, n, MAX_SCORES // max(1, longest * self._heads)))
             tensors = 3 if self.heads.scores.softcap is not None else 2
             scores = rows * longest * (tensors * self._heads * self.z + masked)
-            return self._wide(q + 2 * kv + 4 * self._of(self.queries, rows)) + scores
+            return self._wide(q + 2 * kv + 4 * self._of_block(self.queries, rows)) + scores
         padded = 0
         if self._pads:  # values, their gradients, outputs and gradients of these become as wide as keys
-            kv = self._of(self._both_as_keys, m)
+            kv = self._of_block(self._both_as_keys, m)
             padded = kv // 2 + 2 * q
         if not self._on_cpu:
             return q + kv + padded
-        in_one = q if piece is None else self._of(self.queries, piece)
-        keys = kv if piece is None else self._of(self._both_as_keys, piece)
+        in_one = q if piece is None else self._of_block(self.queries, piece)
+        keys = kv if piece is None else self._of_block(self._both_as_keys, piece)
         return q + kv + in_one + keys * self._shared + keys + padded
 
     @cached_property
@@ -208,8 +209,13 @@ class AttentionMemory:
 
     @property
     def _heads(self) -> int:
-        """Query heads on this rank times the samples of a micro-batch."""
-        return self.queries // (self.w * self.heads.width * self._positions)
+        """Query heads on this rank times the samples of a block."""
+        return self._of_block(self.queries, self._positions) // (self.w * self.heads.width * self._positions)
+
+    @cached_property
+    def _blocks(self) -> int:
+        """Blocks over the same positions: each of one sample where samples have documents of their own, else one."""
+        return self.config.batch.micro_size if self.config.data.mask_documents and self._kernel != "flex" else 1
 
     @cached_property
     def kv(self) -> int:
@@ -241,6 +247,10 @@ class AttentionMemory:
     def _of(self, whole: int, positions: int) -> int:
         """Bytes of `positions` positions of a tensor that takes `whole` bytes for all positions on this rank."""
         return whole * positions // self._positions
+
+    def _of_block(self, whole: int, positions: int) -> int:
+        """Bytes of the samples of a block in what takes `_of(whole, positions)`."""
+        return self._of(whole, positions) // self._blocks
 
     def _wide(self, narrow: int) -> int:
         """Bytes of a sum, in float32 or wider, of tensors that take `narrow` bytes."""

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from toy_folder import launching, make_toy
 from warm_start import run
 
-from megalite.distributed.health.clock import SectionClock
+from megalite.distributed.health.clock import LAG, SectionClock
 from megalite.train.stragglers import SECTIONS, WINDOW_STEPS, WINDOWS, Rule, Straggler, slow
 from megalite_launch.base.events import read_events
 from megalite_launch.base.run_folder import node_name
@@ -125,6 +125,35 @@ def test_waiting_for_others_is_not_counted() -> None:
     with clock.timed("forward"):
         pass
     assert clock.stepped() == {}, "it does not run"
+
+
+class LateEvent:
+    """An event of a GPU that finishes a step while the host begins the second one after it."""
+
+    step = 0  # that the host launches
+
+    def __init__(self, **_: bool) -> None:
+        self.of = -1
+
+    def record(self) -> None:
+        self.of = LateEvent.step
+
+    def elapsed_time(self, last: "LateEvent") -> float:
+        if max(self.of, last.of) > LateEvent.step - 2:
+            raise RuntimeError("not ready")
+        return 1e3 * self.of
+
+
+def test_events_of_a_gpu_are_read_when_their_step_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "Event", LateEvent)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: "stream")
+    clock, found = SectionClock(torch.device("cuda")), []
+    with clock.running():
+        for LateEvent.step in range(6):
+            with clock.timed("forward"):
+                pass
+            found.append(clock.stepped())
+    assert [step for step in found if step] == [{"forward": float(step)} for step in range(6 - LAG)]
 
 
 def test_collectives_of_compiled_layers_are_timed_too(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 import pytest
+from torch.distributed.fsdp import FSDPModule
 
 from megalite.dry_run.run import fake_world
 from megalite_tools.bench.step_counts import exposed_collectives, graphs_of_a_layer, staged_bytes
@@ -34,9 +35,12 @@ def test_a_layer_is_one_graph_for_each_length(lengths: tuple[int, ...], settings
     assert graphs_of_a_layer(lengths, *settings) == len(lengths)
 
 
-def test_no_byte_is_staged_in_split_backward_passes_and_many_are_under_fsdp2() -> None:
-    """FSDP2 gathers, casts, accumulates and reduces."""
+def test_no_byte_is_staged_in_split_backward_passes_and_many_are_under_fsdp2(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FSDP2 gathers, casts, accumulates and reduces; on one rank it is not told to divide, which would be a pass."""
+    divided: list[float] = []
+    monkeypatch.setattr(FSDPModule, "set_gradient_divide_factor", lambda module, factor: divided.append(factor))
     assert staged_bytes("parallel.pipeline.schedule=zb_h1") == (0, {})
     found, by = staged_bytes("parallel.data.mode=zero3")
     assert found > 20
     assert by["_to_copy"] > 0
+    assert divided == []

@@ -50,7 +50,7 @@ from megalite.plan.memory.remedies import out_of_memory_text
 from megalite.plan.pipeline import uses_fsdp
 from megalite.plan.routing import routing_notes
 from megalite.train.build import Job, build, build_mesh
-from megalite.train.compile_time import CompileTime
+from megalite.train.compile_time import CompileTime, progressing
 from megalite.train.folder.paths import Folder
 from megalite.train.folder.starts import record_start
 from megalite.train.guard import Requests
@@ -174,10 +174,11 @@ def _train_here(
         compares = mesh.layout.world_size > 1
         followers = [naming(Stragglers(mesh, job.clock, nodes))] if compares else []
         timing = job.clock.running() if compares else nullcontext()
+        compiling = progressing(job.activity) if config.train.compile else nullcontext()
         profiler = Profiler.of(job, folder.path, progress.step, check_owner)
         followers += [profiler.stepped] if profiler is not None else []
         if rank_info.rank != 0:
-            with timing, profiler or nullcontext():
+            with timing, compiling, profiler or nullcontext():
                 return train(job, batches, progress, saver, reload, Silent(), followers)
         with Outlet(str(folder.path / "starts"), failures=(OSError, InputError)):
             check_owner()
@@ -188,7 +189,7 @@ def _train_here(
             pace = Pace.of(job, progress.step, report)
             followers += [pace.stepped] if pace is not None else []
             followers += [CompileTime().stepped] if config.train.compile else []
-            with timing, profiler or nullcontext():
+            with timing, compiling, profiler or nullcontext():
                 code = train(job, batches, progress, saver, reload, report, followers)
             if code == ExitCode.DONE:
                 text = f"{outcome(config.train.steps, progress.step)}, run folder {folder.path}"

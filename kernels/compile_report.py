@@ -79,7 +79,7 @@ class Compiled:
         return f"{self.op}, {self.kernel}, {self.dtype}, sm_{self.architecture}, {self.models}"
 
 
-class _NoGpu:
+class NoGpuDriver:
     """A Triton driver that knows a target architecture, but no device."""
 
     def __init__(self, architecture: int) -> None:
@@ -97,7 +97,7 @@ class _NoGpu:
 
 def compile_module(module: str, architecture: int) -> list[Compiled]:
     """The compiled kernels of the cases of an op's module; one entry if several models launch the same kernel."""
-    driver.set_active(_NoGpu(architecture))
+    driver.set_active(NoGpuDriver(architecture))
     found: dict[tuple[Any, ...], list[tuple[CompileCase, Any]]] = {}
     for case in import_module(module).compile_cases():
         for binary in _launched(case):
@@ -121,12 +121,7 @@ def _launched(case: CompileCase) -> list[Any]:
 
 
 def _measure(cases: Sequence[CompileCase], binary: Any, architecture: int) -> Compiled:
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(binary.asm["cubin"])
-        file.flush()
-        command = [str(CUOBJDUMP), "-res-usage", file.name]
-        usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    bytes_of = {name: int(value) for name, value in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", usage)}
+    registers, stack = resource_usage(binary.asm["cubin"])
     ptx = binary.asm["ptx"]
     loads = _bytes_of_loads(ptx)
     wide = sum(size >= 16 for size in loads)
@@ -137,15 +132,26 @@ def _measure(cases: Sequence[CompileCase], binary: Any, architecture: int) -> Co
         architecture=architecture,
         models=", ".join(dict.fromkeys(case.model for case in cases)),
         warps=binary.metadata.num_warps,
-        registers=bytes_of["REG"],
+        registers=registers,
         shared=binary.metadata.shared,
-        stack=bytes_of["STACK"] + bytes_of["LOCAL"],
+        stack=stack,
         wide_loads=wide,
         narrow_loads=len(loads) - wide,
         doubles=ptx.count(".f64"),
         atomics=len(re.findall(r"\b(?:atom|red)\.(?:global|shared|relaxed|acq|rel)", ptx)),
         wants_wide_loads=all(case.wide_loads for case in cases),
     )
+
+
+def resource_usage(cubin: bytes) -> tuple[int, int]:
+    """Registers of a compiled kernel, and bytes of its stack, to which others are spilled."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [str(CUOBJDUMP), "-res-usage", file.name]
+        usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    bytes_of = {name: int(value) for name, value in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", usage)}
+    return bytes_of["REG"], bytes_of["STACK"] + bytes_of["LOCAL"]
 
 
 def _bytes_of_loads(ptx: str) -> list[int]:

@@ -22,8 +22,10 @@ from megalite.dry_run.run import fake_world
 from megalite_kernels.adamw import bytes_moved as adamw_bytes
 from megalite_kernels.muon import bytes_moved as muon_bytes
 from megalite_launch.base.texts import markdown_table
+from megalite_tools.bench.compiled_layer import TOKENS, compiled_layers
 from megalite_tools.bench.host_calls import DEEP, SHALLOW, calls_per_layer, plain_calls_per_layer
-from megalite_tools.bench.layer_bytes import bytes_per_layer
+from megalite_tools.bench.layer_bytes import bytes_per_layer, operations_per_layer
+from megalite_tools.bench.roofline import ASSUMED_RATES, GPU, roofline_table
 from megalite_tools.bench.step_counts import (
     columns_outside_tiles,
     exposed_collectives,
@@ -63,21 +65,61 @@ forward and backward, with bf16 copies of parameters on one data-parallel rank, 
 product counts with a sum that it adds to in place, not with a bias. `{command} --origins bytes` lists the
 operations.
 
+An operation is a kernel, or two where one of megalite's sums parts after it. An eager layer has 15 matrix products,
+as one takes q, k and v, and one gate and up, and 9 copies of gradients into their sums, 7 of which products save on a
+GPU; attention's two are not among its operations. A compiled layer has those, and 21 products.
+
 Tests alone keep: 0 synchronisations in a step whose values are logged every step (`tests/cuda`), and bytes around the
 kernels of attention for documents (`tests/parallel/test_packed.py`). `kernels/compile_report.md` has registers, spills
 and loads of each kernel for three generations of GPUs.
+
+## Kernels that the compiler makes
+
+With `train.compile`, PyTorch's compiler makes kernels of what is between megalite's own. These are of the layer
+above, for {tokens:,} tokens, with q, k, v, gate and up as products of their own. No GPU is needed: the compiler is
+told of one, and what it writes is compiled for it, with every size of its programs of which a run takes the fastest.
+Registers and bytes of spilled registers are the most of any size.
+
+{generated}
+## A bound on one H100
+
+A prediction, from counts: matrix products, attention and passes over memory one after another, at rates that are
+assumed, and nothing waits. One micro-batch in a step, bf16, one rank; the shares are of {peak:g} TFLOP/s, with
+attention counted in full / as the causal half.
+
+{roofline}
+Assumed are {products} TFLOP/s for matrix products of widths {widths}, {head:g} for the head, {memory:g} TB/s for
+passes over memory, and for attention the planner's shares of the peak. The goals were set for that with
+FlashAttention 3, which a run takes where it is installed. Measured is one H200 with cuDNN's attention ([its
+record](benchmarks/gpu/h200_2026_11_26/README.md)), whose memory is faster, and which reaches 693 TFLOP/s in products
+at its power limit: so the widths of 8B stay below what is assumed. NVIDIA publishes 59.4 / 52.8 for Llama 3.1 8B on 8
+H100 (NeMo 24.09, CP 2, 32 micro-batches in a step, which leave less to the optimizer).
 
 Python {python}, torch {torch}.
 """
 
 
+GENERATED = (
+    "pass", "kernel", "sm", "launches", "bytes per token and launch", "sizes", "registers", "spilled bytes",
+)  # fmt: skip
+ROOFLINE = (
+    "tokens of a step", "ms, cuDNN", "MFU, cuDNN", "ms, FlashAttention 3", "MFU, FlashAttention 3", "goal",
+    "measured, H200",
+)  # fmt: skip
+
+
 @dataclass(frozen=True)
 class Count:
-    """One row of the page."""
+    """One row of the page.
+
+    limit: None: something of others, to compare with. of_compiler: the compiler's own inside is asked, which every
+    version of PyTorch has otherwise.
+    """
 
     name: str
     count: Callable[[], float]
-    limit: float | None  # None: something of others, to compare with
+    limit: float | None
+    of_compiler: bool = False
 
 
 COUNTS = (
@@ -95,6 +137,21 @@ COUNTS = (
         "bytes per token and layer, with biases of q, k and v",
         lambda: bytes_per_layer("llama3_8b", "model.qkv_bias=true").total(),
         423_000,
+    ),
+    Count("operations per layer, 8B in bf16", lambda: operations_per_layer("llama3_8b").total(), 32),
+    Count("operations of a compiled layer", lambda: compiled_layers()[0].launches.total(), 37, of_compiler=True),
+    Count(
+        "of these, kernels that the compiler makes",
+        lambda: sum(kernel.launches for kernel in compiled_layers()[0].kernels),
+        4,
+        of_compiler=True,
+    ),
+    Count("bytes per token of a compiled layer", lambda: compiled_layers()[0].bytes, 486_000, of_compiler=True),
+    Count(
+        "spilled bytes of the compiler's kernels",
+        lambda: sum(kernel.spilled for layer in compiled_layers() for kernel in layer.kernels),
+        0,
+        of_compiler=True,
     ),
 )
 
@@ -114,10 +171,11 @@ def _run(arguments: Sequence[str]) -> int:
             terminal.table(("origin:", "per layer"), [*rows, ("all", f"{found.total():,}")])
             return ExitCode.DONE
         counted = [row.count() for row in COUNTS]
+        generated, roofline = (generated_table(), roofline_table()) if options.write else ([], [])
     exceeding = [at for at, row in enumerate(COUNTS) if row.limit is not None and counted[at] > row.limit]
     terminal.table(("count:", "found", "limit"), table(counted), exceeding)
     if options.write:
-        write_whole(Path(options.write), page(counted))
+        write_whole(Path(options.write), page(counted, generated, roofline))
     return ExitCode.FAILED if exceeding else ExitCode.DONE
 
 
@@ -138,13 +196,31 @@ def table(counted: Sequence[float]) -> list[tuple[str, str, str]]:
     ]
 
 
-def page(counted: Sequence[float]) -> str:
+def generated_table() -> list[tuple[object, ...]]:
+    """Rows of the page about the compiler's kernels."""
+    return [
+        (kernel.part, f"`{kernel.name}`", kernel.architecture, kernel.launches, f"{kernel.bytes:,.0f}", *kernel.needs)
+        for layer in compiled_layers()
+        for kernel in layer.kernels
+    ]
+
+
+def page(counted: Sequence[float], generated: Sequence[Sequence[object]], roofline: Sequence[Sequence[object]]) -> str:
     """The whole page."""
+    products = ASSUMED_RATES.products
     return PAGE.format(
         command=COMMAND,
         table=markdown_table(("", "found", "limit"), table(counted)),
         deep=DEEP,
         shallow=SHALLOW,
+        tokens=TOKENS,
+        generated=markdown_table(GENERATED, generated),
+        peak=GPU.peak["bf16"] / 1e12,
+        roofline=markdown_table(ROOFLINE, roofline),
+        products=", ".join(f"{rate / 1e12:g}" for rate in products.values()),
+        widths=", ".join(f"{width:,}" for width in products),
+        head=ASSUMED_RATES.head / 1e12,
+        memory=ASSUMED_RATES.memory / 1e12,
         python=platform.python_version(),
         torch=torch.__version__.partition("+")[0],
     )

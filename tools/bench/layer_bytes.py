@@ -35,13 +35,23 @@ def bytes_per_layer(preset: str, *settings: str) -> Counter[str]:
     model = load([preset], settings).model
     found = Counter[str]()
     for layers, tokens, sign in ((DEEP, LONG, 1), (SHALLOW, LONG, -1), (DEEP, SHORT, -1), (SHALLOW, SHORT, 1)):
-        for name, size in _moved(model, layers, tokens).items():
+        for name, size in _moved(model, layers, tokens).bytes.items():
             found[name] += sign * size
     return Counter({name: size // (LONG - SHORT) // (DEEP - SHALLOW) for name, size in found.items() if size})
 
 
-def _moved(model: Model, layers: int, tokens: int) -> Counter[str]:
-    """Bytes that `layers` layers move for a sequence of so many tokens, by operation."""
+def operations_per_layer(preset: str) -> Counter[str]:
+    """The operations of a layer, forward and backward, with matrix products, but without attention's two.
+
+    Copies of gradients into their sums are among them, which products make on a GPU.
+    """
+    model = load([preset], ()).model
+    deep, shallow = (_moved(model, layers, SHORT).operations for layers in (DEEP, SHALLOW))
+    return deep - shallow
+
+
+def _moved(model: Model, layers: int, tokens: int) -> MovedBytes:
+    """Bytes and operations of `layers` layers for a sequence of so many tokens."""
     model = replace(model, layers=layers)
     mesh = Mesh.build(Layout(), torch.device("cpu"))
     assert mesh is not None
@@ -54,7 +64,7 @@ def _moved(model: Model, layers: int, tokens: int) -> Counter[str]:
     x = torch.empty(tokens, 1, model.width, dtype=torch.bfloat16, device=META, requires_grad=True)
     with MovedBytes(lambda name, tensor: True) as moved:
         stage(x, positions).backward(torch.empty_like(x))
-    return moved.bytes
+    return moved
 
 
 class _Attend(torch.autograd.Function):

@@ -15,16 +15,19 @@ NOTHING = (*PRODUCTS, "empty", "new_empty", "empty_like", "new_empty_strided", "
 class MovedBytes(TorchDispatchMode):
     """Counts each tensor of every operation once, but for views; of products in place, what they add to.
 
-    counts: decides by the name of an operation and one of its tensors whether that is counted.
+    Counts operations too, but for views and for what only allocates. counts: decides by the name of an operation and
+    one of its tensors whether that is counted.
     """
 
     def __init__(self, counts: Callable[[str, Tensor], bool]) -> None:
         super().__init__()
-        self.counts, self.bytes = counts, Counter[str]()
+        self.counts, self.bytes, self.operations = counts, Counter[str](), Counter[str]()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **kwargs or {})
         name = func.overloadpacket.__name__
+        if name in PRODUCTS or (name not in NOTHING and not func.is_view):
+            self.operations[name] += 1
         if name not in NOTHING and not func.is_view:
             given = args[0] if name == "addmm_" else (args, kwargs, result)
             leaves = (leaf for leaf in tree_leaves(given) if isinstance(leaf, Tensor))

@@ -268,4 +268,6 @@ def compile_cases() -> Iterator[CompileCase]:
         part = meta(TOKENS, 1, 2 * shape.kv_heads, shape.head_size, dtype=dtype)[:, :, : shape.kv_heads]
         into = partial(launch, x, cos, cos, None, 0, False, True, part)
         yield CompileCase("rope backward into a part", model, dtype, into)
+        in_place = partial(launch, part, cos, cos, None, 0, False, False, part)
+        yield CompileCase("rope in place in a part", model, dtype, in_place)
         yield CompileCase("rope of positions", model, dtype, partial(launch, x, cos, cos, positions, 0, False, False))

@@ -1,7 +1,8 @@
 """Rotary position embedding of queries and keys that one matrix product made together with values.
 
 Gradients of the three are parts of one tensor here, too, which one matrix product can take. Values are copied, so that
-nothing keeps the tensor of which they are a part. The kernel is that of `rope`.
+nothing keeps the tensor of which they are a part; or all three stay there, queries and keys turned in place, and no
+byte of values moves. The kernel is that of `rope`.
 """
 
 from typing import Any
@@ -72,6 +73,40 @@ def _gradients(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
 _op.register_autograd(_gradients, setup_context=_save)
 
 
+@torch.library.custom_op("megalite::rope_of_parts_in_place", mutates_args=("q", "k"))
+def _op_in_place(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None, start: int, interleaved: bool
+) -> None:
+    for x in (q, k):
+        launch(x, cos, sin, positions, start, interleaved, False, x)
+
+
+@_op_in_place.register_fake
+def _(q: Tensor, k: Tensor, *_: Any) -> None:
+    return None
+
+
+class _InPlace(torch.autograd.Function):
+    """`_op` that turns queries and keys where they are, and returns values as they are.
+
+    Autograd takes no changed views beside other outputs, so all are given other names. An operation that had kept
+    queries or keys for backward raises an error there, as they have another version.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None, *how: Any
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        ctx.save_for_backward(cos, sin, positions)
+        ctx.how = how
+        _op_in_place(q, k, cos, sin, positions, *how)
+        return q.detach(), k.detach(), v.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return _gradients(ctx, *grads)
+
+
 def rope_of_parts(
     q: Tensor,
     k: Tensor,
@@ -81,10 +116,13 @@ def rope_of_parts(
     positions: Tensor | int = 0,
     layout: Layout = "half",
     backend: Backend = "auto",
+    in_place: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """q `[s, b, h, e]` and k `[s, b, k, e]`, turned as by `rope`, and a copy of v `[s, b, k, …]`.
 
-    With kernels, the gradients of the three are parts of one tensor `[s, b, …]`, one behind the other.
+    With kernels, the gradients of the three are parts of one tensor `[s, b, …]`, one behind the other. in_place:
+    kernels turn q and k where they are, if the features of each of their tokens lie next to each other, and v is
+    returned as it is.
     """
     if not use_triton(backend, q.device):
         turned, keys = (rope(x, cos, sin, positions, layout, backend) for x in (q, k))
@@ -92,10 +130,16 @@ def rope_of_parts(
     for x in (q, k):
         check(x, cos, sin, positions, layout)
     by_token, start = (positions, 0) if isinstance(positions, Tensor) else (None, positions)
-    return _op(q, k, v, cos, sin, by_token, start, layout == "interleaved")
+    how = cos, sin, by_token, start, layout == "interleaved"
+    if in_place and all(x.stride()[2:] == (x.shape[3], 1) for x in (q, k)):
+        return _InPlace.apply(q, k, v, *how)
+    return _op(q, k, v, *how)
 
 
-def bytes_moved(tokens: int, width: int, dtype: torch.dtype) -> tuple[int, int]:
-    """Bytes moved by forward and by backward: all in, all out. width: features of queries, keys and values together."""
-    size = tokens * width * dtype.itemsize
-    return 2 * size, 2 * size
+def bytes_moved(tokens: int, width: int, dtype: torch.dtype, values: int = 0) -> tuple[int, int]:
+    """Bytes moved by forward and by backward: all in, all out.
+
+    width: features of queries, keys and values together. values: those that stay where they are in forward.
+    """
+    size = tokens * dtype.itemsize
+    return 2 * (width - values) * size, 2 * width * size

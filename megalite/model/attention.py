@@ -10,6 +10,7 @@ from megalite.config.schema import Kernels
 from megalite.model.norm import NormKind
 from megalite.model.weights import column, row
 from megalite.parallel.context import Attention as Attend
+from megalite.parallel.context import takes_parts
 from megalite.parallel.norm import scaled, split_rms_norm
 from megalite.parallel.parameter import parameter, part, whole
 from megalite.parallel.recompute import Cheap
@@ -116,7 +117,9 @@ class Attention(nn.Module):
             cos, sin = angles
             if v.is_contiguous():
                 q, k = self.rope(q, cos, sin), self.rope(k, cos, sin)
-            else:  # a part of what one product has made, which is larger than what backward needs
-                q, k, v = self.rope_of_parts(q, k, v, cos, sin)
+            else:
+                # Parts of what one product has made, where they stay if backward needs all of it.
+                in_place = takes_parts(attend, q.shape[1])
+                q, k, v = self.rope_of_parts(q, k, v, cos, sin, in_place=in_place)
         sinks = () if self.sinks is None else (part(self.sinks),)
         return self.o(attend(q, k, v, *sinks).flatten(2))  # s/t b d

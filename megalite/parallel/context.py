@@ -233,6 +233,16 @@ class Ulysses:
         return _AllToAll.apply(y.unflatten(0, (cp, -1)), self.group).movedim(0, 2).flatten(2, 3)  # s b h u
 
 
+def takes_parts(attend: Attention, samples: int) -> bool:
+    """Return whether `attend` takes q, k and v as parts of one tensor, of which it keeps no copies for backward.
+
+    samples: beside each other. They are heads of one sequence for `Packed`, which parts can be no view of.
+    """
+    if isinstance(attend, ByWidths):
+        return attend.kernel != "efficient" and (samples == 1 or not isinstance(attend.in_one, Packed))
+    return not isinstance(attend, Ring | Fetching | Ulysses)
+
+
 class _Ring(torch.autograd.Function):
     """Ring attention: keys and values go round the ranks, and are sent on while they are used.
 

@@ -5,6 +5,7 @@ from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -15,17 +16,20 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from toy_jobs import advance, config_of, load_and_train, make, one_rank, restorer, save, train_and_save
 
 from megalite.commands.verify import random_batch
+from megalite.config.layers import Scores
 from megalite.config.layout import Layout
 from megalite.config.model_schema import Model
 from megalite.config.schema import Config, DataParallel, Optim
 from megalite.distributed.mesh import Mesh
 from megalite.optim.build import build_optimizer
+from megalite.parallel.context import attention, takes_parts
 from megalite.parallel.copies import Copies
-from megalite.parallel.parameter import copy_of, cut
+from megalite.parallel.parameter import copy_of, cut, sum_of_gradients
 from megalite.parallel.tensor import ColumnLinear, columns
 from megalite.plan.parts.part import Weight
 from megalite.plan.parts.roles import UP_PROJECTION
 from megalite.train.step import gradients
+from megalite_kernels.rope_of_parts import _InPlace, _op
 
 MODEL = Model(2, 16, 4, 2, None, 24, 40, 16, qk_norm=True, qkv_bias=True)
 EIGHTS = replace(MODEL, heads=2, kv_heads=2, ffn=32)  # its sizes fit products in 8 bits
@@ -99,6 +103,36 @@ def test_updates_write_copies_in_their_own_pass(optimizer: str, kernel: str) -> 
         for name, param in job.named_parameters():
             copy = copy_of(param).float()
             torch.testing.assert_close(copy, param._local_tensor, rtol=2**-7, atol=0, msg=name)  # Triton's cuts off
+
+
+@pytest.mark.parametrize("samples", [1, 2])
+@pytest.mark.parametrize("train", [{}, {"recompute": "full"}, {"offload_activations": True}], ids=str)
+def test_queries_and_keys_turned_in_place_change_no_bit(
+    train: dict[str, Any], samples: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = configured("zero1", model=replace(MODEL, qk_norm=False), **train)
+    batch, kernels = replace(config.batch, micro=samples), replace(config.kernels_by_operation, rope="triton")
+    config = replace(config, batch=batch, kernels=kernels)
+    found, calls = [], Mock(wraps=_InPlace.apply)
+    for turn in (calls, _op):
+        monkeypatch.setattr(_InPlace, "apply", turn)
+        with one_rank():
+            job = make(config)
+            loss = gradients(job, random_batch(job, 0))
+            found.append([loss, *(sum_of_gradients(param)[0].clone() for _, param in job.named_parameters())])
+    assert calls.call_count >= MODEL.layers
+    assert all(map(torch.equal, *found))
+
+
+def test_attention_that_copies_takes_no_parts() -> None:
+    """Those would be kept beside the copies; nor do windows of several samples, which would be copied in every pass."""
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+    whole = attention("ring", None, 8, cpu)
+    ring, window = (attention("ring", None, 8, cpu, kind=kind) for kind in (Scores(sinks=True), Scores(4)))
+    packed = attention("ring", None, 8, cuda, kind=Scores(4), kernel="flash")
+    repeating = attention("ring", None, 8, cuda, kernel="efficient")
+    assert [takes_parts(each, 2) for each in (whole, ring, window, packed, repeating)] == [True, *[False] * 4]
+    assert [takes_parts(each, 1) for each in (whole, packed, repeating)] == [True, True, False]
 
 
 @pytest.mark.parametrize("write", ["cut", "local", "global"])

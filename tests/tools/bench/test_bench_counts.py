@@ -63,14 +63,15 @@ def test_bytes_of_a_layer_are_those_that_its_kernels_declare(biases: bool) -> No
     """Products add to nothing in memory: one makes queries, keys and values with their biases, one gate and up, and one
     each their gradients. The sum of gradients, for biases, reads them once."""
     found = bytes_per_layer("llama3_8b", f"model.qkv_bias={biases}")
-    half, width, hidden, heads = torch.bfloat16, 4096, 14336, (32 + 2 * 8) * 128
+    half, width, hidden, heads, values = torch.bfloat16, 4096, 14336, (32 + 2 * 8) * 128, 8 * 128
     tables, statistic = 2 * 64 * 4, 4
     norms = [2 * (moved + statistic) for moved in norm_bytes(1, width, half)]
-    turns = [moved + tables for moved in rope_bytes(1, heads, half)]
-    declared = (("add_rms_norm", norms), ("rope_of_parts", turns), ("swiglu", swiglu_bytes(1, hidden, half)))
+    turns, back = (moved + tables for moved in rope_bytes(1, heads, half, values))
+    declared = (("add_rms_norm", norms), ("swiglu", swiglu_bytes(1, hidden, half)))
     expected = {
         name + after: size for name, sizes in declared for after, size in zip(("", "_backward"), sizes, strict=True)
     }
+    expected |= {"rope_of_parts_in_place": turns, "rope_of_parts_backward": back}
     assert found == expected | ({"sum": heads * half.itemsize} if biases else {})
 
 

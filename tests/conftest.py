@@ -3,6 +3,7 @@
 import gc
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -151,9 +152,16 @@ def alone() -> Iterator[Mesh]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Give Slurm's tests the cores first, as its daemons take a node that answers late for a dead one."""
+    """Give Slurm's tests the cores first, as its daemons take a node that answers late for a dead one.
+
+    All others, and what they start, are batch jobs to Linux: a thread that wakes up lets the one go on that woke it.
+    Else ranks that send would lose their core while they hold gloo's lock, and threads that receive would spin for it.
+    """
+    slurm = item.get_closest_marker("slurm") is not None
     with suppress(PermissionError):  # only root may go back, as only root runs Slurm's tests
-        os.setpriority(os.PRIO_PROCESS, 0, PRIORITY if item.get_closest_marker("slurm") else PRIORITY + 5)
+        os.setpriority(os.PRIO_PROCESS, 0, PRIORITY if slurm else PRIORITY + 5)
+    if sys.platform == "linux":
+        os.sched_setscheduler(0, os.SCHED_OTHER if slurm else os.SCHED_BATCH, os.sched_param(0))
 
 
 def pytest_collection_finish() -> None:

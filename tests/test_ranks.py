@@ -1,4 +1,4 @@
-"""Threads of the ranks that tests share."""
+"""How the ranks that tests share, and their threads, get the cores."""
 
 import os
 import sys
@@ -7,7 +7,7 @@ import pytest
 import torch.distributed as dist
 from ranks import SIZE, THREADS, Ranks
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc, and asks Linux for its policy")
 
 
 def threads_of_a_group() -> int:
@@ -19,3 +19,7 @@ def threads_of_a_group() -> int:
 
 def test_groups_share_the_thread_that_reads_from_other_ranks(ranks: Ranks) -> None:
     assert ranks.run(threads_of_a_group) == [THREADS] * SIZE
+
+
+def test_tests_and_what_they_start_are_batch_jobs_to_linux() -> None:
+    assert os.sched_getscheduler(0) == os.SCHED_BATCH

@@ -10,6 +10,7 @@ from megalite import __version__
 
 ROOT = Path(__file__).parents[1]
 TARGETS = set(re.findall(r"^([a-z][a-z-]*)\b.*:", (ROOT / "Makefile").read_text(), re.MULTILINE))
+MADE_PAGES = ("cards.md", "soak.md")
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
 
 
@@ -60,6 +61,14 @@ def test_the_tree_of_the_architecture_has_every_room() -> None:
     roots = [ROOT / name for name in ("megalite", "kernels", "launch", "tools")]
     rooms = {path.parent.name for root in roots for path in root.rglob("*.py")}
     assert sorted(rooms - named) == []
+
+
+def test_prose_is_wrapped_alike_everywhere() -> None:
+    """Tables, headings and code have the lines that they need; so have sentences with numbers that a program writes."""
+    pages = [*ROOT.glob("*.md"), *(path for path in (ROOT / "docs").glob("*.md") if path.name not in MADE_PAGES)]
+    for page in pages:
+        prose = "".join(page.read_text().split("```")[::2]).splitlines()
+        assert [line for line in prose if len(line) > 120 and not line.lstrip().startswith(("|", "#"))] == [], page.name
 
 
 def test_generated_files_are_short() -> None:

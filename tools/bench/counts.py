@@ -44,8 +44,8 @@ ORIGINS: dict[str, Callable[[], Counter[str]]] = {
 PAGE = """\
 # Speed, in counts
 
-These numbers decide how fast a step can be, and a CPU counts them exactly. `{command} --write docs/speed.md`
-makes this page; tests keep the limits. [benchmarks.md](benchmarks.md) has times.
+These numbers decide how fast a step can be, and a CPU counts them exactly. This page is made by
+`{command} --write docs/speed.md`; tests keep the limits. [benchmarks.md](benchmarks.md) has times.
 
 {table}
 Calls are those of functions in Python and C that `sys.setprofile` sees in a step of a model of width 64 with 1 × 32

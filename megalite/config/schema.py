@@ -377,6 +377,17 @@ class Config:
         return self.parallel.placement.parameters == "host" and not (trained and self.adapter is not None)
 
     @property
+    def joins_samples(self) -> bool:
+        """Flag: the samples of a micro-batch lie one behind the other in one sequence, `[b·s, 1, …]`.
+
+        They do where attention stays inside of documents: one call of a kernel then takes all of them as they lie.
+        Ranks of context parallelism share out every sample, and a balance loss is one of every sample.
+        """
+        experts = self.model.experts
+        balanced = experts is not None and experts.balance_loss > 0
+        return self.data.mask_documents and self.parallel.cp == 1 and not balanced
+
+    @property
     def kernels_by_operation(self) -> Kernels:
         """`kernels` as a section, with every operation."""
         return self.kernels if isinstance(self.kernels, Kernels) else Kernels.all(self.kernels)

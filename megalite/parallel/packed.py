@@ -3,7 +3,7 @@
 Every query has all of its keys in one call of a kernel, so no partial results are merged. Samples that are cut into the
 same documents, or into none, are given as further heads of one sequence: the layout `[s, b, h, e]` needs no copy for
 that. Samples with documents of their own are a call each, on views; only results are copied, next to each other. A step
-joins samples with documents where it can (`plan.parts.sizes.joins_samples`), so that there is one.
+joins samples with documents where it can (`Config.joins_samples`), so that there is one.
 
     s  length     h  query heads        e  width of a head
     b  samples    k  key-value heads    g  groups of samples with the same documents: 1 or b

@@ -204,7 +204,7 @@ class Activations(Sizes):
         """Bytes of cosines and sines for a step: of the rank's positions, or of all if documents restart positions."""
         length = self.config.model.sequence_length
         if not self.config.data.reset_positions:
-            length = self.tokens if self.joined else length // self.config.parallel.cp
+            length = self.tokens if self.config.joins_samples else length // self.config.parallel.cp
         return length * self._turning * self.z
 
     @cached_property

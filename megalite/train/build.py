@@ -39,7 +39,6 @@ from megalite.parallel.recompute import recompute
 from megalite.parallel.settled_attention import attention_kernels
 from megalite.parallel.tensor import split_backward, use_product
 from megalite.plan.float8 import wide_weights
-from megalite.plan.parts.sizes import joins_samples
 from megalite.plan.pipeline import micro_batches
 from megalite.plan.resolved import Plan
 from megalite.schedule.actions import Table
@@ -234,7 +233,7 @@ def build_pipeline(table: Table, job: Job, shape: torch.Size, clock: SectionCloc
     """The runner of `table` for batches of `shape`, `[m, b, s + 1]`. clock: times its actions."""
     config, mesh = job.config, job.mesh
     _, micro, tokens = shape
-    length, samples = ((tokens - 1) * micro, 1) if joins_samples(config) else (tokens - 1, micro)
+    length, samples = ((tokens - 1) * micro, 1) if config.joins_samples else (tokens - 1, micro)
     handed = (length // (mesh.layout.tp * mesh.layout.cp), samples, config.model.width)
     activation = Activation(handed, compute_dtype(config.train.dtype), mesh.device)
     mode = config.parallel.data_mode

@@ -20,7 +20,6 @@ from megalite.parallel.context import attention
 from megalite.parallel.fsdp import compute_dtype
 from megalite.parallel.pipeline import StepInputs
 from megalite.parallel.sequence import Documents, Rows, rows, split
-from megalite.plan.parts.sizes import joins_samples
 from megalite.train.build import Job
 
 
@@ -55,7 +54,7 @@ def _by_micro_batch(x: Tensor, mine: Rows, config: Config) -> Sequence[Tensor]:
     They are `[s, b]`, or `[b·s, 1]` where samples are joined.
     """
     x = split(x, mine)
-    if joins_samples(config):
+    if config.joins_samples:
         return x.permute(1, 2, 0).flatten(1).unsqueeze(2).unbind()
     return x.transpose(0, 1).contiguous().unbind()
 
@@ -80,7 +79,7 @@ def _ahead(job: Job, batch: Micros, sequences: Tensor, following: Tensor, mine: 
     shares = 1 / counts.clamp(min=1).double()
     factors = mtp.weight / mtp.depth / scale * shares
     scales = torch.cat((factors.new_ones(1), factors)).to(wide)
-    if joins_samples(job.config):
+    if job.config.joins_samples:
         tokens, targets = (x.permute(3, 0, 1, 2).flatten(0, 1).unsqueeze(3) for x in (tokens, targets))
     rows, b = len(targets), targets.shape[3]
     scales = scales[:, None].expand(rows, -1, b).flatten(1)
@@ -128,7 +127,7 @@ def _token_positions(
 ) -> list[TokenPositions]:
     """Positions of every micro-batch of `tokens` `[s, m, b]`. Micro-batches share tensors that need no documents."""
     config, data, device = job.config, job.config.data, tokens.device
-    joint = joins_samples(config)
+    joint = config.joins_samples
     attend = partial(attention, config.parallel.context.method, job.mesh.cp, len(tokens), device)
     plan = job.plan
     kinds = {plan.kinds[layer].attention.heads.scores for stage in job.stages for layer in plan.layers[stage]}

@@ -80,7 +80,7 @@ def _hooks(stage: Decoder, mesh: Mesh, add: Add) -> Iterator[Any]:
         assert isinstance(layer, Layer)
         heads = kind.attention.heads
         scale = heads.width**-0.5 if heads.scores.scale is None else heads.scores.scale
-        yield layer.attention.register_forward_pre_hook(partial(_scores, add, mesh, scale))
+        yield layer.attention.register_forward_pre_hook(partial(_scores, add, mesh, scale, stage.model.sequence_length))
         yield layer.attention.register_forward_hook(partial(_output, add, "attention", branch))
         yield layer.mlp.register_forward_hook(partial(_output, add, "mlp", branch))
         yield layer.register_forward_hook(partial(_stream, add))
@@ -105,19 +105,24 @@ def _logits(add: Add, head: Head, inputs: tuple[Tensor, Tensor | None, Tensor | 
     add("logits", head.forward(x, tied, None))
 
 
-def _scores(add: Add, mesh: Mesh, scale: float, module: Any, inputs: Sequence[Any]) -> tuple[Any, ...]:
-    """Make attention add the scores of all pairs of queries and keys, also those that are hidden from each other."""
+def _scores(add: Add, mesh: Mesh, scale: float, length: int, module: Any, inputs: Sequence[Any]) -> tuple[Any, ...]:
+    """Make attention add the scores of all pairs of queries and keys of a sample, of `length`, also hidden ones."""
     *others, attend = inputs
 
     def watched(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         with torch.no_grad():
-            keys = _whole(k.detach(), mesh.cp)
-            queries = q.detach().unflatten(2, (k.shape[2], -1))  # s b k g e
+            keys = _apart(_whole(k.detach(), mesh.cp), length)
+            queries = _apart(q.detach(), length).unflatten(2, (k.shape[2], -1))  # s b k g e
             for each in queries.split(max(1, ROWS // len(keys))):
                 add("attention logits", torch.einsum("nbkge,mbke->bkgnm", each, keys).float() * scale)
         return attend(q, k, v)
 
     return *others, watched
+
+
+def _apart(x: Tensor, length: int) -> Tensor:
+    """Samples of `length` beside each other, `[s, b, …]`, where they lie one behind the other, `[b·s, 1, …]`."""
+    return x.squeeze(1).unflatten(0, (-1, length)).movedim(0, 1) if len(x) > length else x
 
 
 ROWS = 1 << 16  # pairs of positions at a time

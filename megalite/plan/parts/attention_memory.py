@@ -58,7 +58,7 @@ class AttentionMemory:
             return max(2 * q + o + 2 * kv, inside)  # while heads are exchanged, or inside of attention
         if not self._in_blocks:
             several = self.config.data.mask_documents and self.config.batch.micro_size > 1
-            apart = several and not self.sizes.joined  # a call for each sample
+            apart = several and not self.config.joins_samples  # a call for each sample
             return 2 * q + o + kv if self.repeats else (q + kv) * (1 + apart)
         rounded = q + kv if self.w < self.z else 0  # the sums in the compute precision, made while the sums live
         if self.config.parallel.cp == 1:

@@ -14,17 +14,6 @@ PRECISION_BYTES = {"bf16": 2, "fp32": 4, "fp64": 8}  # by train.dtype
 OPERAND_MULTIPLE = 16  # all sizes of operands in 8 bits are multiples of it
 
 
-def joins_samples(config: Config) -> bool:
-    """Return whether the samples of a micro-batch lie one behind the other in one sequence, `[b·s, 1, …]`.
-
-    They do where attention stays inside of documents: one call of a kernel then takes all of them as they lie. Ranks of
-    context parallelism share out every sample, and a balance loss is one of every sample.
-    """
-    experts = config.model.experts
-    balanced = experts is not None and experts.balance_loss > 0
-    return config.data.mask_documents and config.parallel.cp == 1 and not balanced
-
-
 @dataclass(frozen=True)
 class Sizes:
     """Sizes of a configuration's activations on one rank; `parallel.dp_shard` and `batch.micro` must be numbers."""
@@ -40,11 +29,6 @@ class Sizes:
     def tokens(self) -> int:
         """Tokens of a micro-batch on a rank."""
         return self.config.batch.micro_size * self.config.model.sequence_length // self.config.parallel.cp
-
-    @cached_property
-    def joined(self) -> bool:
-        """Flag: the samples of a micro-batch are one sequence, see `joins_samples`."""
-        return joins_samples(self.config)
 
     @cached_property
     def predicted(self) -> int:
@@ -123,7 +107,7 @@ class Sizes:
         parallel, train = self.config.parallel, self.config.train
         if train.product != "plain" or train.precision == "fp8" or train.compile or self.config.model.four_bits:
             return 1
-        positions = self.tokens if self.joined else self.config.model.sequence_length // parallel.cp
+        positions = self.tokens if self.config.joins_samples else self.config.model.sequence_length // parallel.cp
         return pieces(positions // parallel.tp, size)
 
     def over_tp(self, kind: str, purpose: str, n: int = 1) -> Transfers:

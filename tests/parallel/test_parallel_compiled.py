@@ -73,7 +73,8 @@ KINDS = {
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_compiled_layers_compute_what_eager_ones_do(kind: str, ranks: Ranks) -> None:
-    compared(config_of(Layout(tp=2), replace(MODEL, layers=1, **KINDS[kind])), ranks)
+    _, differing = compared(config_of(Layout(tp=2), replace(MODEL, layers=1, **KINDS[kind])), ranks)
+    assert not differing
 
 
 @needs_integers
@@ -81,17 +82,23 @@ def test_compiled_layers_compute_what_eager_ones_do(kind: str, ranks: Ranks) -> 
 def test_compiled_layers_make_weights_in_four_bits_wide_once_more_for_backward(dora: bool, ranks: Ranks) -> None:
     model = replace(MODEL, layers=1, width=64, heads=4, kv_heads=4, head_width=32, ffn=128, out_bias=True)
     adapter = Adapter(rank=3, dora=dora, base="nf4")
-    kept = compared(replace(config_of(Layout(tp=2, dp_shard=2), model), adapter=adapter), ranks, fullgraph=True)
+    config = replace(config_of(Layout(tp=2, dp_shard=2), model), adapter=adapter)
+    kept, differing = compared(config, ranks, fullgraph=True)
+    assert not differing
     assert kept  # matrices of other sizes, such as factors
     assert not kept & {64 * 64}  # the matrices of a rank in four bits
 
 
-def compared(config: Config, ranks: Ranks, fullgraph: bool = False) -> set[int]:
-    """Compare compiled layers with eager ones. Returns the sizes of matrices that the compiled ones keep."""
+def compared(config: Config, ranks: Ranks, fullgraph: bool = False) -> tuple[set[int], list[str]]:
+    """Compare compiled layers with eager ones.
+
+    Returns the sizes of matrices that the compiled ones keep, and the names of gradients that differ.
+    """
     eager, *_ = ranks.run(computed, config)
     compiled, *_ = ranks.run(computed, replace(config, train=replace(config.train, compile=True)), fullgraph)
     assert compiled[0] == pytest.approx(eager[0], rel=1e-13)
     assert compiled[1].keys() == eager[1].keys()
-    for name, grad in eager[1].items():
-        assert torch.allclose(compiled[1][name], grad, rtol=1e-12, atol=1e-14), name
-    return compiled[2]
+    differing = [
+        name for name, grad in eager[1].items() if not torch.allclose(compiled[1][name], grad, rtol=1e-12, atol=1e-14)
+    ]
+    return compiled[2], differing

@@ -110,16 +110,11 @@ ROOFLINE = (
 
 @dataclass(frozen=True)
 class Count:
-    """One row of the page.
-
-    limit: None: something of others, to compare with. of_compiler: the compiler's own inside is asked, which every
-    version of PyTorch has otherwise.
-    """
+    """One row of the page."""
 
     name: str
     count: Callable[[], float]
-    limit: float | None
-    of_compiler: bool = False
+    limit: float | None  # None: something of others, to compare with
 
 
 COUNTS = (
@@ -139,19 +134,17 @@ COUNTS = (
         418_900,
     ),
     Count("operations per layer, 8B in bf16", lambda: operations_per_layer("llama3_8b").total(), 32),
-    Count("operations of a compiled layer", lambda: compiled_layers()[0].launches.total(), 37, of_compiler=True),
+    Count("operations of a compiled layer", lambda: compiled_layers()[0].launches.total(), 37),
     Count(
         "of these, kernels that the compiler makes",
         lambda: sum(kernel.launches for kernel in compiled_layers()[0].kernels),
         4,
-        of_compiler=True,
     ),
-    Count("bytes per token of a compiled layer", lambda: compiled_layers()[0].bytes, 486_000, of_compiler=True),
+    Count("bytes per token of a compiled layer", lambda: compiled_layers()[0].bytes, 486_000),
     Count(
         "spilled bytes of the compiler's kernels",
         lambda: sum(kernel.spilled for layer in compiled_layers() for kernel in layer.kernels),
         0,
-        of_compiler=True,
     ),
 )
 

@@ -1,7 +1,10 @@
 """The bound on a step of one GPU: what its operations are, and laws that it keeps whatever the rates."""
 
+import json
+import re
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -37,6 +40,14 @@ def test_all_operations_of_a_model_are_in_its_work(row: Row) -> None:
     work, tokens = work_of(row), row.batch * row.model.sequence_length
     assert work.products + work.head + 3 * work.attention == tokens * flops_per_token(row.model, "causal")
     assert mfu(row, 2.0)[1] == pytest.approx(mfu(row, 1.0)[1] / 2)
+
+
+def test_measured_shares_are_the_best_of_the_record() -> None:
+    files = sorted(Path("docs/benchmarks/gpu/h200_2026_11_26").glob("*.json"))
+    runs = [run for path in files for run in json.loads(path.read_text()).get("rows", []) if "F" in run]
+    for row, cases in ((ROWS[0], "1b-megalite-compiled"), (ROWS[2], "8b8-megalite-(eager|compiled)")):
+        best = max((run["F"], run["C"]) for run in runs if re.fullmatch(cases, run["id"]))
+        assert row.measured == tuple(round(100 * share, 1) for share in best)
 
 
 @given(WORKS, st.floats(1.0, 100.0))

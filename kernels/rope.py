@@ -6,7 +6,7 @@ Half-rotation layout pairs feature i with i + e/2, as Hugging Face's Llama weigh
 2i + 1, as the paper and Meta's weights do.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Any, Literal
 
@@ -41,12 +41,34 @@ def angles_at(cos: Tensor, sin: Tensor, positions: Tensor | int, length: int) ->
     return cos[positions : positions + length], sin[positions : positions + length]
 
 
-def _torch(x: Tensor, cos: Tensor, sin: Tensor, layout: Layout) -> Tensor:
-    if layout == "half":
-        first, second = x.chunk(2, dim=-1)
-        return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
-    first, second = x[..., ::2], x[..., 1::2]
-    return torch.stack((first * cos - second * sin, second * cos + first * sin), dim=-1).flatten(-2).to(x.dtype)
+class TorchRope(torch.autograd.Function):
+    """The rotation of several tensors in plain PyTorch, in three passes forward and three backward."""
+
+    @staticmethod
+    def forward(ctx: Any, cos: Tensor, sin: Tensor, layout: Layout, *given: Tensor) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(cos, sin)
+        ctx.layout = layout
+        return _turned(given, cos, sin, layout, 1)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        cos, sin = ctx.saved_tensors
+        return None, None, None, *_turned(grads, cos, sin, ctx.layout, -1)
+
+
+def _turned(given: Iterable[Tensor], cos: Tensor, sin: Tensor, layout: Layout, sign: int) -> tuple[Tensor, ...]:
+    """The pairs of all tensors, turned by their angles times `sign`."""
+    half, made = layout == "half", []
+    for_both = torch.cat((cos, cos), dim=-1) if half else cos.repeat_interleave(2, dim=-1)
+    for x in given:
+        y = x * for_both
+        (first, second), (y_first, y_second) = [
+            each.chunk(2, dim=-1) if half else (each[..., ::2], each[..., 1::2]) for each in (x, y)
+        ]
+        y_first.addcmul_(second, sin, value=-sign)
+        y_second.addcmul_(first, sin, value=sign)
+        made.append(y if y.dtype == x.dtype else y.to(x.dtype))
+    return tuple(made)
 
 
 @jit
@@ -226,7 +248,8 @@ def rope(
     """
     check(x, cos, sin, positions, layout)
     if not use_triton(backend, x.device):
-        return _torch(x, *angles_at(cos, sin, positions, len(x)), layout)
+        (turned,) = TorchRope.apply(*angles_at(cos, sin, positions, len(x)), layout, x)
+        return turned
     by_token, start = (positions, 0) if isinstance(positions, Tensor) else (None, positions)
     return _op(x, cos, sin, by_token, start, layout == "interleaved", False)
 
@@ -237,8 +260,8 @@ def check(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | int, layout: 
         raise ValueError(f"rope: {layout!r} is no layout; choose half or interleaved")
     length, batch, _, width = x.shape
     batches = (1,) if isinstance(positions, Tensor) else (1, batch)
-    expected = [(len(cos), number, 1, width // 2) for number in batches]
-    if width % 2 or cos.shape != sin.shape or cos.shape not in expected:
+    fits = cos.dim() == 4 and cos.shape[1] in batches and cos.shape[2:] == (1, width // 2)
+    if width % 2 or cos.shape != sin.shape or not fits:
         raise ValueError(
             f"rope: cos {list(cos.shape)} and sin {list(sin.shape)} for x {list(x.shape)} must both be "
             f"[p, {' or '.join(map(str, batches))}, 1, e/2] with an even e"

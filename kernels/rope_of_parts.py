@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megalite_kernels.backend import Backend, use_triton
-from megalite_kernels.rope import Layout, check, launch, rope
+from megalite_kernels.rope import Layout, TorchRope, angles_at, check, launch
 
 
 def launch_backward(
@@ -124,11 +124,10 @@ def rope_of_parts(
     kernels turn q and k where they are, if the features of each of their tokens lie next to each other, and v is
     returned as it is.
     """
-    if not use_triton(backend, q.device):
-        turned, keys = (rope(x, cos, sin, positions, layout, backend) for x in (q, k))
-        return turned, keys, v.contiguous()
     for x in (q, k):
         check(x, cos, sin, positions, layout)
+    if not use_triton(backend, q.device):
+        return *TorchRope.apply(*angles_at(cos, sin, positions, len(q)), layout, q, k), v.contiguous()
     by_token, start = (positions, 0) if isinstance(positions, Tensor) else (None, positions)
     how = cos, sin, by_token, start, layout == "interleaved"
     if in_place and all(x.stride()[2:] == (x.shape[3], 1) for x in (q, k)):

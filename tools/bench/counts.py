@@ -118,8 +118,8 @@ class Count:
 
 
 COUNTS = (
-    Count("calls per layer, fp32", lambda: calls_per_layer("fp32").total(), 900),
-    Count("calls per layer, bf16", lambda: calls_per_layer("bf16").total(), 950),
+    Count("calls per layer, fp32", lambda: calls_per_layer("fp32").total(), 940),
+    Count("calls per layer, bf16", lambda: calls_per_layer("bf16").total(), 940),
     Count("the same model as plain modules in fp32, fused AdamW", lambda: plain_calls_per_layer().total(), None),
     Count("staged bytes per parameter and micro-batch", lambda: staged_bytes()[0], 0),
     Count("bytes per parameter, AdamW", lambda: adamw_bytes(1, copy=torch.bfloat16)[0], 30),

@@ -21,10 +21,15 @@ Step = Callable[[Tensor, int], tuple[float, float]]  # (batch [m, b, s + 1], ste
 def build_peer(job: Job, how: dict[str, Any]) -> Step:
     """The same training step with transformers: of float32 weights, under autocast if it computes in bf16.
 
+    Layers are compiled as ours are, if they are.
+
     how: further arguments of `torch.optim.AdamW`.
     """
     optim, narrow = job.config.optim, job.config.train.dtype == "bf16"
     model = llama(job.config.model, {name: _plain(each) for name, each in job.named_parameters()}, torch.device("cpu"))
+    if job.config.train.compile:
+        for layer in model.model.layers:
+            layer.compile(dynamic=False)
     optimizer = adamw(model, optim, **how)
 
     def step(batch: Tensor, number: int) -> tuple[float, float]:

@@ -4,8 +4,8 @@ Every variant runs in a separate process. Variants take their steps in turn, so 
 of them. A time ratio is that of two steps of the same round; the median over rounds is shown. Results are shown only if
 losses and gradient norms agree.
 
-With train.precision=bf16 both compute in bf16 and update float32 weights: transformers under autocast, as it is
-commonly trained on one device.
+With train.compile=true both compile their layers. With train.precision=bf16 both compute in bf16 and update float32
+weights: transformers under autocast, as it is commonly trained on one device.
 """
 
 import argparse

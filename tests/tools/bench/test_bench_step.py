@@ -2,10 +2,15 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
+from megalite.config.load import load
+from megalite_tools.bench import peer
+from megalite_tools.bench.peer import build_peer
 from megalite_tools.bench.step import COMPARED_STEPS, FUSED, PEERS, TOLERANCES, Disagreement, Variant, _compare, main
 
 pytest.importorskip("transformers")
@@ -28,10 +33,10 @@ def measured(config: str, out: Path, *more: str) -> dict[str, Any]:
     assert ours["name"] == "megalite"
     assert ours["time_ratio"] == 1
     assert len(set(ours["losses"])) == COMPARED_STEPS
-    for peer in peers:
+    for their in peers:
         for quantity, key in (("loss", "losses"), ("norm", "norms")):
             tolerance = TOLERANCES[report["precision"]][quantity]
-            assert peer[key] == pytest.approx(ours[key], rel=tolerance)
+            assert their[key] == pytest.approx(ours[key], rel=tolerance)
     return report
 
 
@@ -49,6 +54,16 @@ def test_both_implementations_compute_the_same(config: str, tmp_path: Path) -> N
     assert [each["name"] for each in narrow["variants"]] == ["megalite", FUSED]
     for variant in narrow["variants"]:  # both round
         assert variant["losses"] != pytest.approx(report["variants"][0]["losses"], rel=1e-5)
+
+
+@pytest.mark.parametrize("compiles", [False, True])
+def test_layers_of_the_peer_are_compiled_where_ours_are(compiles: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    layers = [torch.nn.Linear(2, 2)]
+    monkeypatch.setattr(peer, "llama", lambda *_: SimpleNamespace(model=SimpleNamespace(layers=layers)))
+    monkeypatch.setattr(peer, "adamw", lambda *_: None)
+    config = load(["tiny"], [f"train.compile={compiles}"])
+    build_peer(SimpleNamespace(config=config, named_parameters=list), {})  # type: ignore[arg-type]
+    assert (layers[0]._compiled_call_impl is not None) == compiles
 
 
 @pytest.mark.parametrize("loss", [2.001, float("nan")])

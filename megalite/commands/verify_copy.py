@@ -53,7 +53,7 @@ def shrink(config: Config) -> Config:
         model=model,
         parallel=replace(parallel, pipeline=replace(parallel.pipeline, split=split)),
         batch=Batch(micro, full, None, rampup, curriculum),
-        train=replace(config.train, precision="fp64"),
+        train=replace(config.train, precision="fp64", cuda_graph=False),
         optim=replace(config.optim, lr=min(config.optim.lr, MAX_RATE)),
         kernels=replace(kernels, **other),
     )
@@ -282,6 +282,7 @@ def not_compared(config: Config, steps: int) -> list[str]:
         "the order that auto finds at full size, which --schedule FILE.yaml of megalite show writes": (
             config.parallel.pipeline.schedule == AUTO_SCHEDULE
         ),
+        "train.cuda_graph": train.cuda_graph,
         "bfloat16 in Newton–Schulz": config.optim.name == "muon" and config.run.device != "cpu",
         "apex": apex,
         "CUDA's kernels, streams and NCCL": config.run.device != "cpu",

@@ -200,6 +200,7 @@ class Train:
     offload_activations: bool = False  # keep layers' activations in host memory from forward to backward
     product: str = "plain"  # layers' matrix products: PyTorch's or MODULE:OBJECT, a `megalite.parallel.product.Product`
     compile: bool = False  # torch.compile each layer
+    cuda_graph: bool = False  # one rank: the host launches a micro-batch by one call, see `parallel.graphed`
     gc_interval: int = (
         50  # steps between collections of Python's garbage, on all ranks at once; 0: whenever Python likes
     )

@@ -8,7 +8,7 @@ from megalite.plan.parts.window import busiest
 
 def as_counted(config: Config) -> Config:
     """`config` as a dry run runs it: on a CPU, with PyTorch's kernels, its layers not compiled, its experts in turn."""
-    on_cpu, train = replace(config.run, device="cpu"), replace(config.train, compile=False)
+    on_cpu, train = replace(config.run, device="cpu"), replace(config.train, compile=False, cuda_graph=False)
     attention: AttentionKernel = "math" if config.kernels_by_operation.attention == "math" else "auto"
     experts = config.model.experts
     model = config.model if experts is None else replace(config.model, experts=replace(experts, force_balance=True))

@@ -119,7 +119,7 @@ class StepInputs:
     tokens: Sequence[Tensor]
     targets: Sequence[Any]  # given to the last stage, as they are; the runner does not look into them
     positions: Sequence[Any]  # likewise, given to every stage
-    scale: float = 1.0  # the gradients are of scale · loss
+    scale: float | Tensor = 1.0  # the gradients are of scale · loss
 
 
 class Pipeline:

@@ -28,6 +28,7 @@ from megalite.parallel.copies import Copies
 from megalite.parallel.float8 import WeightCasts, check_float8, use_float8
 from megalite.parallel.fsdp import compute_dtype, parameter_dtype, shard
 from megalite.parallel.gradients import Gradients
+from megalite.parallel.graphed import Capture, GraphedPipeline, captures_on
 from megalite.parallel.host_memory import HostMemory
 from megalite.parallel.host_parameters import keep_on_host, materialize
 from megalite.parallel.linear import WeightGradients
@@ -47,6 +48,8 @@ from megalite.train.expert_load import ExpertLoad
 from megalite_kernels import apex
 from megalite_kernels.backend import use_triton
 
+Runner = Pipeline | GraphedPipeline
+
 
 @dataclass
 class Job:
@@ -65,7 +68,8 @@ class Job:
     load: ExpertLoad
     copies: list[Copies]  # by stage, the copies of its parameters; none where FSDP2 gathers, or precisions are one
     attention: Mapping[Scores, Choice]  # the kernel of every kind of attention
-    pipelines: dict[str, tuple[torch.Size, Pipeline]] = field(default_factory=dict)  # the latest, by shape of batch
+    capture: Capture | None  # captures CUDA graphs of micro-batches; None: there are none
+    pipelines: dict[str, tuple[torch.Size, Runner]] = field(default_factory=dict)  # the latest, by shape of batch
 
     @property
     def config(self) -> Config:
@@ -75,11 +79,11 @@ class Job:
         """Make the runner of a training step on `batch` where its size is new, which may take seconds."""
         self.training(batch)
 
-    def training(self, batch: Micros) -> Pipeline:
+    def training(self, batch: Micros) -> Runner:
         """The runner of a training step on `batch`, which is made where its size is new."""
         return self._pipeline("training", batch.shape)
 
-    def evaluation(self, batch: Micros) -> Pipeline:
+    def evaluation(self, batch: Micros) -> Runner:
         """The runner of a forward pass of `batch`; as `training`."""
         return self._pipeline("evaluation", batch.shape)
 
@@ -88,14 +92,26 @@ class Job:
         for stage in self.stages.values():
             yield from stage.named_parameters()
 
-    def _pipeline(self, purpose: str, shape: torch.Size) -> Pipeline:
+    def _pipeline(self, purpose: str, shape: torch.Size) -> Runner:
+        if purpose == "training" and self.capture is not None:
+            shape = torch.Size((1, *shape[1:]))  # graphs are of one micro-batch, however many a step has
         # The latest is enough: batches only grow, so a shape that is left does not come back.
         if purpose not in self.pipelines or self.pipelines[purpose][0] != shape:
-            m = shape[0]
-            table = self.plan.table(m) if purpose == "training" else build_forward(self.plan.placement, m)
-            clock = self.clock if purpose == "training" else None
-            self.pipelines[purpose] = shape, build_pipeline(table, self, shape, clock)
+            made = self._for_training(shape) if purpose == "training" else self._for_evaluation(shape)
+            self.pipelines[purpose] = shape, made
         return self.pipelines[purpose][1]
+
+    def _for_evaluation(self, shape: torch.Size) -> Runner:
+        return build_pipeline(build_forward(self.plan.placement, shape[0]), self, shape, self.activity)
+
+    def _for_training(self, shape: torch.Size) -> Runner:
+        table = self.plan.table(shape[0])
+        if self.capture is None:
+            return build_pipeline(table, self, shape, self.activity, self.clock)
+        # Micro-batches are noted, not their actions: those of one table again and again would be no schedule.
+        of_one = build_pipeline(table, self, shape, Activity())
+        trained = [found.value for every in self.gradients.trained.values() for found in every]
+        return GraphedPipeline(of_one, trained, self.copies, self.capture, self.activity)
 
 
 def build_mesh(config: Config, device: torch.device, timeout: timedelta | None = None) -> Mesh | None:
@@ -121,6 +137,7 @@ def build(plan: Plan, mesh: Mesh, activity: Activity | None = None) -> Job:
         check_float8(mesh.device)
     if config.train.compile:
         check_compiler(mesh.device)
+    capture = captures_on(mesh.device) if config.train.cuda_graph else None
     owned = plan.stages_of(mesh.coordinates["pp"])
     stages = {number: build_stage(plan, mesh, number, memory, casts) for number in owned}
     splits = plan.table(micro_batches(config)).splits_backward
@@ -139,7 +156,20 @@ def build(plan: Plan, mesh: Mesh, activity: Activity | None = None) -> Job:
     activity, clock = activity or Activity(), SectionClock(mesh.device)
     load = ExpertLoad(stages.values(), config.model)
     return Job(
-        plan, mesh, stages, put_off, gradients, optimizer, memory, casts, activity, clock, load, copies, attention
+        plan,
+        mesh,
+        stages,
+        put_off,
+        gradients,
+        optimizer,
+        memory,
+        casts,
+        activity,
+        clock,
+        load,
+        copies,
+        attention,
+        capture,
     )
 
 
@@ -229,12 +259,14 @@ def keep_narrow(stage: nn.Module, dtype: torch.dtype) -> None:
                 setattr(module, name, nn.Parameter(param.to(dtype), requires_grad=False))
 
 
-def build_pipeline(table: Table, job: Job, shape: torch.Size, clock: SectionClock | None = None) -> Pipeline:
-    """The runner of `table` for batches of `shape`, `[m, b, s + 1]`. clock: times its actions."""
+def build_pipeline(
+    table: Table, job: Job, shape: torch.Size, activity: Activity, clock: SectionClock | None = None
+) -> Pipeline:
+    """The runner of `table` for batches of `shape`, `[m, b, s + 1]`. activity: notes its actions. clock: times them."""
     config, mesh = job.config, job.mesh
     _, micro, tokens = shape
     length, samples = ((tokens - 1) * micro, 1) if config.joins_samples else (tokens - 1, micro)
     handed = (length // (mesh.layout.tp * mesh.layout.cp), samples, config.model.width)
     activation = Activation(handed, compute_dtype(config.train.dtype), mesh.device)
     mode = config.parallel.data_mode
-    return Pipeline(table, job.stages, job.weight_gradients, mesh, activation, mode, job.activity, clock)
+    return Pipeline(table, job.stages, job.weight_gradients, mesh, activation, mode, activity, clock)

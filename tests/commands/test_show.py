@@ -176,6 +176,11 @@ def test_one_of_something_is_one(show: Show) -> None:
     assert "as 1 micro-batch of 1 on 1 data-parallel rank.\n1 step sees 256 tokens." in output
 
 
+def test_graphs_are_told(show: Show) -> None:
+    assert "the host launches each micro-batch by one call, as a CUDA graph" in show("train.cuda_graph=true")
+    assert "CUDA graph" not in show()
+
+
 def test_the_bubble_is_told(show: Show) -> None:
     assert "The bubble of 1f1b is 27.3% of a step" in show("parallel.pp=4", "batch.global=8")
     assert "bubble" not in show()

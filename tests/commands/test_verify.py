@@ -269,6 +269,9 @@ def test_what_is_not_compared_is_told() -> None:
     assert "apex" not in told
     assert "how batches grow" not in told
     assert "how batches grow, as --steps is 1" in not_compared(config, 1)
+    graphed = replace(config, train=Train(cuda_graph=True))
+    assert "train.cuda_graph" in not_compared(graphed, 3)
+    assert not shrink(graphed).train.cuda_graph
 
 
 @pytest.mark.parametrize(

@@ -13,11 +13,12 @@ from unittest.mock import patch
 import fake_device
 import torch
 import torch.distributed as dist
-from fake_device import NOTES, Calls, world
+from fake_device import CAPTURED, NOTES, Calls, world
 from torch import Tensor
 from torch.distributed import distributed_c10d
 from torch.nn.attention import _cur_sdpa_kernel_backends
 from torch.nn.attention.flex_attention import BlockMask
+from torch.utils._pytree import tree_leaves
 from toy_runs import Notes, RandomSamples
 
 from megalite.checkpoint.run.save import Saver
@@ -389,6 +390,47 @@ def trained(config: Config) -> tuple[list[str], list[bool]]:
         with patch.object(report, "record", lambda step, _: events.append(f"record {step}")):
             assert train(job, Batches(loader, None), Progress(), saver, lambda: None, report) == 0
     return events, pinned
+
+
+def captured(config: Config) -> tuple[list[list[str]], list[set[str]]]:
+    """Of three steps of two micro-batches: what streams and graphs are told, and what the graphs are made of.
+
+    Streams have the names compute and captures, and graphs their numbers. Of each graph: names of operations with a
+    tensor that is not on the device, and all others.
+    """
+    told: list[list[str]] = []
+    graphs: list[Any] = []
+    CAPTURED.clear()
+    with _job(config) as (job, _):
+        names = {torch.cuda.current_stream(): "compute", job.capture.stream: "captures"}
+        for _ in range(3):
+            NOTES.clear()
+            with patch.object(vital_signs, "Arriving", lambda _: None):  # the numbers of a step are on their way
+                _step(job)
+            graphs += [note[1] for note in NOTES if note[0] == "capture"]
+            told.append([_told(note, names, graphs) for note in NOTES])
+    sizes = [x.ndim for calls in CAPTURED for args, _ in calls.of("aten::lift_fresh") for x in args]
+    assert not any(sizes), "data of the host"
+    made = [
+        {
+            ("host: " if {x.device for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)} - {DEVICE} else "")
+            + str(func)
+            for func, args, kwargs in calls.seen
+        }
+        for calls in CAPTURED
+    ]
+    return told, made
+
+
+def _told(note: tuple[Any, ...], names: dict[Any, str], graphs: list[Any]) -> str:
+    match note:
+        case ("wait", stream, other):
+            return f"{names[stream]} wait for {names[other]}"
+        case (("replay" | "captured") as what, graph):
+            return f"{what} {graphs.index(graph)}"
+        case ("capture", graph, pool, stream, mode):
+            return f"capture {graphs.index(graph)} in {pool} on {names[stream]}, {mode}"
+    return note[0]
 
 
 def groups(config: Config) -> list[Ranks]:

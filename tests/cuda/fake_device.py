@@ -57,9 +57,30 @@ class Event:
 
 
 NOTES: list[tuple[Any, ...]] = []
+CAPTURED: list["Calls"] = []  # the operations of each graph
 REFUSED = 2  # cudaErrorMemoryAllocation
 refuses = False  # whether CUDA registers no more host memory
 _current: list[Any] = []
+
+
+class CUDAGraph:
+    """Has nothing to do again."""
+
+    def pool(self) -> str:
+        return "pool"
+
+    def replay(self) -> None:
+        NOTES.append(("replay", self))
+
+
+@contextmanager
+def _graph(graph: CUDAGraph, *, pool: Any, stream: Stream, capture_error_mode: str) -> Iterator[None]:
+    """Notes operations instead of capturing them."""
+    NOTES.append(("capture", graph, pool, stream, capture_error_mode))
+    with _stream(stream), Calls() as calls:
+        CAPTURED.append(calls)
+        yield
+    NOTES.append(("captured", graph))
 
 
 @contextmanager
@@ -90,7 +111,9 @@ def install() -> None:
     fakes = {
         "Stream": Stream,
         "Event": Event,
+        "CUDAGraph": CUDAGraph,
         "cudart": lambda: Cudart,
+        "graph": _graph,
         "stream": _stream,
         "current_stream": lambda device=None: _current[-1],
         "synchronize": lambda device=None: NOTES.append(("synchronize", device)),

@@ -318,3 +318,24 @@ def test_a_model_computes_on_its_device(parallel: dict[str, int], window: int | 
     last = {"prompts": [3, logits], "next": [3, logits], "alone": [1, logits]}
     assert sizes == {**(last if config.parallel.pp == 1 else {}), "drawn": [3], "scores": [5, 2]}
     assert devices == {"cuda:0"}
+
+
+def test_graphs_hold_operations_of_the_device_alone(call: Call) -> None:
+    """In none is a tensor of the host, a synchronization or an event; a number that assignments write is a constant."""
+    (first, second, third), made = call(cases.captured, replace(PLAIN, train=replace(PLAIN.train, cuda_graph=True)))
+    assert first == ["captures wait for compute", "compute wait for captures"] * 2
+    assert second == [
+        "capture 0 in None on captures, thread_local",
+        "captured 0",
+        "replay 0",
+        "capture 1 in pool on captures, thread_local",
+        "captured 1",
+        "replay 1",
+    ]
+    assert third == ["replay 0", "replay 1"]
+    for operations in made:
+        assert "aten.embedding_dense_backward.default" in operations
+        assert {name for name in operations if name.startswith("host")} <= {
+            "host: aten.lift_fresh.default",
+            "host: aten.fill_.Tensor",
+        }

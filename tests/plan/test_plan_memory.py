@@ -20,6 +20,7 @@ from megalite.plan.memory import walk
 from megalite.plan.memory.held import HOST_MEMORY, OUTSIDE_KINDS
 from megalite.plan.memory.peak import KINDS, enough_micro_batches, rank_memory
 from megalite.plan.model.size import model_parameters, stage_parameters
+from megalite.plan.muon import step_temporaries
 from megalite.plan.pipeline import table_of
 from megalite.plan.resolved import resolve
 from megalite.plan.split import split_of
@@ -186,6 +187,17 @@ def test_the_fullest_step_of_a_ramp_counts(schedule: str, pp: int, start: int, f
     config = replace(config, batch=replace(config.batch, rampup=Rampup(2 * start, 2, 100)))
     steps = [replace(config, batch=Batch(1, size)) for size in batch_sizes(config)]
     assert rank_memory(config, 0).total == max(rank_memory(step, 0).total for step in steps)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_an_update_comes_on_top_of_what_graphs_keep(optimizer: str) -> None:
+    config = configured({"optim.name": optimizer, "model.sequence_length": 2048})
+    plain, graphed = (
+        rank_memory(replace(config, train=replace(config.train, cuda_graph=each)), 0) for each in (False, True)
+    )
+    of_update = step_temporaries(resolve(config), 0)
+    assert graphed.total == plain.total + of_update + Activations(config).inputs
+    assert (of_update > 0) == (f"{graphed.instant}" == "update of the weights") == (optimizer == "muon")
 
 
 def test_a_smaller_batch_may_hold_more() -> None:

@@ -207,6 +207,7 @@ def _simplified(config: Config) -> str:
         "every sample as one document": config.data.mask_documents,
         "keys and values that are not repeated for every query head": Activations(config).repeats,
         "layers that are not compiled": config.train.compile,
+        "micro-batches that are no CUDA graphs": config.train.cuda_graph,
         "recompute chosen by estimated times": config.train.recompute == "budget",
     }
     apart = [what for what, matters in told.items() if matters]

@@ -9,6 +9,7 @@ from megalite.config.rules.adapter import adapter_rules
 from megalite.config.rules.batch import batch_rules
 from megalite.config.rules.data import data_rules
 from megalite.config.rules.files import validate_files
+from megalite.config.rules.graphs import graph_rules
 from megalite.config.rules.model import model_rules
 from megalite.config.rules.optim import optim_rules
 from megalite.config.rules.parallel import parallel_rules, pinned_rules, shards, virtual_stages
@@ -54,6 +55,7 @@ def validate(config: Config, world_size: int | None = None) -> list[Problem]:
         *parallel_rules(config, world_size),
         *batch_rules(config.batch, dp, model.sequence_length, parallel.sequence_parts, limits),
         *train_rules(config),
+        *graph_rules(config, ranks),
         *optim_rules(config),
         *data_rules(config.data, model.vocab_size),
     ]
@@ -73,6 +75,7 @@ def check_without_layout(config: Config, pinned: Collection[str] = ()) -> None:
         *model_rules(config.model),
         *adapter_rules(config),
         *(problem for problem in others if not problem.key.startswith(of_layouts)),
+        *graph_rules(config, None),
         *pinned_rules(config, pinned),
         *data_rules(config.data, config.model.vocab_size),
     ]

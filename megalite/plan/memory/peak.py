@@ -27,6 +27,9 @@ are gathered and freed.
                         the copy of parameters and optimizer states that `checkpoint.async` stages
     files               optimizer states that live there, and the copy that `checkpoint.async` stages
 
+CUDA graphs of micro-batches (`train.cuda_graph`) keep what they take from step to step: temporaries of an update come
+on top of it, and so does evaluation, which is not counted.
+
 Before parameters on the host are gathered over D ranks, FSDP2 copies the rank's shards to the device, wN/D. This is no
 peak: once they are gathered they are freed, and wN is taken in their place to copy the part out of the gather.
 
@@ -137,7 +140,8 @@ def _fullest(plan: Plan, pp: int) -> Memory:
     steps = []
     for m in fullest_steps(plan.config):
         peak, instant = _peak(plan, pp, m)
-        steps.append(Memory(pp, peak | {("activations", "inputs"): m * inputs}, m, instant))
+        held = m + plan.config.train.cuda_graph  # micro-batches: graphs read theirs at a fixed place
+        steps.append(Memory(pp, peak | {("activations", "inputs"): held * inputs}, m, instant))
     return max(steps, key=lambda memory: memory.total)
 
 

@@ -83,7 +83,8 @@ class Walk(GradientSums):
                         self._hold_gathered(item.stage, index, sign)
         self._hold("gathered weights", "in 8 bits", -casts)
         self.doing = "update of the weights"
-        self._see(step_temporaries(self.states.plan, self.pp, self._slot_bytes))
+        kept = self.most - self.total if self.config.train.cuda_graph else 0  # graphs share their memory with nobody
+        self._see(kept + step_temporaries(self.states.plan, self.pp, self._slot_bytes))
         return {item: size for item, size in (self.peak | self.host_peak | self.in_files).items() if size}
 
     def _compute(self, *actions: Action) -> None:

@@ -1,0 +1,96 @@
+"""A device on a CPU that captures graphs as CUDA does: it notes operations with their tensors, and does them again.
+
+A replay runs no Python but that of operations: numbers that the host knew are those of the capture, tensors are where
+they were, and no version of a tensor rises.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+ops = torch.ops.aten
+# Operations whose results the host reads, or whose sizes it cannot know.
+OF_THE_HOST = {ops._local_scalar_dense, ops.equal, ops.nonzero, ops.is_nonzero, ops.masked_select}
+
+
+class Recording(TorchDispatchMode):
+    """Notes operations, and what they have found in memory that they have not made themselves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[Any, tuple[Any, ...], dict[str, Any], Any]] = []
+        self.made: dict[int, Tensor] = {}  # by storage
+        self.found: dict[int, tuple[Tensor, Tensor]] = {}  # by storage: bytes, and a copy of them
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(each, DTensor) for each in types):
+            return NotImplemented  # the operations on its part come by themselves
+        from_list = func.overloadpacket is ops.lift_fresh and args[0].ndim > 0  # numbers alone are a CPU's constants
+        if func.overloadpacket in OF_THE_HOST or from_list or func.namespace == "c10d":
+            raise AssertionError(f"{func} cannot be in a graph")
+        for tensor in tensors((args, kwargs)):
+            if place(tensor) not in self.made and place(tensor) not in self.found:
+                whole = whole_of(tensor)
+                self.found[place(tensor)] = whole, whole.clone()
+        result = func(*args, **kwargs or {})
+        self.made |= {place(tensor): tensor for tensor in tensors(result) if place(tensor) not in self.found}
+        self.calls.append((func, args, kwargs or {}, result))
+        return result
+
+    def undo(self) -> None:
+        """Leave memory as it was, since a capture does nothing, and nonsense in what was made."""
+        for whole, before in self.found.values():
+            whole.copy_(before)
+        for tensor in self.made.values():
+            whole_of(tensor).fill_(0xFF)  # nan, and −1
+
+
+class RecordedGraphs:
+    """Takes the place of `CudaGraphs`. operations: those of each graph."""
+
+    def __init__(self) -> None:
+        self.operations: list[list[str]] = []
+        self.replays = 0
+
+    @contextmanager
+    def warming_up(self) -> Iterator[None]:
+        yield
+
+    def graph_of(self, work: Callable[[], None]) -> Callable[[], None]:
+        seed = torch.get_rng_state()
+        with Recording() as recording:
+            work()
+        assert seed.equal(torch.get_rng_state()), "every replay would draw the same numbers"
+        recording.undo()
+        self.operations.append([str(func) for func, *_ in recording.calls])
+
+        def replay() -> None:
+            self.replays += 1
+            with torch._C._AutoDispatchBelowAutograd():
+                for func, args, kwargs, result in recording.calls:
+                    given = {place(tensor) for tensor in tensors((args, kwargs))}
+                    again = func(*args, **kwargs)
+                    for old, new in zip(tensors(result), tensors(again), strict=True):
+                        if place(old) not in given:
+                            old.copy_(new)
+
+        return replay
+
+
+def tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def place(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def whole_of(tensor: Tensor) -> Tensor:
+    """All bytes of the memory that a tensor is in."""
+    return torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())

@@ -111,6 +111,7 @@ class LayerModel:
         program, recompute = self.program, recompute or self.share.recompute
         forward, backward, weights, uncovered = self._alone
         host = program.host + (program.experts_host if self.share.passed.active else 0.0)
+        host = 0.0 if self.share.graphed else host
         launches = host, host * HOST_BACKWARD_RATIO
         if recompute == "full":
             again = forward if program.remade_results else forward._replace(experts=forward.experts / 2)

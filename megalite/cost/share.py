@@ -32,7 +32,7 @@ class Share:
     a scale for every row. documents: attention stays inside of them. deterministic, attention: as in
     `train.deterministic` and `kernels.attention`. pieces: in which ranks of tp gather and scatter beside products; 0:
     they wait for each collective. fixed: ranks of ep get all of their tokens. predicted: tokens that the head predicts
-    at every position.
+    at every position. graphed: the host launches whole micro-batches.
     """
 
     parts: tuple[Computed, ...]
@@ -53,6 +53,7 @@ class Share:
     fixed: bool = False
     pieces: int = 1
     predicted: int = 1
+    graphed: bool = False
 
     @property
     def tokens(self) -> int:
@@ -115,4 +116,5 @@ def share_of(config: Config, kind: LayerKind, recompute: Mode = "none") -> Share
         deterministic=config.train.deterministic,
         attention=config.kernels_by_operation.attention,
         predicted=1 + model.depth,
+        graphed=config.train.cuda_graph,
     )

@@ -54,6 +54,18 @@ def test_no_layer_nor_head_is_faster_than_its_precision(precision: str) -> None:
     assert forward + backward > 3 * least
 
 
+def test_graphs_leave_the_host_nothing_to_launch() -> None:
+    def timed(graphs: bool) -> LayerTime:
+        overrides = ["model.sequence_length=512", f"train.cuda_graph={graphs}"]
+        config = check(load(["llama3.2_1b"], overrides), 1)
+        return LayerModel(share_of(config, layer_kinds(config.model)[0]), MEGALITE, H100).layer()
+
+    before, after = timed(False).forward, timed(True).forward
+    assert before.host > 1e-5
+    assert after.host == pytest.approx(0, abs=1e-12)
+    assert after.total == pytest.approx(before.total - before.host)
+
+
 def test_large_products_run_at_the_rate_that_clocks_allow() -> None:
     size = 16384
     rate = 2 * size**3 / KERNELS.matmul(size, size, size)

@@ -95,8 +95,9 @@ class Case:
         return f"{self.model}, batch {batch}, {counted(self.ranks, 'rank')}, {config.train.precision}, {target.device}"
 
     def config(self, device: str) -> Config:
-        """The checked configuration of a training step. Raises InputError."""
-        return _checked((*COMMON_SETTINGS, *self.inputs, f"run.device={device}"), self.ranks)
+        """The checked configuration of a training step, on a CPU without CUDA graphs. Raises InputError."""
+        ungraphed = ["train.cuda_graph=false"] if device == "cpu" else []
+        return _checked((*COMMON_SETTINGS, *self.inputs, *ungraphed, f"run.device={device}"), self.ranks)
 
     def hash(self, target: Target) -> str:
         """Tells whether a row is of this very case: a digest of all that decides what is measured."""

@@ -270,6 +270,7 @@ def settings(config: Config, selective: bool = False) -> dict[str, Any]:
         "accumulation": config.batch.global_ // (config.batch.micro_size * layout.dp),
         "sequence": config.model.sequence_length,
         "compile": config.train.compile,
+        "cuda_graph": config.train.cuda_graph,
         "recompute": "selective" if selective else config.train.recompute,
         "kernels": kernels if isinstance(kernels, str) else vars(kernels),
         "mode": config.parallel.data_mode,

@@ -54,6 +54,7 @@ def test_every_step_of_the_shipped_plan_has_a_prediction(monkeypatch: pytest.Mon
         assert told is not None, name
         assert 0.2 < told["C"] < told["F"] < 0.8, name
         assert told["spread"] > 0.1
+    assert found["1b-short-megalite-graphed"]["step_ms"] < found["1b-short-megalite-eager"]["step_ms"]
     cut = found["8b8-megalite-compiled"]
     assert cut["F"] == pytest.approx(cut["C"] * 16.84 / 15.23, rel=1e-3), "GFLOP of a token: matrices and scores"
     monkeypatch.setattr(prediction, "cluster", lambda _: None)

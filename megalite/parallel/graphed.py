@@ -131,15 +131,17 @@ class GraphedPipeline:
         # A graph that adds needs the place of the sums, which the other one has made.
         if adds not in self._graphs and adds in self._warm and (not adds or self._graphs):
             self._graphs[adds] = self.capture.graph_of(self._work)
-            self._sums = [param.grad for param in self.trained]
-        if adds in self._graphs:
-            self._graphs[adds]()
+            if not adds:
+                self._sums = [param.grad for param in self.trained]
+        if adds not in self._graphs:
+            with self.capture.warming_up():
+                self._work()
+            self._warm.add(adds)
+            return
+        self._graphs[adds]()
+        if not adds:
             for param, total in zip(self.trained, self._sums, strict=True):
                 param.grad = total  # the optimizer has let go of it
-            return
-        with self.capture.warming_up():
-            self._work()
-        self._warm.add(adds)
 
     def _work(self) -> None:
         assert self._inputs is not None

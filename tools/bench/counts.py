@@ -51,7 +51,7 @@ These numbers decide how fast a step can be, and a CPU counts them exactly. This
 Calls are those of functions in Python and C that `sys.setprofile` sees in a step of a model of width 64 with 1 × 32
 tokens on one rank, per layer: the difference of {deep} and {shallow} layers. The host makes them while a GPU computes;
 where they take longer than a layer's kernels, the GPU waits. `{command} --origins fp32` lists where they
-come from.
+come from. With CUDA graphs (`train.cuda_graph`) those of the update are left, whatever the number of micro-batches.
 
 Staged are tensors as large as a weight matrix that anything but a matrix product reads or writes, for each micro-batch,
 in bf16 on one rank with products that add to float32 sums (36 bytes per parameter under FSDP2). Optimizers' bytes are
@@ -120,6 +120,7 @@ class Count:
 COUNTS = (
     Count("calls per layer, fp32", lambda: calls_per_layer("fp32").total(), 940),
     Count("calls per layer, bf16", lambda: calls_per_layer("bf16").total(), 940),
+    Count("calls per layer, bf16, micro-batches as CUDA graphs", lambda: calls_per_layer("bf16", True).total(), 110),
     Count("the same model as plain modules in fp32, fused AdamW", lambda: plain_calls_per_layer().total(), None),
     Count("staged bytes per parameter and micro-batch", lambda: staged_bytes()[0], 0),
     Count("bytes per parameter, AdamW", lambda: adamw_bytes(1, copy=torch.bfloat16)[0], 30),

@@ -9,8 +9,10 @@ import gc
 import sys
 from collections import Counter
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from types import CodeType, FrameType
 from typing import Any, Literal
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -21,6 +23,7 @@ from megalite.config.rules.validate import check
 from megalite.data.loader import Micros
 from megalite.distributed.mesh import Mesh
 from megalite.plan.resolved import resolve
+from megalite.train import build as build_module
 from megalite.train.build import build
 from megalite.train.step import train_step
 from megalite_tools.bench.plain import Plain, plain_step
@@ -36,9 +39,25 @@ COMPARISONS = ("__eq__", "_check_equals")
 PACKAGES = ("megalite", "megalite_kernels", "megalite_tools")
 
 
-def calls_per_layer(precision: Literal["fp32", "bf16"]) -> Counter[str]:
-    """Calls of a step per layer, by the innermost function of ours from which they came. Needs a process group."""
-    return _per_layer(lambda layers: _step(layers, precision))
+class _Captured:
+    """Takes the place of CUDA graphs: what was captured is launched by one call, which does nothing here."""
+
+    def warming_up(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def graph_of(self, work: Callable[[], None]) -> Callable[[], None]:
+        work()
+        return lambda: None
+
+
+def calls_per_layer(precision: Literal["fp32", "bf16"], graphs: bool = False) -> Counter[str]:
+    """Calls of a step per layer, by the innermost function of ours from which they came. Needs a process group.
+
+    graphs: with `train.cuda_graph`.
+    """
+    settings = f"train.precision={precision}", f"train.cuda_graph={graphs}"
+    with patch.object(build_module, "captures_on", lambda device: _Captured()):
+        return _per_layer(lambda layers: _step(layers, *settings))
 
 
 def plain_calls_per_layer() -> Counter[str]:
@@ -52,8 +71,8 @@ def _per_layer(step: Callable[[int], Callable[[], Any]]) -> Counter[str]:
     return Counter({origin: calls // (DEEP - SHALLOW) for origin, calls in deep.items() if calls >= DEEP - SHALLOW})
 
 
-def _step(layers: int, precision: str) -> Callable[[], Any]:
-    config = check(load(["small_60m"], [*SETTINGS, f"model.layers={layers}", f"train.precision={precision}"]), 1)
+def _step(layers: int, *settings: str) -> Callable[[], Any]:
+    config = check(load(["small_60m"], [*SETTINGS, f"model.layers={layers}", *settings]), 1)
     mesh = Mesh.build(Layout(), torch.device("cpu"))
     assert mesh is not None
     job = build(resolve(config), mesh)

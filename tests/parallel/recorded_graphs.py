@@ -44,9 +44,13 @@ class Recording(TorchDispatchMode):
         return result
 
     def undo(self) -> None:
-        """Leave memory as it was, since a capture does nothing, and nonsense in what was made."""
+        """Leave memory as it was, since a capture does nothing."""
         for whole, before in self.found.values():
             whole.copy_(before)
+        self.spoil()
+
+    def spoil(self) -> None:
+        """Leave nonsense in all that was made, as other graphs may."""
         for tensor in self.made.values():
             whole_of(tensor).fill_(0xFF)  # nan, and −1
 
@@ -72,6 +76,7 @@ class RecordedGraphs:
 
         def replay() -> None:
             self.replays += 1
+            recording.spoil()
             with torch._C._AutoDispatchBelowAutograd():
                 for func, args, kwargs, result in recording.calls:
                     given = {place(tensor) for tensor in tensors((args, kwargs))}

@@ -9,6 +9,7 @@ from megalite.config.schema import Config
 SIZES = {"layers": 2, "width": 256, "heads": 8, "kv_heads": 4, "ffn": 640, "vocab_size": 4096, "sequence_length": 512}
 Overrides = dict[str, Any]
 PIPELINE: Overrides = {"model.layers": 4, "parallel.pp": 2, "batch.global": 8}
+FUSED: Overrides = {"parallel.tensor.overlap": "symmetric"}
 ALL_GATHER: Overrides = {"parallel.context.method": "all_gather"}
 DOCUMENTS: Overrides = {"data.mask_documents": True, "data.reset_positions": True, "data.end_of_document": 1}
 ULYSSES: Overrides = {"parallel.context.method": "ulysses"}
@@ -121,6 +122,11 @@ CASES: dict[str, tuple[Overrides, int]] = {  # name -> overrides and the pipelin
     "zero2, replicas": ({"parallel.data.mode": "zero2", "parallel.dp_replicate": 2, **SHARDED}, 0),
     "zero2, bf16 reduction": ({"parallel.data.mode": "zero2", "parallel.data.reduce_precision": "bf16", **SHARDED}, 0),
     "zero3, tp": ({"parallel.tp": 4, **SHARDED}, 0),
+    "zero3, tp, fused": ({"parallel.tp": 4, **FUSED, **SHARDED}, 0),
+    "copies, tp, fused, split backward": (
+        {"parallel.tp": 2, **FUSED, **PIPELINE, "parallel.pipeline.schedule": "zb_h1", "batch.micro": 4},
+        0,
+    ),
     "zero3, tp, padded vocabulary": ({"parallel.tp": 4, "model.vocab_size": 4001, **SHARDED}, 0),
     "tied, tp, padded vocabulary, fp32, last of 2 stages": (
         {**TIED, "parallel.tp": 4, "model.vocab_size": 4001, "train.precision": "fp32", **PIPELINE},

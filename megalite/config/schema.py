@@ -86,6 +86,16 @@ class DataParallel:
 Buffers = Literal["exact", "worst_case"]
 
 
+Overlap = Literal["pieces", "symmetric", "auto"]
+
+
+@dataclass
+class TensorParallel:
+    # Gathers and scatters beside matrix products: in pieces; symmetric: fused with them, through memory of each other
+    # that GPUs of a node can read; auto: symmetric where they can.
+    overlap: Overlap = "pieces"
+
+
 @dataclass
 class ExpertParallel:
     # Rows of tokens at their experts: as many as come, for whose number the host waits in every layer; worst_case: room
@@ -113,6 +123,7 @@ class Parallel:
     data: DataParallel = field(default_factory=DataParallel)
     experts: ExpertParallel = field(default_factory=ExpertParallel)
     placement: Placement = field(default_factory=Placement)
+    tensor: TensorParallel = field(default_factory=TensorParallel)
 
     @property
     def fixed_buffers(self) -> bool:
@@ -387,6 +398,16 @@ class Config:
         experts = self.model.experts
         balanced = experts is not None and experts.balance_loss > 0
         return self.data.mask_documents and self.parallel.cp == 1 and not balanced
+
+    @property
+    def plain_products(self) -> bool:
+        """Flag: layers' matrix products are PyTorch's, of weights as they are kept."""
+        return self.train.product == "plain" and self.train.precision != "fp8" and not self.model.four_bits
+
+    @property
+    def fuses_over_tp(self) -> bool:
+        """Flag: products are fused with collectives of tensor parallelism, where GPUs can; see `TensorParallel`."""
+        return self.parallel.tp > 1 and self.parallel.tensor.overlap != "pieces" and self.plain_products
 
     @property
     def kernels_by_operation(self) -> Kernels:

@@ -1,11 +1,11 @@
 """A rank's share of a micro-batch, from which the times of kernels and communication follow. Imports no torch."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
 from megalite.config.attention_kernels import Kernel, Machine, Need, planned_kernel
 from megalite.config.layers import Heads, LayerKind
-from megalite.config.schema import AttentionKernel, Config
+from megalite.config.schema import AttentionKernel, Config, TensorParallel
 from megalite.plan.model.weights import embedding
 from megalite.plan.parts.layer import Layer
 from megalite.plan.parts.part import Passed, Product
@@ -110,7 +110,7 @@ def share_of(config: Config, kind: LayerKind, recompute: Mode = "none") -> Share
         recompute=recompute,
         precision=config.train.precision,
         rowwise=config.train.float8_recipe == "rowwise",
-        pieces=0 if config.train.compile else Sizes(config).pieces,  # the compiler's graphs wait at once
+        pieces=_pieces(config),
         method=parallel.context.method,
         documents=config.data.mask_documents,
         deterministic=config.train.deterministic,
@@ -118,3 +118,12 @@ def share_of(config: Config, kind: LayerKind, recompute: Mode = "none") -> Share
         predicted=1 + model.depth,
         graphed=config.train.cuda_graph,
     )
+
+
+def _pieces(config: Config) -> int:
+    """`Share.pieces`. Products that are fused with collectives are taken to hide as much: nobody has timed them."""
+    if config.train.compile:  # the compiler's graphs wait at once
+        return 0
+    if config.fuses_over_tp:
+        config = replace(config, parallel=replace(config.parallel, tensor=TensorParallel()))
+    return Sizes(config).pieces

@@ -2,18 +2,22 @@
 
 from dataclasses import replace
 
-from megalite.config.schema import AttentionKernel, Config, Kernels
+from megalite.config.schema import AttentionKernel, Config, Kernels, TensorParallel
 from megalite.plan.parts.window import busiest
 
 
 def as_counted(config: Config) -> Config:
-    """`config` as a dry run runs it: on a CPU, with PyTorch's kernels, its layers not compiled, its experts in turn."""
+    """`config` as a dry run runs it: on a CPU, with PyTorch's kernels, its layers not compiled, its experts in turn, on
+    GPUs that have what `auto` would like."""
     on_cpu, train = replace(config.run, device="cpu"), replace(config.train, compile=False, cuda_graph=False)
     attention: AttentionKernel = "math" if config.kernels_by_operation.attention == "math" else "auto"
     experts = config.model.experts
     model = config.model if experts is None else replace(config.model, experts=replace(experts, force_balance=True))
     kernels = replace(Kernels.all("torch"), attention=attention)
-    return replace(config, run=on_cpu, model=model, train=train, kernels=kernels)
+    parallel = config.parallel
+    if parallel.tensor.overlap == "auto":
+        parallel = replace(parallel, tensor=TensorParallel("symmetric"))
+    return replace(config, run=on_cpu, model=model, parallel=parallel, train=train, kernels=kernels)
 
 
 def busiest_rank(config: Config, pp: int) -> int:

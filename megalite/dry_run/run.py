@@ -83,7 +83,10 @@ def dry_run(config: Config, pp: int) -> DryRun:
         # Each sample is one document: masks and positions take as many bytes as with several.
         with CountedTransfers(axes_of(job.mesh)) as counted:
             found, doing = count_step(job, Micros.cut_at(tokens, None), fake)
-    found["activations"] += (full - m) * Activations(config).inputs
+    sizes = Activations(config)
+    found["activations"] += (full - m) * sizes.inputs
+    if sizes.shared_buffer:  # PyTorch has it outside of its allocator, and on a CPU nowhere
+        found["temporaries"] = found.get("temporaries", 0) + sizes.shared_buffer
     return DryRun(found, doing, counted.found, m)
 
 

@@ -32,8 +32,10 @@ KINDS = {  # operation of PyTorch -> kind of a `Transfer`
     "_c10d_functional::all_reduce": "all_reduce",
     "_c10d_functional::all_to_all_single": "all_to_all",
     "_c10d_functional::broadcast": "broadcast",
+    "symm_mem::fused_all_gather_matmul": "all_gather",
+    "symm_mem::fused_matmul_reduce_scatter": "reduce_scatter",
 }
-NAMESPACES = ("c10d", "_c10d_functional")
+NAMESPACES = ("c10d", "_c10d_functional", "symm_mem")
 SILENT_OPERATIONS = ("_c10d_functional::wait_tensor", "_c10d_functional::_wrap_tensor_autograd")  # they send nothing
 
 
@@ -66,11 +68,19 @@ class CountedTransfers(TorchDispatchMode):
         axes = [self._axes[group] for value in given if (group := _group_name(value)) in self._axes]
         if len(axes) != 1:
             raise RuntimeError(f"{name} runs over a group that is no axis of the mesh")
+        if name.startswith("symm_mem"):
+            return _of_fused(KINDS[name], axes[0], given[0], result)
         # The whole tensor is the largest of what goes in and of what comes out.
         sides = [[leaf for leaf in tree_leaves(side) if isinstance(leaf, Tensor)] for side in (*given, result)]
         sizes = [sum(tensor.nbytes for tensor in side) for side in sides]
         (first, *_) = sides[sizes.index(max(sizes))]
         return Transfer(KINDS[name], axes[0], max(sizes), str(first.dtype).removeprefix("torch."))
+
+
+def _of_fused(kind: str, axis: str, x: Tensor, result: Any) -> Transfer:
+    """The transfer of an operation that also multiplies: of its input `x` before, or of its result afterwards."""
+    part, rows = (x, len(result[1][0])) if kind == "all_gather" else (result, len(x))
+    return Transfer(kind, axis, part.nbytes * rows // len(part), str(part.dtype).removeprefix("torch."))
 
 
 def with_world_apart(mesh: Mesh) -> Mesh:

@@ -3,9 +3,9 @@
 Layers that share an input are computed by one function, which prepares the input once. Where copies of their weights
 lie one after another, products take these as one weight. If tensor parallelism gathers the input along the sequence,
 the rank saves only its own part, and backward gathers it again while the first matrix products run (Korthikanti et al.
-2022, arXiv 2205.05198, §4.2.2). A long input is gathered in pieces, so that forward waits for the first alone. If a
-schedule splits backward, gradients of weights are put off until the schedule asks for them (Qi et al., arXiv
-2401.10241).
+2022, arXiv 2205.05198, §4.2.2). A long input is gathered in pieces, so that forward waits for the first alone, or while
+it is multiplied (`symmetric`). If a schedule splits backward, gradients of weights are put off until the schedule asks
+for them (Qi et al., arXiv 2401.10241).
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from megalite.distributed.collectives import Pending, all_gather, start_gather, start_reduce_scatter
 from megalite.parallel.parameter import add_gradient, copy_of, in_use, joint_copy, part, sum_of_gradients
 from megalite.parallel.product import PLAIN_PRODUCT, Prepared, Product, add_weight_gradient, sum_over_tokens
+from megalite.parallel.symmetric import gathered_products, scattered_product
 from megalite.plan.parts.pieces import pieces
 
 
@@ -57,12 +58,14 @@ def linears(
     product: Product = PLAIN_PRODUCT,
     factor: float = 1.0,
     biases: Sequence[Tensor] = (),
+    symmetric: bool = False,
 ) -> Sequence[Tensor]:
     """factor · x Wᵀ + b for every weight; with a `group`, x is first gathered over it along the sequence.
 
     x `[s/t, b, in]`, or `[…, in]` without a group. weights: sharded parameters, `[out, in]` on this rank. gradients:
     collects the weight gradients that a split backward puts off; None: backward always computes them at once. Weights
     that are not trained get no gradients. biases: one for every weight, `[out]` on this rank; (): there are none.
+    symmetric: fuse PyTorch's products with the collectives of the group.
     """
     # The compiler can trace no gradients put off, and itself decides what runs beside a collective.
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
@@ -71,7 +74,8 @@ def linears(
         pairs = zip(weights, biases or repeat(None), strict=False)
         return [product.forward(whole, product.prepare_weight(w, part(w)), factor, bias) for w, bias in pairs]
     others = None if group is None or group.size() == 1 else group  # a rank alone has nothing to gather
-    return _Linears.apply(x, others, gradients, product, factor, len(weights), *weights, *biases)
+    fused = symmetric and others is not None and product is PLAIN_PRODUCT and factor == 1
+    return _Linears.apply(x, others, gradients, product, factor, fused, len(weights), *weights, *biases)
 
 
 class _Linears(torch.autograd.Function):
@@ -88,17 +92,18 @@ class _Linears(torch.autograd.Function):
         gradients: WeightGradients | None,
         product: Product,
         factor: float,
+        fused: bool,
         count: int,
         *given: Any,
     ) -> tuple[Tensor, ...]:
         """given: `count` weights, then as many biases or none."""
         params, biases = given[:count], given[count:]
         ctx.group, ctx.gradients, ctx.product, ctx.factor = group, gradients, product, factor
-        ctx.params, ctx.count = params, count
+        ctx.params, ctx.count, ctx.fused = params, count, fused
         mine, joint = product.prepare(x), joint_copy(params) if product is PLAIN_PRODUCT else None
         weights = [in_use(param) for param in params] if joint is None else [joint.weight]
         added = biases or (None,) * count if joint is None else [joint.bias]
-        wanted = ctx.needs_input_grad[6 : 6 + count]
+        wanted = ctx.needs_input_grad[7 : 7 + count]
         kept = mine if any(wanted) else ()  # inputs are for the gradients of weights alone
         ctx.inputs = len(kept)
         ctx.save_for_backward(*kept, *weights)
@@ -109,7 +114,13 @@ class _Linears(torch.autograd.Function):
             return tuple([product.forward(whole, product.prepare_weight(p, w), factor, bias) for p, w, bias in each])
 
         ranks = 1 if group is None else group.size()
-        if ranks == 1 or product is not PLAIN_PRODUCT or (n := pieces(len(x), x.nbytes * ranks)) == 1:
+        if fused:
+            assert group is not None
+            made = tuple(gathered_products(x, [weight.t() for weight in weights], group)[1])
+            for y, bias in zip(made, added, strict=True):
+                if bias is not None:
+                    y += bias
+        elif ranks == 1 or product is not PLAIN_PRODUCT or (n := pieces(len(x), x.nbytes * ranks)) == 1:
             made = outputs(_gather(mine, group)())
         else:
             made = products_of_pieces([_gather((piece,), group) for piece in x.chunk(n)], ranks, outputs)
@@ -124,7 +135,7 @@ class _Linears(torch.autograd.Function):
         if ctx.gradients is not None:  # put off with the graph that has made it, x would keep the stage's input until W
             x = tuple(each.detach() for each in x)
         group, product, factor, params = ctx.group, ctx.product, ctx.factor, ctx.params
-        wanted, prepared = ctx.needs_input_grad[6:], [product.prepare_gradient(grad) for grad in grads]
+        wanted, prepared = ctx.needs_input_grad[7:], [product.prepare_gradient(grad) for grad in grads]
         trained = [(param, grad) for param, grad, each in zip(params, prepared, wanted, strict=False) if each]
         make = partial(accumulate, trained, lambda: _gather(x, group)(), product, factor)
         put_off = not trained or (ctx.gradients is not None and ctx.gradients.later(make))
@@ -134,10 +145,15 @@ class _Linears(torch.autograd.Function):
             prepared, params = [product.prepare_gradient(joined)], params[:1]
         elif ctx.rows is not None:
             weights = weights[0].split(ctx.rows)
-        of_x = None
-        for grad, param, weight in zip(prepared, params, weights, strict=True) if ctx.needs_input_grad[0] else ():
-            of_x = product.input_gradient(grad, product.prepare_weight(param, weight), of_x, factor)
-        scattered = None if group is None or of_x is None else start_reduce_scatter(of_x, group)
+        of_x = scattered = None
+        fused = ctx.fused and len(prepared) == 1  # the operation takes one product
+        if fused and ctx.needs_input_grad[0]:
+            of_x = scattered_product(prepared[0][0], weights[0], group)
+        elif ctx.needs_input_grad[0]:
+            for grad, param, weight in zip(prepared, params, weights, strict=True):
+                of_x = product.input_gradient(grad, product.prepare_weight(param, weight), of_x, factor)
+        if group is not None and of_x is not None and not fused:
+            scattered = start_reduce_scatter(of_x, group)
         if inputs is not None:
             accumulate(trained, inputs, product, factor)
         of_biases: Sequence[Tensor | None] = ()
@@ -145,7 +161,7 @@ class _Linears(torch.autograd.Function):
             of_biases = sum_over_tokens(joined).split(ctx.rows)
         elif of_each:
             of_biases = [sum_over_tokens(grad) if each else None for grad, each in zip(grads, of_each, strict=True)]
-        return (of_x if scattered is None else scattered.wait(), *(None,) * (5 + ctx.count), *of_biases)
+        return (of_x if scattered is None else scattered.wait(), *(None,) * (6 + ctx.count), *of_biases)
 
 
 def products_of_pieces(

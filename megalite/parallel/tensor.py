@@ -23,6 +23,7 @@ from megalite.parallel.magnitudes import scaled_to_magnitudes
 from megalite.parallel.parameter import parameter, part, whole
 from megalite.parallel.product import PLAIN_PRODUCT, Product
 from megalite.parallel.scattered import scattered_linear
+from megalite.parallel.symmetric import prepare
 from megalite.plan.parts.part import Weight
 from megalite.plan.parts.pieces import pieces
 
@@ -30,13 +31,14 @@ from megalite.plan.parts.pieces import pieces
 class Linear(nn.Module):
     """A layer of matrix products. `gradients` collects the weight gradients that a split backward puts off.
 
-    own_product: no other product serves it.
+    own_product: no other product serves it. symmetric: products are fused with collectives over tp.
     """
 
     own_product = False
     weight: nn.Parameter
     gradients: WeightGradients | None = None
     product: Product = PLAIN_PRODUCT
+    symmetric = False
 
     def __init__(self, weight: Weight) -> None:
         super().__init__()
@@ -65,7 +67,7 @@ def columns(x: Tensor, layers: Sequence[ColumnLinear], group: dist.ProcessGroup)
     first = layers[0]
     biases = () if first.bias is None else [part(layer.bias) for layer in layers]
     weights = [layer.weight for layer in layers]
-    made = linears(x, weights, group, first.gradients, first.product, biases=biases)
+    made = linears(x, weights, group, first.gradients, first.product, biases=biases, symmetric=first.symmetric)
     return with_adapters(made, x, layers, group) if first.beside_adapters else made
 
 
@@ -117,17 +119,20 @@ class RowLinear(Linear):
 
     def _product(self, x: Tensor) -> Tensor:
         n = self._pieces(x)
-        if n > 1:
+        if n != 1:
             assert isinstance(self.weight, DTensor)
             return scattered_linear(x, self.weight, self.group, self.gradients, self.factor, n)
         (y,) = linears(x, [self.weight], None, self.gradients, self.product, self.factor)
         return reduce_scatter(y, self.group)
 
-    def _pieces(self, x: Tensor) -> int:
-        """Number of pieces in which the output is scattered: 1 where others overlap, or for products of other kinds."""
+    def _pieces(self, x: Tensor) -> int | None:
+        """Number of pieces in which the output is scattered: 1 where others overlap, or for products of other kinds;
+        None: `symmetric` scatters it."""
         ranks = self.group.size()
         whole = torch.compiler.is_compiling() or not torch.is_grad_enabled() or self.product is not PLAIN_PRODUCT
-        return 1 if whole or ranks == 1 else pieces(len(x) // ranks, x.nbytes // x.shape[-1] * self.rows)
+        if whole or ranks == 1:
+            return 1
+        return None if self.symmetric else pieces(len(x) // ranks, x.nbytes // x.shape[-1] * self.rows)
 
 
 def with_adapters(
@@ -233,6 +238,14 @@ def use_product(layers: nn.Module, product: Product) -> None:
     for module in layers.modules():
         if isinstance(module, Linear) and not module.own_product:
             module.product = product
+
+
+def use_symmetric(layers: nn.Module) -> None:
+    """Have all of `layers` fuse their matrix products with collectives, where PyTorch's operations can."""
+    prepare()
+    for module in layers.modules():
+        if isinstance(module, Linear):
+            module.symmetric = True
 
 
 def split_backward(stage: nn.Module) -> WeightGradients:

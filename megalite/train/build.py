@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -38,7 +38,8 @@ from megalite.parallel.pipeline import Activation, Pipeline
 from megalite.parallel.product import Plain, Product, product_of
 from megalite.parallel.recompute import recompute
 from megalite.parallel.settled_attention import attention_kernels
-from megalite.parallel.tensor import split_backward, use_product
+from megalite.parallel.settled_symmetric import Fused, fused_products
+from megalite.parallel.tensor import split_backward, use_product, use_symmetric
 from megalite.plan.float8 import wide_weights
 from megalite.plan.pipeline import micro_batches
 from megalite.plan.resolved import Plan
@@ -69,6 +70,7 @@ class Job:
     copies: list[Copies]  # by stage, the copies of its parameters; none where FSDP2 gathers, or precisions are one
     attention: Mapping[Scores, Choice]  # the kernel of every kind of attention
     capture: Capture | None  # captures CUDA graphs of micro-batches; None: there are none
+    fused: Fused  # whether products are fused with collectives of tensor parallelism
     pipelines: dict[str, tuple[torch.Size, Runner]] = field(default_factory=dict)  # the latest, by shape of batch
 
     @property
@@ -133,13 +135,14 @@ def build(plan: Plan, mesh: Mesh, activity: Activity | None = None) -> Job:
     casts = WeightCasts(held=config.parallel.data_mode != "zero3")
     check_kernels(config, mesh.device)
     attention = attention_kernels(config, mesh.device)
+    fused = fused_products(config, mesh)
     if config.train.precision == "fp8":
         check_float8(mesh.device)
     if config.train.compile:
         check_compiler(mesh.device)
     capture = captures_on(mesh.device) if config.train.cuda_graph else None
     owned = plan.stages_of(mesh.coordinates["pp"])
-    stages = {number: build_stage(plan, mesh, number, memory, casts) for number in owned}
+    stages = {number: build_stage(plan, mesh, number, memory, casts, fused.used) for number in owned}
     splits = plan.table(micro_batches(config)).splits_backward
     put_off = {number: split_backward(stage) for number, stage in stages.items()} if splits else {}
     gradients = Gradients(stages, plan.placement, mesh, config.model.shares_embedding)
@@ -170,6 +173,7 @@ def build(plan: Plan, mesh: Mesh, activity: Activity | None = None) -> Job:
         copies,
         attention,
         capture,
+        fused,
     )
 
 
@@ -209,12 +213,17 @@ def check_compiler(device: torch.device) -> None:
 
 
 def build_stage(
-    plan: Plan, mesh: Mesh, number: int, memory: HostMemory | None = None, casts: WeightCasts | None = None
+    plan: Plan,
+    mesh: Mesh,
+    number: int,
+    memory: HostMemory | None = None,
+    casts: WeightCasts | None = None,
+    symmetric: bool = False,
 ) -> Decoder:
     """Stage `number` of the model, sharded and filled.
 
     memory: where activations wait if they are offloaded; casts: the weights in 8 bits, if products are. The stages of a
-    rank share both.
+    rank share both. symmetric: fuse products with collectives over tp.
     The order matters: compile wraps a layer's forward, recompute the result, since Dynamo leaves a checkpoint alone
     with all that is in it, and FSDP2 both; memory is taken only when every rank knows which part it holds.
     """
@@ -223,6 +232,8 @@ def build_stage(
     buffers = config.parallel.experts.buffers
     stage = Decoder(config.model, mesh.tp, layers, number == 0, number == last, kernels, mesh.ep, buffers)
     use_product(stage.layers, build_product(config))
+    if symmetric:
+        use_symmetric(stage.layers)
     if config.train.precision == "fp8":
         dtype = compute_dtype(config.train.dtype)
         casts, recipe = casts or WeightCasts(held=False), config.train.float8_recipe
@@ -235,7 +246,7 @@ def build_stage(
         cast(Layer, layer).in_one = config.train.compile or mode == "full"
         if config.train.compile:
             # A graph for any shape is slower, and a curriculum has few: each has a graph of its own.
-            layer.forward = torch.compile(layer.forward, dynamic=False)
+            layer.forward = torch.compile(layer.forward, dynamic=False, **compiler_options(symmetric, mesh.device))
         recompute(layer, mode, keeping)
     if plan.fsdp:
         groups, parallel = [(module, mesh.data) for module in stage.gathered_apart()], config.parallel
@@ -249,6 +260,11 @@ def build_stage(
         initialize(stage, config.model, config.run.seed)
     seed_dropout(stage, config.run.seed)
     return stage
+
+
+def compiler_options(symmetric: bool, device: torch.device) -> dict[str, Any]:
+    """Arguments of `torch.compile` with which products are fused with collectives; a CPU's compiler cannot."""
+    return {"options": {"_micro_pipeline_tp": True}} if symmetric and device.type == "cuda" else {}
 
 
 def keep_narrow(stage: nn.Module, dtype: torch.dtype) -> None:

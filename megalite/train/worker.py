@@ -47,6 +47,7 @@ from megalite.plan.batches import GlobalBatch, samples_after
 from megalite.plan.float8 import float8_text
 from megalite.plan.memory.fit import TENSOR_SHARE, check_memory, fitted
 from megalite.plan.memory.remedies import out_of_memory_text
+from megalite.plan.overlap import overlap_text
 from megalite.plan.pipeline import uses_fsdp
 from megalite.plan.routing import routing_notes
 from megalite.train.build import Job, build, build_mesh
@@ -313,8 +314,10 @@ def announce(report: Report, job: Job, batches: Batches, progress: Progress) -> 
         report.say(f"data {without_secrets(part.path)}: {told}")
     for line in kernel_lines(config, [job.attention[heads.scores] for heads in attention_heads(config)]):
         report.say(f"attention: {line}")
-    if told := float8_text(config):
-        report.say(told)
+    on_cpu = job.mesh.device.type == "cpu"
+    for told in (overlap_text(config, job.fused.reason, on_cpu), float8_text(config)):
+        if told:
+            report.say(told)
     for name, text in routing_notes(config).items():
         report.event(progress.step, name, text)
     if job.mesh.device.type == "cuda":

@@ -133,6 +133,11 @@ SAVING = "checkpoint.interval=10"
             "parallel.cp=2",
         ),
         (
+            ["parallel.tensor.overlap=symmetric"],
+            'parallel.tensor.overlap = "symmetric": has no effect with parallel.tp = 1; set parallel.tp',
+            "parallel.tp=2",
+        ),
+        (
             ["batch.rampup={start: 8, tokens: 1000}"],
             "batch.rampup.tokens = 1000: has no effect with batch.rampup.start = batch.global; begin with less",
             "batch.rampup.start=4",

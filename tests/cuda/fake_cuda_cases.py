@@ -1,8 +1,9 @@
 """What runs on the devices of `fake_cuda`, and what it tells the tests."""
 
 import os
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from mmap import PAGESIZE
 from pathlib import Path
@@ -35,7 +36,7 @@ from megalite.inference.engine import Engine
 from megalite.inference.flat import Stem
 from megalite.optim import streams
 from megalite.optim.states import HostStates
-from megalite.parallel import context, flex
+from megalite.parallel import context, flex, settled_symmetric
 from megalite.parallel.context import attention
 from megalite.parallel.host_memory import HostMemory
 from megalite.parallel.host_parameters import CopiedAhead
@@ -72,6 +73,17 @@ def connected(config: Config) -> tuple[Groups, Groups]:
         with Calls() as stepping:
             _step(job)
         return building.groups(), stepping.groups()
+
+
+def fused(config: Config, refusal: str | None) -> tuple[Counter[str], str]:
+    """The operations of a step on symmetric memory, and why there are none.
+
+    refusal: what GPUs say; None: they are asked.
+    """
+    asked = nullcontext() if refusal is None else patch.object(settled_symmetric, "_refusal", lambda mesh: refusal)
+    with asked, _job(config) as (job, _), Calls() as calls:
+        _step(job)
+    return Counter(str(func._schema.name) for func, *_ in calls.seen if func.namespace == "symm_mem"), job.fused.reason
 
 
 def attended(config: Config) -> list[tuple[str, list[int], list[int] | None, bool]]:

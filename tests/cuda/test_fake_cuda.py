@@ -26,10 +26,12 @@ from megalite.config.schema import (
     Kernels,
     Log,
     Optim,
+    Overlap,
     Parallel,
     Pipeline,
     Placement,
     Run,
+    TensorParallel,
     Train,
 )
 
@@ -112,6 +114,24 @@ def test_no_two_groups_have_the_same_ranks(layout: dict[str, int], call: Call) -
 
 def test_groups_of_a_mesh_have_the_timeout_of_the_job(call: Call) -> None:
     assert call(cases.timeouts, spread(pp=2, tp=2, cp=2)) == {timedelta(seconds=77)}
+
+
+@pytest.mark.parametrize("overlap", ["symmetric", "auto"])
+def test_products_are_fused_with_collectives_where_gpus_share_memory(overlap: Overlap, call: Call) -> None:
+    """Of two layers and two micro-batches: gathers of inputs and of gradients, scatters of outputs."""
+    found, reason = call(cases.fused, spread(tp=2, tensor=TensorParallel(overlap)), "")
+    assert found == {"symm_mem::fused_all_gather_matmul": 16, "symm_mem::fused_matmul_reduce_scatter": 8}
+    assert reason == ""
+
+
+def test_gpus_without_symmetric_memory_are_told_of_or_send_in_pieces(call: Call) -> None:
+    config = spread(tp=2, tensor=TensorParallel("auto"))
+    found, reason = call(cases.fused, config, None)
+    assert not found
+    assert reason == f"PyTorch {torch.__version__} has no symmetric memory for cuda"
+    told = 'parallel.tensor.overlap = "symmetric": cannot be used here: PyTorch .*; use pieces, or auto'
+    with pytest.raises(RuntimeError, match=told):
+        call(cases.fused, spread(tp=2, tensor=TensorParallel("symmetric")), None)
 
 
 @pytest.mark.parametrize("method", ["ring", "all_gather", "ulysses"])

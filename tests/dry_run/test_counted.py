@@ -109,6 +109,20 @@ def test_gradients_of_weights_that_tp_does_not_split_are_summed_once_a_step(over
     assert [times for each, times in found.items() if (each.kind, each.axis) == ("all_reduce", "tp")] == [1]
 
 
+@pytest.mark.parametrize("overlap", ["symmetric", "auto"])
+@pytest.mark.parametrize("overrides", [FULL, {**pipeline("zb_h1"), **NORMED}, LATENT], ids=["full", "split", "latent"])
+def test_collectives_that_are_fused_with_products_are_predicted(
+    overrides: Overrides, overlap: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whole, however small pieces may be."""
+    monkeypatch.setattr(pieces, "MIN_PIECE_BYTES", 1)
+    asked = {"parallel.tensor.overlap": overlap}
+    config = as_counted(configured({**TP, **asked, **data("zero2", dp_shard=2), **overrides}))
+    with job_of(config, 0) as job:
+        assert job.fused.used
+        assert counted(job) == predicted(config, 0)
+
+
 @pytest.mark.parametrize(
     "overrides",
     [FULL, {**FULL, **POST}, {**pipeline("zb_h1"), **NORMED}, {"train.product": f"{__name__}:ANOTHER"}, LATENT, KEYS],

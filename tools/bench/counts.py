@@ -29,6 +29,7 @@ from megalite_tools.bench.roofline import ASSUMED_RATES, GPU, roofline_table
 from megalite_tools.bench.step_counts import (
     columns_outside_tiles,
     exposed_collectives,
+    exposed_compiled_collectives,
     graphs_of_a_layer,
     staged_bytes,
 )
@@ -56,8 +57,10 @@ come from. With CUDA graphs (`train.cuda_graph`) those of the update are left, w
 Staged are tensors as large as a weight matrix that anything but a matrix product reads or writes, for each micro-batch,
 in bf16 on one rank with products that add to float32 sums (36 bytes per parameter under FSDP2). Optimizers' bytes are
 those of a step, with the bf16 copy of each weight. A layer under tensor parallelism gathers and scatters its whole
-input ten times; a collective is exposed where no matrix product is started between it and the wait for it. A break in
-the graph of a compiled layer is an error. Tiles are the 128 columns to which a vocabulary is padded
+input ten times, compiled eight times; a collective is exposed where no matrix product is started between it and the
+wait for it, in a compiled layer by the order of its graph. With symmetric memory (`parallel.tensor.overlap`), products
+and collectives are one operation, but for two in backward of a compiled layer, whose products are summed first. A break
+in the graph of a compiled layer is an error. Tiles are the 128 columns to which a vocabulary is padded
 (`model.vocab_size` in [configuration.md](configuration.md#model)).
 
 Bytes are those that kernels beside matrix products and attention read and write for a token in a layer of Llama 3 8B,
@@ -126,6 +129,9 @@ COUNTS = (
     Count("bytes per parameter, AdamW", lambda: adamw_bytes(1, copy=torch.bfloat16)[0], 30),
     Count("bytes per parameter, passes of Muon", lambda: muon_bytes(1, copy=torch.bfloat16)[0], 28),
     Count("exposed collectives per layer, tensor parallel", lambda: exposed_collectives()[0], 2),
+    Count("the same with symmetric memory", lambda: exposed_collectives(symmetric=True)[0], 0),
+    Count("exposed collectives per compiled layer, tensor parallel", lambda: exposed_compiled_collectives()[0], 8),
+    Count("the same compiled with symmetric memory", lambda: exposed_compiled_collectives()[1], 2),
     Count("graphs per compiled layer, tensor parallel", graphs_of_a_layer, 1),
     Count("columns of the head outside of tiles, 50,257 tokens", columns_outside_tiles, 0),
     Count("bytes per token and layer, 8B in bf16", lambda: bytes_per_layer("llama3_8b").total(), 406_600),

@@ -1,14 +1,24 @@
 """Bytes, collectives and graphs of a training step, counted on one CPU rank. All need `fake_world(0, 2)`."""
 
+import copy
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from torch import Tensor
+from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
+from torch._inductor.decomposition import select_decomp_table
+from torch._inductor.fx_passes.micro_pipeline_tp import micro_pipeline_tp_pass
+from torch._inductor.fx_passes.post_grad import view_to_reshape
+from torch.distributed._symmetric_memory import _test_mode
+from torch.fx import GraphModule
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megalite.config.layout import VOCABULARY_STEP
@@ -34,6 +44,7 @@ SETTINGS = (
     f"model.sequence_length={LENGTH}", "batch.micro=1", "batch.global=2", "schedule.name=constant",
 )  # fmt: skip
 TENSOR_PARALLEL = ("parallel.tp=2", "train.precision=fp32")
+GRAPH_PRODUCTS = "aten.mm", "aten.addmm"
 VIEWS_AND_ROWS = (
     "embedding_dense_backward", "embedding", "empty_like", "empty", "detach", "view", "t", "slice", "split_with_sizes",
 )  # fmt: skip
@@ -69,10 +80,15 @@ class _Order(TorchDispatchMode):
         self.events: list[tuple[str, int]] = []  # and for which tensor
         self.sizes: dict[int, int] = {}
         self.held: list[Tensor] = []  # so that no two have one address
+        self.fused = 0  # bytes of collectives that are one with a product
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if func.overloadpacket.__name__ in (*PRODUCTS, "addmm_"):
+            self.events.append(("product", 0))
+        elif func.namespace == "symm_mem":  # a product and a collective
+            part = result if isinstance(result, Tensor) else args[0]
+            self.fused += 2 * part.nbytes  # on two ranks
             self.events.append(("product", 0))
         elif func.namespace == "c10d":
             into, given = args[:2]
@@ -95,7 +111,7 @@ class _Order(TorchDispatchMode):
     @property
     def sent(self) -> int:
         """Bytes of all collectives."""
-        return sum(self.sizes[tensor] for event, tensor in self.events if event == "start")
+        return self.fused + sum(self.sizes[tensor] for event, tensor in self.events if event == "start")
 
     @property
     def exposed(self) -> int:
@@ -108,19 +124,65 @@ class _Order(TorchDispatchMode):
         return total
 
 
-def exposed_collectives(least: int = 1) -> tuple[float, float]:
+def exposed_collectives(least: int = 1, symmetric: bool = False) -> tuple[float, float]:
     """The exposed and all collectives of a layer under tensor parallelism, in gatherings of its whole input.
 
-    least: bytes from which pieces pay. A layer has two gatherings and two scatterings in forward; in backward these
-    again, and inputs once more.
+    least: bytes from which pieces pay. symmetric: products are fused with collectives. A layer has two gatherings and
+    two scatterings in forward; in backward these again, and inputs once more.
     """
-    stage = _stage("model.layers=1")
+    stage = _stage("model.layers=1", symmetric=symmetric)
     stage.first = False  # has no embedding before its layers
     x = torch.zeros(LENGTH // 2, 1, stage.model.width, requires_grad=True)
     order = _Order()
     with patch.object(pieces, "MIN_PIECE_BYTES", least), order.noted():
         Decoder.activations(stage, x).sum().backward()
     return order.exposed / (2 * x.nbytes), order.sent / (2 * x.nbytes)
+
+
+@cache
+def exposed_compiled_collectives() -> tuple[float, float]:
+    """The exposed collectives of a layer as compiled, in the order of its graphs, without and with symmetric memory.
+
+    With it, PyTorch's compiler runs a pass that fuses products with collectives, which is told of a GPU here. Forward's
+    graph hands backward what it has gathered, so a layer has 8.
+    """
+    graphs: list[GraphModule] = []
+
+    def noting(graph: GraphModule, inputs: Any) -> Any:
+        graphs.append(copy.deepcopy(graph))
+        return make_boxed_func(graph.forward)
+
+    compile = torch.compile
+    backend = aot_autograd(
+        fw_compiler=noting,
+        bw_compiler=noting,
+        partition_fn=min_cut_rematerialization_partition,
+        decompositions=select_decomp_table(),
+    )
+    torch.compiler.reset()
+    with patch.object(torch, "compile", lambda layer, **given: compile(layer, **given, backend=backend)):
+        stage = _stage("model.layers=1", "train.compile=true")
+        _through_layer(stage, LENGTH)
+    whole = LENGTH * stage.model.width
+    before = sum(map(_exposed_elements, graphs))
+    with _test_mode(), patch.object(dist, "is_nccl_available", lambda: True):
+        for graph in graphs:
+            view_to_reshape(graph)
+            micro_pipeline_tp_pass(graph.graph)
+    return before / whole, sum(map(_exposed_elements, graphs)) / whole
+
+
+def _exposed_elements(graph: GraphModule) -> int:
+    """Elements of the collectives of a graph beside which no product runs, and which are no part of one."""
+    nodes, found = list(graph.graph.nodes), 0
+    names = [str(getattr(node.target, "overloadpacket", "")) for node in nodes]
+    for at, node in enumerate(nodes):
+        if names[at].startswith("_c10d_functional.") and not names[at].endswith("wait_tensor"):
+            (wait,) = (user for user in node.users if str(user.target).startswith("_c10d_functional.wait_tensor"))
+            beside = names[at : nodes.index(wait)]
+            if not any(name in GRAPH_PRODUCTS or name.startswith("symm_mem") for name in beside):
+                found += max(each.meta["val"].numel() for each in (node, *node.all_input_nodes))
+    return found
 
 
 class _Columns(TorchDispatchMode):
@@ -154,23 +216,28 @@ def graphs_of_a_layer(lengths: Sequence[int] = (LENGTH,), *settings: str) -> int
     counters.clear()
     with patch.object(torch, "compile", lambda layer, **given: compile(layer, **given, **options)):
         stage = _stage("model.layers=1", "train.compile=true", *settings)
-        (kind,) = stage.kinds
-        assert kind.rotation is not None
         for length in lengths:
-            x = torch.zeros(length // 2, 1, stage.model.width, requires_grad=True)
-            positions = TokenPositions.whole(stage.model, length, x.device, x.dtype)
-            angles, attend = positions.angles(kind.rotation), positions.attend(0, kind.attention.heads.scores)
-            y, _ = stage.layers["0"](x, angles, attend)
-            y.sum().backward()
+            _through_layer(stage, length)
     assert not counters["graph_break"]
     return counters["stats"]["unique_graphs"]
 
 
-def _stage(*settings: str) -> Decoder:
+def _through_layer(stage: Decoder, length: int) -> None:
+    """Forward and backward of the only layer."""
+    (kind,) = stage.kinds
+    assert kind.rotation is not None
+    x = torch.zeros(length // 2, 1, stage.model.width, requires_grad=True)
+    positions = TokenPositions.whole(stage.model, length, x.device, x.dtype)
+    angles, attend = positions.angles(kind.rotation), positions.attend(0, kind.attention.heads.scores)
+    y, _ = stage.layers["0"](x, angles, attend)
+    y.sum().backward()
+
+
+def _stage(*settings: str, symmetric: bool = False) -> Decoder:
     config = _config(*TENSOR_PARALLEL, *settings)
     mesh = build_mesh(config, CPU)
     assert mesh is not None
-    return build_stage(resolve(config), mesh, 0)
+    return build_stage(resolve(config), mesh, 0, symmetric=symmetric)
 
 
 def _config(*settings: str) -> Config:

@@ -46,6 +46,7 @@ from megalite.plan.model.size import (
     stage_parameters,
     trained_parameters,
 )
+from megalite.plan.overlap import overlap_text
 from megalite.plan.pipeline import actions, check_schedule, micro_batches, placement
 from megalite.plan.routing import routing_notes
 from megalite.plan.split import layers_of, split_of, stage_costs
@@ -101,6 +102,8 @@ def run(args: argparse.Namespace) -> int:
         ("Batch", Text(_batch(config))),
         ("Attention", Text(_attention(config, cluster))),
     ]
+    if told := overlap_text(config, on_cpu=config.run.device == "cpu"):
+        parts.append(("Tensor parallelism", Text(f"{told[0].upper()}{told[1:]}.")))
     if told := float8_text(config):
         parts.append(("Matrix products", Text(told)))
     if notes := routing_notes(config):

@@ -45,6 +45,7 @@ def _training(config: Config) -> Idle:
         "train.spike_window": no_spikes,
         "train.spike_threshold": no_spikes,
         "parallel.context.method": (config.parallel.cp == 1, "with parallel.cp = 1", "set parallel.cp"),
+        "parallel.tensor.overlap": (config.parallel.tp == 1, "with parallel.tp = 1", "set parallel.tp"),
         **{f"optim.muon.{key}": muon for key in vars(config.optim.muon)},
     }
 

@@ -20,6 +20,7 @@ MAX_SEARCHED_SIZES = 32  # batch sizes that `auto` searches orders for; each tak
 def parallel_rules(config: Config, world_size: int | None) -> Iterator[Problem]:
     """Every broken rule of a layout, for a job of `world_size` ranks (None: no launcher gives one)."""
     yield from _tensor_parallel(config.model, config.parallel.tp)
+    yield from _overlap(config)
     yield from _experts(config.model, config.parallel, world_size)
     yield from _sequence(config.model, config.parallel)
     yield from _pipeline(config.model.layers, config.parallel)
@@ -57,6 +58,19 @@ def virtual_stages(parallel: Parallel) -> int | None:
 def _tensor_parallel(model: Model, tp: int) -> Iterator[Problem]:
     for name in ("heads", "kv_heads", "ffn"):
         yield from divisible(f"model.{name}", getattr(model, name), "parallel.tp", tp)
+
+
+def _overlap(config: Config) -> Iterator[Problem]:
+    if config.parallel.tensor.overlap != "symmetric" or config.plain_products:
+        return
+    if config.train.precision == "fp8":
+        other = "train.precision = fp8"
+    elif config.model.four_bits:
+        other = "adapter.base = nf4"
+    else:
+        other = f"train.product = {config.train.product}"
+    rule = f"fuses PyTorch's own matrix products alone with collectives, not those of {other}"
+    yield Problem("parallel.tensor.overlap", rule, "use pieces, or auto", "symmetric")
 
 
 def _experts(model: Model, parallel: Parallel, world_size: int | None) -> Iterator[Problem]:

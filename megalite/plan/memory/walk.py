@@ -57,6 +57,7 @@ class Walk(GradientSums):
             self._hold(HOST_MEMORY, "buffers", FILE_SLOTS * (self._slot_bytes + BLOCK))
             self._hold(HOST_MEMORY, "checkpoint", BUCKET_BYTES)  # two buckets through which a save reads states
         self._hold("activations", "attention", self.sizes.angles)
+        self._hold("temporaries", "tensor parallelism", self.sizes.shared_buffer)
         casts = sum(part.times * part.casts for parts in self.parts.values() for part in parts)
         casts = 0 if self.states.mode == "zero3" else casts  # weights are cast once a step, and freed before the update
         self._hold("gathered weights", "in 8 bits", casts)

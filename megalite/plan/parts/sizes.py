@@ -103,12 +103,20 @@ class Sizes:
 
     def in_pieces(self, size: int) -> int:
         """The pieces of a tensor of `size` bytes over all ranks of tp. PyTorch's products alone are computed in pieces,
-        where nothing is compiled."""
-        parallel, train = self.config.parallel, self.config.train
-        if train.product != "plain" or train.precision == "fp8" or train.compile or self.config.model.four_bits:
+        where nothing is compiled and none is fused with its collective."""
+        config = self.config
+        if not config.plain_products or config.train.compile or config.fuses_over_tp:
             return 1
-        positions = self.tokens if self.config.joins_samples else self.config.model.sequence_length // parallel.cp
-        return pieces(positions // parallel.tp, size)
+        positions = self.tokens if config.joins_samples else config.model.sequence_length // config.parallel.cp
+        return pieces(positions // config.parallel.tp, size)
+
+    @cached_property
+    def shared_buffer(self) -> int:
+        """Bytes of the memory through which ranks of tp exchange what fused products take and make.
+
+        Two parts of an output: peers fetch one while the next is computed.
+        """
+        return 2 * self.stream if self.config.fuses_over_tp else 0
 
     def over_tp(self, kind: str, purpose: str, n: int = 1) -> Transfers:
         """A collective over tp of the residual stream, in `n` pieces."""

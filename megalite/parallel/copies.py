@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from megalite.parallel.parameter import COPY, JOINT, Joint, add_gradient, in_four_bits
+from megalite.parallel.parameter import COPY, JOINT, Joint, add_gradient, dtensor, in_four_bits
 
 
 class Copies:
@@ -69,6 +69,7 @@ class Copies:
         for param, part, copy in zip(params, parts, joint.split(rows), strict=True):
             made = copy.data.copy_(part)  # `data` has a version of its own, which a view has not
             if part.dtype == self.dtype:  # the parameter is its own copy
+                param.data = dtensor(made, param._spec)  # at the copy's place in its storage, for the compiler
                 param._local_tensor = made
             yield param, made
         return joint

@@ -9,16 +9,18 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
 from mode_cases import curve
 from ranks import Ranks
 from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
 from torch.utils._python_dispatch import TorchDispatchMode
 from toy_jobs import advance, config_of, load_and_train, make, one_rank, restorer, save, train_and_save
 
 from megalite.commands.verify import random_batch
 from megalite.config.layers import Scores
 from megalite.config.layout import Layout
-from megalite.config.model_schema import Model
+from megalite.config.model_schema import Adapter, Model
 from megalite.config.schema import Config, DataParallel, Optim
 from megalite.distributed.mesh import Mesh
 from megalite.optim.build import build_optimizer
@@ -258,6 +260,31 @@ def test_layouts_of_one_data_parallel_rank_train_as_two_with_fsdp2(name: str, ra
     for (loss, norm), (loss_here, norm_here) in zip(expected, ranks.run(curve, config, 3)[0], strict=True):
         assert loss_here == pytest.approx(loss, rel=1e-3)
         assert norm_here == pytest.approx(norm, rel=1e-2)
+
+
+class Compiling:
+    """Layers are compiled for autograd alone, in one graph each. products: matrix products of each graph."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        compile, self.products = torch.compile, list[int]()
+        options = {"backend": aot_autograd(fw_compiler=self._noted), "fullgraph": True}
+        monkeypatch.setattr(torch, "compile", lambda layer, **given: compile(layer, **given, **options))
+        torch.compiler.reset()
+
+    def _noted(self, graph: Any, _: Any) -> Any:
+        names = [getattr(node.target, "__name__", "") for node in graph.graph.nodes]
+        self.products.append(sum(name in ("mm.default", "addmm.default") for name in names))
+        return make_boxed_func(graph.forward)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_compiled_layers_have_adapters_of_weights_that_are_their_own_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such weights lie one after another, too, which the compiler must be told."""
+    Compiling(monkeypatch)
+    config = replace(configured("zero1"), adapter=Adapter(rank=3))
+    with one_rank():
+        eager, compiled = (make(replace(config, train=replace(config.train, compile=each))) for each in (False, True))
+        assert advance(compiled, 0, 2) == pytest.approx(advance(eager, 0, 2), rel=1e-3)
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -14,9 +14,9 @@ from megalite_kernels.nf4 import dequantize_nf4, quantize_nf4
 from megalite_kernels.qk_norm_rope import qk_norm_rope
 from megalite_kernels.rms_norm import rms_norm
 from megalite_kernels.rope import rope
-from megalite_kernels.rope_of_parts import rope_of_parts
+from megalite_kernels.rope_of_parts import rope_of_joint, rope_of_parts
 from megalite_kernels.routed_rows import collect_rows, spread_rows
-from megalite_kernels.swiglu import swiglu
+from megalite_kernels.swiglu import swiglu, swiglu_of_halves
 from megalite_kernels.symmetric_product import symmetric_product
 from megalite_kernels.weighted_swiglu import weighted_swiglu
 
@@ -37,10 +37,12 @@ __all__ = [
     "quantize_nf4",
     "rms_norm",
     "rope",
+    "rope_of_joint",
     "rope_of_parts",
     "scaled_linear_cross_entropy",
     "spread_rows",
     "swiglu",
+    "swiglu_of_halves",
     "symmetric_product",
     "weighted_swiglu",
 ]

@@ -5,6 +5,8 @@ nothing keeps the tensor of which they are a part; or all three stay there, quer
 byte of values moves. The kernel is that of `rope`.
 """
 
+from collections.abc import Sequence
+from math import prod
 from typing import Any
 
 import torch
@@ -19,19 +21,19 @@ def launch_backward(
     positions: Tensor | None, start: int, interleaved: bool,
 ) -> Tensor:  # fmt: skip
     """Gradients of q, k and v in one tensor `[s, b, …]`, one behind the other."""
-    widths = [grad.shape[2:].numel() for grad in (dq, dk, dv)]
-    grads = dq.new_empty(*dq.shape[:2], sum(widths))
-    of_q, of_k, of_v = _heads(grads, (dq, dk, dv))
+    shapes = [grad.shape[2:] for grad in (dq, dk, dv)]
+    grads = dq.new_empty(*dq.shape[:2], sum(shape.numel() for shape in shapes))
+    of_q, of_k, of_v = _parts(grads, shapes)
     for grad, into in ((dq, of_q), (dk, of_k)):
         launch(grad, cos, sin, positions, start, interleaved, True, into)
     of_v.copy_(dv)
     return grads
 
 
-def _heads(grads: Tensor, like: tuple[Tensor, ...]) -> list[Tensor]:
-    """Views of the parts of `grads`, as heads `[s, b, h, e]`."""
-    widths = [each.shape[2:].numel() for each in like]
-    return [part.unflatten(-1, each.shape[2:]) for part, each in zip(grads.split(widths, -1), like, strict=True)]
+def _parts(joint: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
+    """Views of the parts of `joint`, as heads `[s, b, h, e]` of `shapes` `(h, e)`."""
+    parts = joint.split([prod(shape) for shape in shapes], -1)
+    return [part.unflatten(-1, shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
 @torch.library.custom_op("megalite::rope_of_parts", mutates_args=())
@@ -67,7 +69,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tenso
 
 
 def _gradients(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-    return *_heads(_backward_op(*grads, *ctx.saved_tensors, *ctx.how), grads), *[None] * 5
+    return *_parts(_backward_op(*grads, *ctx.saved_tensors, *ctx.how), [grad.shape[2:] for grad in grads]), *[None] * 5
 
 
 _op.register_autograd(_gradients, setup_context=_save)
@@ -124,15 +126,65 @@ def rope_of_parts(
     kernels turn q and k where they are, if the features of each of their tokens lie next to each other, and v is
     returned as it is.
     """
-    for x in (q, k):
-        check(x, cos, sin, positions, layout)
+    given = _checked(q, k, cos, sin, positions, layout)
     if not use_triton(backend, q.device):
         return *TorchRope.apply(*angles_at(cos, sin, positions, len(q)), layout, q, k), v.contiguous()
-    by_token, start = (positions, 0) if isinstance(positions, Tensor) else (None, positions)
-    how = cos, sin, by_token, start, layout == "interleaved"
+    how = cos, sin, *given
     if in_place and all(x.stride()[2:] == (x.shape[3], 1) for x in (q, k)):
         return _InPlace.apply(q, k, v, *how)
     return _op(q, k, v, *how)
+
+
+class _OfJoint(torch.autograd.Function):
+    """`_op` or `_op_in_place` of the parts of one tensor, whose gradient is made whole."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, joint: Tensor, shapes: Any, in_place: bool, cos: Tensor, sin: Tensor, positions: Tensor | None,
+        *how: Any,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        ctx.save_for_backward(cos, sin, positions)
+        ctx.how = how
+        q, k, v = _parts(joint.detach(), shapes)
+        if not in_place:
+            return _op(q, k, v, cos, sin, positions, *how)
+        _op_in_place(q, k, cos, sin, positions, *how)
+        return q, k, v
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return _backward_op(*grads, *ctx.saved_tensors, *ctx.how), *[None] * 7
+
+
+def rope_of_joint(
+    joint: Tensor,
+    shapes: Sequence[tuple[int, int]],
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor | int = 0,
+    layout: Layout = "half",
+    backend: Backend = "auto",
+    in_place: bool = False,
+) -> tuple[Tensor, ...]:
+    """`rope_of_parts` of queries, keys and values that are given as one tensor `[s, b, …]`, as is their gradient.
+
+    shapes: the heads of each of the three, and their width. In place, nothing may have kept `joint` for backward.
+    """
+    q, k, v = _parts(joint, shapes)
+    if not use_triton(backend, joint.device):
+        return rope_of_parts(q, k, v, cos, sin, positions, layout, backend)
+    how = _checked(q, k, cos, sin, positions, layout)
+    return _OfJoint.apply(joint, shapes, in_place, cos, sin, *how)
+
+
+def _checked(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | int, layout: Layout
+) -> tuple[Tensor | None, int, bool]:
+    """The positions of tokens, or that of the first, and whether pairs are interleaved, as kernels take them."""
+    for x in (q, k):
+        check(x, cos, sin, positions, layout)
+    by_token, start = (positions, 0) if isinstance(positions, Tensor) else (None, positions)
+    return by_token, start, layout == "interleaved"
 
 
 def bytes_moved(tokens: int, width: int, dtype: torch.dtype, values: int = 0) -> tuple[int, int]:

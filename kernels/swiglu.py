@@ -186,6 +186,42 @@ def swiglu(gate: Tensor, up: Tensor, backend: Backend = "auto", activation: Acti
     return times(_activated(gate, activation), up)
 
 
+@torch.library.custom_op("megalite::swiglu_of_halves", mutates_args=())
+def _op_of_halves(both: Tensor, gelu: bool) -> Tensor:
+    gate, up = both.chunk(2, dim=-1)
+    return launch_forward(gate, up, activation="gelu" if gelu else "silu")
+
+
+@_op_of_halves.register_fake
+def _(both: Tensor, gelu: bool) -> Tensor:
+    return both.new_empty(*both.shape[:-1], both.shape[-1] // 2)
+
+
+def _save_halves(ctx: Any, inputs: tuple[Tensor, bool], output: Tensor) -> None:
+    both, ctx.gelu = inputs
+    ctx.save_for_backward(both)
+
+
+def _gradient_of_halves(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+    (both,) = ctx.saved_tensors
+    gate, up = both.chunk(2, dim=-1)
+    return _backward_op(gate, up, dy, ctx.gelu), None
+
+
+_op_of_halves.register_autograd(_gradient_of_halves, setup_context=_save_halves)
+
+
+def swiglu_of_halves(both: Tensor, backend: Backend = "auto", activation: Activation = "silu") -> Tensor:
+    """`swiglu` of gate and up that are the halves of one tensor `[…, 2f]`, as is their gradient.
+
+    Autograd would put gradients of halves together by a copy, where it does not see that they lie side by side.
+    """
+    if use_triton(backend, both.device):
+        return _op_of_halves(both, activation == "gelu")
+    gate, up = both.chunk(2, dim=-1)
+    return swiglu(gate, up, backend, activation)
+
+
 def bytes_moved(tokens: int, ffn: int, dtype: torch.dtype) -> tuple[int, int]:
     """Bytes moved by forward: gate and up in, y out; by backward: gate, up and dy in, both gradients out."""
     size = tokens * ffn * dtype.itemsize

@@ -1,5 +1,6 @@
 """Grouped-query attention, as one rank computes it; the letters of shapes are those of `decoder`."""
 
+from collections.abc import Sequence
 from functools import partial
 
 from torch import Tensor, nn
@@ -14,10 +15,10 @@ from megalite.parallel.context import takes_parts
 from megalite.parallel.norm import scaled, split_rms_norm
 from megalite.parallel.parameter import parameter, part, whole
 from megalite.parallel.recompute import Cheap
-from megalite.parallel.tensor import columns
+from megalite.parallel.tensor import columns, columns_in_one
 from megalite.plan.parts.attention import GroupedQueryPart
 from megalite.plan.parts.part import Weight
-from megalite_kernels import qk_norm_rope, rms_norm, rope, rope_of_parts
+from megalite_kernels import qk_norm_rope, rms_norm, rope, rope_of_joint, rope_of_parts
 
 
 class HeadNorm(nn.Module):
@@ -83,7 +84,9 @@ class Attention(nn.Module):
     ) -> None:
         super().__init__()
         weights, heads, kind = dict(planned.weights()), planned.heads, planned.kind
-        self.widths = heads.width, heads.width, heads.value_width
+        keys = heads.kv_count // tp.size()
+        # This rank's heads of queries, keys and values, and their widths.
+        self.shapes = (heads.count // tp.size(), heads.width), (keys, heads.width), (keys, heads.value_width)
         self.group = tp.get_group()
         self.q, self.k, self.v = column(weights, "q", tp), column(weights, "k", tp), column(weights, "v", tp)
         self.o = row(weights, "o", tp, factor)
@@ -103,23 +106,29 @@ class Attention(nn.Module):
         self.share_input = ("q", "k", "v") if rotary and kind.norms is None else ()
         # Without q/k norms, nothing else keeps the input of RoPE, so recomputing RoPE would save no memory.
         self.rope = partial(rope, backend=kernels.rope)
+        self.rope_of_joint = partial(rope_of_joint, backend=kernels.rope)
         self.rope_of_parts = partial(rope_of_parts, backend=kernels.rope)
 
     def forward(self, x: Tensor, angles: tuple[Tensor, ...], attend: Attend) -> Tensor:
         """Output `[s/t, b, d]` of attention. angles: cosine and sine of every token; none without rotary positions."""
-        projections = columns(x, (self.q, self.k, self.v), self.group)
-        q, k, v = (  # q: s b h/t e; k, v: s b k/t e
-            z.view(*z.shape[:-1], -1, width) for z, width in zip(projections, self.widths, strict=True)
-        )
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q, *angles), self.k_norm(k, *angles)
-        elif angles:
-            cos, sin = angles
-            if v.is_contiguous():
-                q, k = self.rope(q, cos, sin), self.rope(k, cos, sin)
-            else:
-                # Parts of what one product has made, where they stay if backward needs all of it.
-                in_place = takes_parts(attend, q.shape[1])
-                q, k, v = self.rope_of_parts(q, k, v, cos, sin, in_place=in_place)
         sinks = () if self.sinks is None else (part(self.sinks),)
-        return self.o(attend(q, k, v, *sinks).flatten(2))  # s/t b d
+        return self.o(attend(*self._heads(x, angles, attend), *sinks).flatten(2))  # s/t b d
+
+    def _heads(self, x: Tensor, angles: tuple[Tensor, ...], attend: Attend) -> Sequence[Tensor]:
+        """Queries `[s, b, h/t, e]`, keys and values `[s, b, k/t, e]`, as attention takes them."""
+        layers = self.q, self.k, self.v
+        joint = columns_in_one(x, layers, self.group)
+        if joint is not None:
+            cos, sin = angles
+            return self.rope_of_joint(joint, self.shapes, cos, sin, in_place=takes_parts(attend, joint.shape[1]))
+        projections = columns(x, layers, self.group)
+        q, k, v = (z.view(*z.shape[:-1], *shape) for z, shape in zip(projections, self.shapes, strict=True))
+        if self.q_norm is not None and self.k_norm is not None:
+            return self.q_norm(q, *angles), self.k_norm(k, *angles), v
+        if not angles:
+            return q, k, v
+        cos, sin = angles
+        if v.is_contiguous():
+            return self.rope(q, cos, sin), self.rope(k, cos, sin), v
+        # Parts of what one product has made, where they stay if backward needs all of it.
+        return self.rope_of_parts(q, k, v, cos, sin, in_place=takes_parts(attend, q.shape[1]))

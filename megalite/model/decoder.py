@@ -57,11 +57,11 @@ IGNORED_TARGET = -100  # stands for a target that does not count
 class Layer(nn.Module):
     """Attention and MLP, each with a norm of what it takes, of what it returns, or of both.
 
-    in_one: the residual stream is given and returned as one tensor. Full recompute would keep both of two, and a
-    compiled layer would have a graph for either.
+    in_one: the residual stream is given and returned as one tensor: full recompute would keep both of two. in_two: it
+    is always given as two, as a compiled layer would have a graph for either.
     """
 
-    in_one = False
+    in_one = in_two = False
 
     def __init__(
         self,
@@ -151,6 +151,18 @@ class MtpLayer(Layer):
         """The stream with its norm, of the stream x of the layer before, with its own: `[s/t, b, d]` both."""
         x, added = self._forward(self.mtp(x, embedded), angles, attend, None, *of_experts)
         return self.mtp.output_norm.of_sum(x, added)[0]
+
+
+class _Nothing(torch.autograd.Function):
+    """Zeros, which a compiled layer adds to its stream x, and which require a gradient as the sums after them do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return torch.zeros_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> None:
+        return None
 
 
 class Head(nn.Module):
@@ -317,6 +329,8 @@ class Decoder(nn.Module):
         for name, layer, kind in self._of_stream:
             if layer.in_one and added is not None:
                 x, added = x + added, None
+            elif layer.in_two and added is None:
+                added = _Nothing.apply(x)
             attend = positions.attend(int(name), kind.attention.heads.scores)
             of_experts = (positions.losses,) if kind.mixture is not None else ()
             x, added = layer(x, angles[kind.rotation], attend, added, positions.numbers, *of_experts)

@@ -8,9 +8,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from megalite.config.schema import Kernels
 from megalite.model.weights import column, row
 from megalite.parallel.recompute import Cheap
-from megalite.parallel.tensor import columns
+from megalite.parallel.tensor import columns, columns_in_one
 from megalite.plan.parts.swiglu import SwiGLUPart
-from megalite_kernels import swiglu
+from megalite_kernels import swiglu, swiglu_of_halves
 
 
 class MLP(nn.Module):
@@ -24,8 +24,11 @@ class MLP(nn.Module):
         self.group = tp.get_group()
         self.gate, self.up = column(weights, "gate", tp), column(weights, "up", tp)
         self.swiglu = Cheap(partial(swiglu, backend=kernels.swiglu, activation=part.kind.activation))
+        self.swiglu_of_halves = partial(swiglu_of_halves, backend=kernels.swiglu, activation=part.kind.activation)
         self.down = row(weights, "down", tp, factor)
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up = columns(x, (self.gate, self.up), self.group)  # s b f/t
-        return self.down(self.swiglu(gate, up))  # s/t b d
+        layers = self.gate, self.up
+        both = columns_in_one(x, layers, self.group)
+        made = self.swiglu(*columns(x, layers, self.group)) if both is None else self.swiglu_of_halves(both)  # s b f/t
+        return self.down(made)  # s/t b d

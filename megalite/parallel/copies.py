@@ -72,6 +72,7 @@ class Copies:
                 param.data = dtensor(made, param._spec)  # at the copy's place in its storage, for the compiler
                 param._local_tensor = made
             yield param, made
+        _take_gradients(joint, params)
         return joint
 
 
@@ -83,23 +84,32 @@ class _Kept:
         self.param, self.local = param, param._local_tensor
         if copy is None:
             copy = self.local.detach().to(self.local.dtype if in_four_bits(param) else dtype)
-        self.copy = copy.requires_grad_(param.requires_grad)
+        self.copy = copy
         self.seen = param._version, self.local._version, self.copy._version
         setattr(param, COPY, self.copy)
-        if param.requires_grad:
-            self.copy.grad_dtype = None  # the head's is a float32 sum
-            self.copy.register_post_accumulate_grad_hook(_handing_on(param))
+        _take_gradients(copy, [param])
 
 
-def _handing_on(param: DTensor) -> Callable[[Tensor], None]:
-    """A hook of the copy of `param` that adds its gradient to that of the parameter."""
-    of = weakref.ref(param)
+def _take_gradients(copy: Tensor, params: Sequence[DTensor]) -> None:
+    """Let autograd make the gradient of `copy`, which is handed on to `params`, whose copies lie in it."""
+    if any(param.requires_grad for param in params):
+        copy.requires_grad_()
+        copy.grad_dtype = None  # the head's is a float32 sum
+        copy.register_post_accumulate_grad_hook(_handing_on(params))
+
+
+def _handing_on(params: Sequence[DTensor]) -> Callable[[Tensor], None]:
+    """A hook of the copies of `params` that adds the rows of their gradient to those of the parameters."""
+    owners, rows = list(map(weakref.ref, params)), [len(param._local_tensor) for param in params]
 
     def hand_on(copy: Tensor) -> None:
-        grad, copy.grad, param = copy.grad, None, of()
+        grad, copy.grad = copy.grad, None
         assert grad is not None
-        assert param is not None
         with torch.no_grad():
-            add_gradient(param, grad)
+            for of, part in zip(owners, grad.split(rows) if len(rows) > 1 else (grad,), strict=True):
+                param = of()
+                assert param is not None
+                if param.requires_grad:
+                    add_gradient(param, part)
 
     return hand_on

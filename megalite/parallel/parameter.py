@@ -82,7 +82,7 @@ class Joint(NamedTuple):
     rows: list[int]  # in each weight
 
 
-def joint_copy(params: Sequence[DTensor]) -> Joint | None:
+def joint_copy(params: Sequence[Tensor]) -> Joint | None:
     """The copies of weights that share an input, all of them in their order, if they lie one after another."""
     joint: Joint | None = getattr(params[0], JOINT, None)
     return joint if len(params) > 1 else None

@@ -20,7 +20,7 @@ from megalite.distributed.collectives import all_gather, reduce_scatter
 from megalite.parallel.dropout import Dropout
 from megalite.parallel.linear import WeightGradients, linears
 from megalite.parallel.magnitudes import scaled_to_magnitudes
-from megalite.parallel.parameter import parameter, part, whole
+from megalite.parallel.parameter import joint_copy, parameter, part, whole
 from megalite.parallel.product import PLAIN_PRODUCT, Product
 from megalite.parallel.scattered import scattered_linear
 from megalite.parallel.symmetric import prepare
@@ -69,6 +69,22 @@ def columns(x: Tensor, layers: Sequence[ColumnLinear], group: dist.ProcessGroup)
     weights = [layer.weight for layer in layers]
     made = linears(x, weights, group, first.gradients, first.product, biases=biases, symmetric=first.symmetric)
     return with_adapters(made, x, layers, group) if first.beside_adapters else made
+
+
+def columns_in_one(x: Tensor, layers: Sequence[ColumnLinear], group: dist.ProcessGroup) -> Tensor | None:
+    """The outputs of `columns` in a compiled layer as one tensor, one behind the other: `[s/t, b, in]` → `[s, b, Σ]`.
+
+    The compiler does not see whether gradients of parts lie side by side, so whoever takes this makes one gradient.
+    None: the layers are not compiled, their weights have no copies that lie one after another, or outputs are theirs
+    and those of adapters.
+    """
+    if not torch.compiler.is_compiling():
+        return None
+    first, weights = layers[0], [layer.weight for layer in layers]
+    joint = joint_copy(weights)
+    if joint is None or first.product is not PLAIN_PRODUCT or first.beside_adapters:
+        return None
+    return PLAIN_PRODUCT.forward((all_gather(x, group),), (joint.weight,), bias=joint.bias)
 
 
 class CopiedLinear(Linear):

@@ -243,7 +243,7 @@ def build_stage(
         keep_narrow(stage, compute_dtype(config.train.dtype))
     keeping = Offload(memory) if config.train.offload_activations else AsIs
     for layer, mode in zip(stage.layers.values(), plan.modes[number], strict=True):
-        cast(Layer, layer).in_one = config.train.compile or mode == "full"
+        divide_stream(cast(Layer, layer), config.train.compile, mode == "full")
         if config.train.compile:
             # A graph for any shape is slower, and a curriculum has few: each has a graph of its own.
             layer.forward = torch.compile(layer.forward, dynamic=False, **compiler_options(symmetric, mesh.device))
@@ -265,6 +265,13 @@ def build_stage(
 def compiler_options(symmetric: bool, device: torch.device) -> dict[str, Any]:
     """Arguments of `torch.compile` with which products are fused with collectives; a CPU's compiler cannot."""
     return {"options": {"_micro_pipeline_tp": True}} if symmetric and device.type == "cuda" else {}
+
+
+def divide_stream(layer: Layer, compiled: bool, recomputed: bool) -> None:
+    """Decide in how many tensors `layer` is given the residual stream. recomputed: backward runs all of it again."""
+    # Where no norm takes the sum, the compiler may add it in the pass of the norm before.
+    layer.in_one = recomputed or (compiled and not layer.before)
+    layer.in_two = compiled and not layer.in_one
 
 
 def keep_narrow(stage: nn.Module, dtype: torch.dtype) -> None:

@@ -6,7 +6,7 @@ from rotations import LAYOUTS
 from rounding import DEVICE, numbers_below, random
 from torch import Tensor
 
-from megalite_kernels import rope, rope_of_parts
+from megalite_kernels import rope, rope_of_joint, rope_of_parts
 from megalite_kernels.backend import Backend
 from megalite_kernels.rope import Layout
 from megalite_kernels.rope_of_parts import bytes_moved
@@ -64,6 +64,30 @@ def test_parts_turned_in_place_are_those_turned_apart(shape: tuple[int, int], la
     assert all(map(torch.equal, found, apart))
     assert {part.untyped_storage()._cdata for part in found} == {together.untyped_storage()._cdata}
     assert all(map(torch.equal, torch.autograd.grad(found, given, grads), of_parts))
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("shape", [(5, 2), (3, 1), (0, 2)])
+def test_parts_of_a_tensor_are_turned_as_parts(
+    shape: tuple[int, int], layout: Layout, backend: Backend, in_place: bool
+) -> None:
+    """With one gradient of all three."""
+    given = [part.requires_grad_() for part in parts(*shape, seed=0)]
+    how = *angles(shape[0]), 0, layout, backend
+    expected = rope_of_parts(*given, *how)
+    grads = [random(*part.shape, dtype=torch.float64, seed=seed) for seed, part in enumerate(given)]
+    of_parts = torch.autograd.grad(expected, given, grads)
+    leaf = torch.cat([part.detach().flatten(2) for part in given], -1).requires_grad_()
+    joint = leaf * 1
+    found = rope_of_joint(joint, HEADS, *how, in_place=in_place)
+    assert all(map(torch.equal, found, expected))
+    if backend == "triton":
+        stays = [part.untyped_storage()._cdata == joint.untyped_storage()._cdata for part in found]
+        assert stays == [in_place] * 3
+    (of_joint,) = torch.autograd.grad(found, [leaf], grads)
+    assert torch.equal(of_joint, torch.cat([grad.flatten(2) for grad in of_parts], -1))
 
 
 def test_heads_apart_are_not_turned_in_place() -> None:

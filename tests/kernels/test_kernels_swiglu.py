@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from rounding import DEVICE, DTYPES, far_apart, random
 from torch import Tensor
 
-from megalite_kernels import swiglu
+from megalite_kernels import swiglu, swiglu_of_halves
 from megalite_kernels.backend import Backend
 from megalite_kernels.swiglu import Activation, bytes_moved, reference
 
@@ -47,6 +47,21 @@ def test_any_shape(shape: list[int], dtype: torch.dtype, activation: Activation)
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_halves_of_one_tensor_are_gated_as_apart(activation: Activation, backend: Backend) -> None:
+    """To the last bit."""
+    both, grad = (
+        random(3, 2, 80, dtype=torch.float32, seed=0, scale=3.0).requires_grad_(),
+        random(3, 2, 40, dtype=torch.float32, seed=1),
+    )
+    halves = [half.detach().requires_grad_() for half in both.chunk(2, dim=-1)]
+    y, expected = swiglu_of_halves(both, backend, activation), swiglu(*halves, backend, activation)
+    assert torch.equal(y, expected)
+    (found,), grads = (torch.autograd.grad(*given, grad) for given in ((y, [both]), (expected, halves)))
+    assert torch.equal(found, torch.cat(grads, dim=-1))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_gradients_by_differences(activation: Activation, backend: Backend) -> None:
     gate, up = (random(2, 5, dtype=torch.float64, seed=seed).requires_grad_() for seed in range(2))
     assert torch.autograd.gradcheck(swiglu, (gate, up, backend, activation))
@@ -61,6 +76,9 @@ def test_gelu_is_that_of_pytorch() -> None:
 def test_registered_ops() -> None:
     gate, up = (random(3, 40, dtype=torch.float32, seed=seed).requires_grad_() for seed in range(2))
     torch.library.opcheck(torch.ops.megalite.swiglu.default, (gate, up, True))
+    torch.library.opcheck(
+        torch.ops.megalite.swiglu_of_halves.default, (torch.cat((gate, up), -1).detach().requires_grad_(), True)
+    )
     torch.library.opcheck(torch.ops.megalite.swiglu_backward.default, (gate.detach(), up.detach(), up.detach(), True))
 
 

@@ -278,6 +278,26 @@ class Compiling:
 
 
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("optimizer", "kernel"), [("adamw", "triton"), ("muon", "torch")])
+def test_compiled_layers_have_one_product_of_what_shares_an_input(
+    optimizer: str, kernel: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And one for each gradient. They train as eager layers without copies do; in float64, so that it can be told."""
+    compiling = Compiling(monkeypatch)
+    config = configured("zero1", model=replace(MODEL, qk_norm=False), precision="fp64")
+    kernels = replace(config.kernels_by_operation, rope=kernel, swiglu=kernel)
+    batch = replace(config.batch, global_=2)
+    config = replace(config, optim=Optim(optimizer, lr=0.01), kernels=kernels, batch=batch)
+    with one_rank():
+        eager, compiled = (make(replace(config, train=replace(config.train, compile=each))) for each in (False, True))
+        compiled.copies.extend(Copies(stage, torch.float64) for stage in compiled.stages.values())
+        assert advance(compiled, 0, 3) == pytest.approx(advance(eager, 0, 3), rel=1e-12)
+        for (name, mine), (_, other) in zip(compiled.named_parameters(), eager.named_parameters(), strict=True):
+            torch.testing.assert_close(mine.to_local(), other.to_local(), rtol=1e-10, atol=1e-12, msg=name)
+    assert compiling.products == [4, 8]
+
+
+@pytest.mark.filterwarnings("ignore")
 def test_compiled_layers_have_adapters_of_weights_that_are_their_own_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     """Such weights lie one after another, too, which the compiler must be told."""
     Compiling(monkeypatch)

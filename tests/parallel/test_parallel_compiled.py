@@ -16,15 +16,19 @@ from megalite.commands.verify import random_batch
 from megalite.config.layout import Layout
 from megalite.config.model_schema import Adapter, Attention, Latent
 from megalite.config.schema import Config
+from megalite.parallel.copies import Copies
 from megalite.plan.resolved import resolve
 from megalite.train.build import build, build_mesh
 from megalite.train.step import gradients
 
 
-def computed(config: Config, fullgraph: bool = False) -> tuple[float, dict[str, Tensor], set[int]] | None:
+def computed(
+    config: Config, fullgraph: bool = False, copied: bool = False
+) -> tuple[float, dict[str, Tensor], set[int]] | None:
     """A rank's loss of a batch, its gradients, as whole tensors, and the sizes of the matrices that it keeps for them.
 
-    Layers are compiled for autograd alone. fullgraph: in one graph each. Factors and norms that begin at 0 do not.
+    Layers are compiled for autograd alone. fullgraph: in one graph each. copied: with copies of parameters. Factors and
+    norms that begin at 0 do not.
     """
     mesh = build_mesh(config, CPU)
     if mesh is None:
@@ -41,6 +45,8 @@ def computed(config: Config, fullgraph: bool = False) -> tuple[float, dict[str, 
         options: dict[str, Any] = {"backend": "aot_eager", "fullgraph": fullgraph}
         patch.setattr(torch, "compile", lambda layer, **given: compile(layer, **given, **options))
         job = build(resolve(config), mesh)
+        if copied:
+            job.copies.extend(Copies(stage, torch.float64) for stage in job.stages.values())
         with torch.no_grad():
             for name, param in job.named_parameters():
                 if ".lora_b." in name or name.endswith(".lora_m"):
@@ -77,6 +83,15 @@ def test_compiled_layers_compute_what_eager_ones_do(kind: str, ranks: Ranks) -> 
     assert not differing
 
 
+@pytest.mark.parametrize("kernel", ["torch", "triton"])
+def test_compiled_layers_of_copies_compute_what_eager_ones_do(kernel: str, ranks: Ranks) -> None:
+    """One product each takes q, k and v, with biases, and gate and up."""
+    config = config_of(Layout(tp=2), replace(MODEL, out_bias=True))
+    config = replace(config, kernels=replace(config.kernels_by_operation, rope=kernel, swiglu=kernel))
+    _, differing = compared(config, ranks, fullgraph=True, copied=True)
+    assert not differing
+
+
 @needs_integers
 @pytest.mark.parametrize("dora", [False, True])
 def test_compiled_layers_make_weights_in_four_bits_wide_once_more_for_backward(dora: bool, ranks: Ranks) -> None:
@@ -89,13 +104,13 @@ def test_compiled_layers_make_weights_in_four_bits_wide_once_more_for_backward(d
     assert not kept & {64 * 64}  # the matrices of a rank in four bits
 
 
-def compared(config: Config, ranks: Ranks, fullgraph: bool = False) -> tuple[set[int], list[str]]:
-    """Compare compiled layers with eager ones.
+def compared(config: Config, ranks: Ranks, fullgraph: bool = False, copied: bool = False) -> tuple[set[int], list[str]]:
+    """Compare compiled layers with eager ones, which have no copies of parameters.
 
     Returns the sizes of matrices that the compiled ones keep, and the names of gradients that differ.
     """
     eager, *_ = ranks.run(computed, config)
-    compiled, *_ = ranks.run(computed, replace(config, train=replace(config.train, compile=True)), fullgraph)
+    compiled, *_ = ranks.run(computed, replace(config, train=replace(config.train, compile=True)), fullgraph, copied)
     assert compiled[0] == pytest.approx(eager[0], rel=1e-13)
     assert compiled[1].keys() == eager[1].keys()
     differing = [

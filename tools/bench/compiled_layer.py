@@ -31,7 +31,7 @@ from torch._inductor.exc import InductorError
 from torch._inductor.fx_passes import fuse_attention, misc_patterns, pad_mm
 from torch._inductor.graph import GraphLowering
 from torch._inductor.runtime import hints, triton_helpers
-from torch.fx import GraphModule
+from torch.fx import Graph, GraphModule, Node
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 from torch.utils._pytree import tree_leaves
 from triton.runtime import driver
@@ -45,9 +45,9 @@ from megalite.model.decoder import Decoder
 from megalite.model.positions import TokenPositions
 from megalite.parallel.copies import Copies
 from megalite_kernels.compile_report import NoGpuDriver, resource_usage
+from megalite_tools.bench.moved_bytes import changed
 
 ARCHITECTURES = (90, 100)
-PRESET = "llama3_8b"
 TOKENS = 8192
 GPU = torch.device("cuda", 0)
 KERNEL = re.compile(r"async_compile\.triton\('(\w+)', '''(.*?)''', device_str='cuda'\)", re.DOTALL)
@@ -88,16 +88,16 @@ class CompiledLayer:
 
 
 @cache
-def compiled_layers(architectures: Sequence[int] = ARCHITECTURES) -> tuple[CompiledLayer, ...]:
-    """A layer of `PRESET` with the kernels that a GPU has by default, for each architecture."""
+def compiled_layers(preset: str, architectures: Sequence[int] = ARCHITECTURES) -> tuple[CompiledLayer, ...]:
+    """A layer of the model that `preset` names, with the kernels that a GPU has by default, for each architecture."""
     interpreted = {"TRITON_INTERPRET": "0"}  # interpreted kernels compile to nothing
     with patch.dict(os.environ, interpreted), ProcessPoolExecutor(1, get_context("spawn")) as pool:
-        return tuple(pool.map(_compiled, architectures))
+        return tuple(pool.map(partial(_compiled, preset), architectures))
 
 
-def _compiled(architecture: int) -> CompiledLayer:
+def _compiled(preset: str, architecture: int) -> CompiledLayer:
     _install(architecture)
-    from_compiler = _Generated()
+    from_compiler = _Generated(preset)
     from_compiler.trace()
     kernels, launches = [], Counter[str]()
     for part, source in zip(("forward", "backward"), from_compiler.sources, strict=True):
@@ -111,7 +111,8 @@ def _compiled(architecture: int) -> CompiledLayer:
 class _Generated:
     """The compiler's programs of a layer: one for forward, one for backward."""
 
-    def __init__(self) -> None:
+    def __init__(self, preset: str) -> None:
+        self.preset = preset
         self.sources: list[str] = []
         self.own_bytes = 0
 
@@ -130,22 +131,20 @@ class _Generated:
         with fake_world(0, 2), settings, eager, patch.object(compile_fx, "_recursive_joint_graph_passes", on_gpu_first):
             mesh = Mesh.build(Layout(), torch.device("cpu"))
             assert mesh is not None
-            model = replace(load([PRESET], ()).model, layers=1)
+            model = replace(load([self.preset], ()).model, layers=1)
             meta = torch.device("meta")
             stage = Decoder(model, mesh.tp, range(1), first=False, last=False, kernels=Kernels.all("triton"))
             Copies(stage, torch.bfloat16).refresh()
             (kind,), (layer,) = stage.kinds, stage.layers.values()
-            layer.in_one = True  # type: ignore[assignment]
             assert kind.rotation is not None
             angles = TokenPositions.whole(model, TOKENS, meta, torch.bfloat16).angles(kind.rotation)
-            x = torch.empty(TOKENS, 1, model.width, dtype=torch.bfloat16, device=meta, requires_grad=True)
-            torch.compile(layer.forward, dynamic=False, fullgraph=True, backend=backend)(x, angles, _cudnn)
+            x, added = torch.empty(2, TOKENS, 1, model.width, dtype=torch.bfloat16, device=meta, requires_grad=True)
+            torch.compile(layer.forward, dynamic=False, fullgraph=True, backend=backend)(x, angles, _cudnn, added)
 
     def _lowered(self, graph: GraphModule, inputs: Sequence[Any], **settings: Any) -> Any:
         """Note the compiler's program of `graph`. Returns what runs the graph as it was."""
         unchanged = copy.deepcopy(graph)
         moved = _move(graph, inputs)
-        self.own_bytes += _own_bytes(graph)
         with patch.object(GraphLowering, "_compile_to_module", lambda lowering: self._note(lowering)):
             try:
                 compile_fx.compile_fx_inner(graph, moved, **settings)
@@ -160,6 +159,7 @@ class _Generated:
         return call
 
     def _note(self, lowering: Any) -> None:
+        self.own_bytes += _own_bytes(lowering.graph)
         self.sources.append(lowering.codegen()[0].value)
         raise _Noted
 
@@ -191,15 +191,20 @@ def _move(graph: GraphModule, inputs: Sequence[Any]) -> list[Any]:
     return moved
 
 
-def _own_bytes(graph: GraphModule) -> int:
-    """Bytes of the tensors of megalite's own operations, each once for each operation."""
+def _own_bytes(graph: Graph) -> int:
+    """Bytes of the tensors of megalite's own operations, each once for each operation, twice what one changes."""
     total = 0
-    for node in graph.graph.nodes:
+    for node in graph.nodes:
         if getattr(node.target, "namespace", "") == "megalite":
-            tensors = [given.meta["val"] for given in node.all_input_nodes] + [node.meta["val"]]
-            leaves = tree_leaves(tensors)
+            made = [node.meta["val"]] if node.target._schema.returns else _values(changed(node.target, node.args))
+            leaves = tree_leaves([_values(node.all_input_nodes), made])
             total += sum(leaf.nbytes for leaf in leaves if isinstance(leaf, Tensor))
     return total
+
+
+def _values(nodes: Sequence[Node]) -> list[Any]:
+    """The results of nodes of a graph."""
+    return [node.meta["val"] for node in nodes]
 
 
 def _measured(part: str, name: str, code: str, launches: int, architecture: int) -> GeneratedKernel:

@@ -30,13 +30,13 @@ class MovedBytes(TorchDispatchMode):
         if name in PRODUCTS or (name not in NOTHING and not func.is_view):
             self.operations[name] += 1
         if name not in NOTHING and not func.is_view:
-            given = args[0] if name == "addmm_" else (args, kwargs, result, _changed(func, args))
+            given = args[0] if name == "addmm_" else (args, kwargs, result, changed(func, args))
             leaves = (leaf for leaf in tree_leaves(given) if isinstance(leaf, Tensor))
             self.bytes[name] += sum(leaf.nbytes for leaf in leaves if self.counts(name, leaf))
         return result
 
 
-def _changed(func: Any, args: Any) -> list[Any]:
+def changed(func: Any, args: Any) -> list[Any]:
     """The arguments that an operation changes and does not return, so that they are no result."""
     schema = func._schema
     if schema.returns:

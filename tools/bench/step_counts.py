@@ -28,7 +28,6 @@ from megalite.config.schema import Config
 from megalite.data.loader import Micros
 from megalite.distributed.collectives import Pending
 from megalite.model.decoder import Decoder
-from megalite.model.positions import TokenPositions
 from megalite.parallel import product
 from megalite.plan.parts import pieces
 from megalite.plan.resolved import resolve
@@ -162,7 +161,7 @@ def exposed_compiled_collectives() -> tuple[float, float]:
     torch.compiler.reset()
     with patch.object(torch, "compile", lambda layer, **given: compile(layer, **given, backend=backend)):
         stage = _stage("model.layers=1", "train.compile=true")
-        _through_layer(stage, LENGTH)
+        _through_layers(stage, LENGTH)
     whole = LENGTH * stage.model.width
     before = sum(map(_exposed_elements, graphs))
     with _test_mode(), patch.object(dist, "is_nccl_available", lambda: True):
@@ -209,28 +208,25 @@ def columns_outside_tiles() -> int:
 
 
 def graphs_of_a_layer(lengths: Sequence[int] = (LENGTH,), *settings: str) -> int:
-    """Graphs of a compiled layer under tensor parallelism, for sequences of `lengths`; breaks are errors."""
+    """Graphs of all compiled layers of one kind under tensor parallelism, for sequences of `lengths`; breaks are
+    errors."""
     compile = torch.compile
     options: dict[str, Any] = {"backend": "aot_eager", "fullgraph": True}
     torch.compiler.reset()
     counters.clear()
     with patch.object(torch, "compile", lambda layer, **given: compile(layer, **given, **options)):
-        stage = _stage("model.layers=1", "train.compile=true", *settings)
+        stage = _stage("model.layers=3", "train.compile=true", *settings)
         for length in lengths:
-            _through_layer(stage, length)
+            _through_layers(stage, length)
     assert not counters["graph_break"]
     return counters["stats"]["unique_graphs"]
 
 
-def _through_layer(stage: Decoder, length: int) -> None:
-    """Forward and backward of the only layer."""
-    (kind,) = stage.kinds
-    assert kind.rotation is not None
+def _through_layers(stage: Decoder, length: int) -> None:
+    """Forward and backward of all layers."""
+    stage.first = False  # has no embedding before its layers
     x = torch.zeros(length // 2, 1, stage.model.width, requires_grad=True)
-    positions = TokenPositions.whole(stage.model, length, x.device, x.dtype)
-    angles, attend = positions.angles(kind.rotation), positions.attend(0, kind.attention.heads.scores)
-    y, _ = stage.layers["0"](x, angles, attend)
-    y.sum().backward()
+    Decoder.activations(stage, x).sum().backward()
 
 
 def _stage(*settings: str, symmetric: bool = False) -> Decoder:

@@ -22,6 +22,7 @@ from megalite.distributed.mesh import Mesh
 from megalite.model.adapters import seed_dropout
 from megalite.model.decoder import Decoder, Layer
 from megalite.model.init import initialize
+from megalite.model.positions import TokenPositions
 from megalite.optim.build import build_optimizer
 from megalite.optim.interface import Optimizer
 from megalite.parallel.copies import Copies
@@ -72,6 +73,7 @@ class Job:
     capture: Capture | None  # captures CUDA graphs of micro-batches; None: there are none
     fused: Fused  # whether products are fused with collectives of tensor parallelism
     pipelines: dict[str, tuple[torch.Size, Runner]] = field(default_factory=dict)  # the latest, by shape of batch
+    positions: dict[int, TokenPositions] = field(default_factory=dict)  # the latest of whole sequences, by their length
 
     @property
     def config(self) -> Config:

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -10,13 +11,14 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from megalite.config.layers import Rotation, Scores
 from megalite.config.schema import Config
 from megalite.data.loader import Micros
 from megalite.model.decoder import IGNORED_TARGET
 from megalite.model.mtp import Ahead
-from megalite.model.positions import TokenPositions, tables
+from megalite.model.positions import Angles, TokenPositions, tables
 from megalite.model.router import Losses
-from megalite.parallel.context import attention
+from megalite.parallel.context import Attention, attention
 from megalite.parallel.fsdp import compute_dtype
 from megalite.parallel.pipeline import StepInputs
 from megalite.parallel.sequence import Documents, Rows, rows, split
@@ -126,27 +128,34 @@ def _token_positions(
     job: Job, documents: list[list[Documents]], tokens: Tensor, mine: Rows, losses: Losses
 ) -> list[TokenPositions]:
     """Positions of every micro-batch of `tokens` `[s, m, b]`. Micro-batches share tensors that need no documents."""
-    config, data, device = job.config, job.config.data, tokens.device
-    joint = config.joins_samples
-    attend = partial(attention, config.parallel.context.method, job.mesh.cp, len(tokens), device)
-    plan = job.plan
-    kinds = {plan.kinds[layer].attention.heads.scores for stage in job.stages for layer in plan.layers[stage]}
-    kernels = {kind: job.attention[kind].kernel for kind in kinds}
-    attends = [{kind: attend(kind=kind, kernel=kernel) for kind, kernel in kernels.items()}] * len(documents)
+    config, data, device, length = job.config, job.config.data, tokens.device, len(tokens)
+    if not data.mask_documents:
+        if length not in job.positions:  # the latest is enough, as for runners
+            angles = _angles(job, split(torch.arange(length, device=device), mine), length)
+            job.positions = {length: TokenPositions(angles, _attention(job, length, device))}
+        return [replace(job.positions[length], losses=losses)] * len(documents)
+    joint, turns = config.joins_samples, torch.arange(length, device=device)
+    attends = [_attention(job, length, device, documents=micro, joint=joint) for micro in documents]
     positions: Sequence[Tensor | None] = [None] * len(documents)
-    turns = split(torch.arange(len(tokens), device=device), mine)
-    if data.mask_documents:
-        attends = [
-            {kind: attend(micro, kind=kind, kernel=kernel, joint=joint) for kind, kernel in kernels.items()}
-            for micro in documents
-        ]
-        if data.reset_positions:
-            turns = torch.arange(len(tokens), device=device)
-            positions = _by_micro_batch(positions_in_documents(documents, device), mine, config)
-        elif joint:
-            turns = turns.repeat(tokens.shape[2])
-    angles = tables(config.model, turns, compute_dtype(config.train.dtype), len(tokens))
+    if data.reset_positions:
+        positions = _by_micro_batch(positions_in_documents(documents, device), mine, config)
+    else:
+        turns = split(turns, mine).repeat(tokens.shape[2] if joint else 1)
+    angles = _angles(job, turns, length)
     return [TokenPositions(angles, *rest, losses=losses) for rest in zip(attends, positions, strict=True)]
+
+
+def _attention(job: Job, length: int, device: torch.device, **of_micro: Any) -> dict[Scores, Attention]:
+    """The attention of every kind of layer here, over sequences of `length`. of_micro: as for `attention`."""
+    method, plan = job.config.parallel.context.method, job.plan
+    kinds = {plan.kinds[layer].attention.heads.scores for stage in job.stages for layer in plan.layers[stage]}
+    attend = partial(attention, method, job.mesh.cp, length, device, **of_micro)
+    return {kind: attend(kind=kind, kernel=job.attention[kind].kernel) for kind in kinds}
+
+
+def _angles(job: Job, turns: Tensor, length: int) -> dict[Rotation, Angles]:
+    """The tables of angles at positions `turns` of sequences of `length`."""
+    return tables(job.config.model, turns, compute_dtype(job.config.train.dtype), length)
 
 
 def positions_in_documents(documents: list[list[Documents]], device: torch.device) -> Tensor:

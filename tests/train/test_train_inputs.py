@@ -77,6 +77,19 @@ def test_samples_of_a_micro_batch_come_out_as_if_they_were_alone(balance_loss: f
     torch.testing.assert_close(together.transpose(0, 1).flatten(0, 1), torch.cat(alone), rtol=1e-12, atol=1e-14)
 
 
+def test_positions_of_whole_sequences_are_made_once_for_a_length() -> None:
+    with one_rank():
+        job = make(replace(configuration(Layout(), "ring"), data=Data()))
+        long, again, short = (
+            inputs(job, Micros.cut_at(torch.zeros(m, 2, tokens, dtype=torch.int64), None)).positions
+            for m, tokens in ((3, 9), (2, 9), (2, 7))
+        )
+    assert len({id(each.tables) for each in (*long, *again)}) == 1
+    assert len({id(each.attention) for each in (*long, *again)}) == 1
+    assert [each[0].losses.share for each in (long, again, short)] == [1 / 48, 1 / 32, 1 / 24]
+    assert {len(cos) for cos, _ in short[0].tables.values()} == {6}
+
+
 def test_angles_are_those_of_the_positions() -> None:
     """Of samples one behind the other, each of which begins anew."""
     batch = packed([[*PACKED, 1], [*reversed(PACKED), 1]])

@@ -86,6 +86,22 @@ def fused(config: Config, refusal: str | None) -> tuple[Counter[str], str]:
     return Counter(str(func._schema.name) for func, *_ in calls.seen if func.namespace == "symm_mem"), job.fused.reason
 
 
+def compiler_settings(config: Config) -> list[dict[str, Any]]:
+    """What every layer is compiled with, on GPUs that have symmetric memory."""
+    found: list[dict[str, Any]] = []
+
+    def compiled(layer: Any, **settings: Any) -> Any:
+        found.append(settings)
+        return layer
+
+    with (
+        patch.object(settled_symmetric, "_refusal", lambda mesh: ""),
+        patch.object(torch, "compile", compiled),
+        _job(config),
+    ):
+        return found
+
+
 def attended(config: Config) -> list[tuple[str, list[int], list[int] | None, bool]]:
     """Of every call of FlashAttention in a step: which, the shape of its queries, that of documents, whether causal."""
     with _job(config) as (job, _), Calls() as calls:

@@ -134,6 +134,16 @@ def test_gpus_without_symmetric_memory_are_told_of_or_send_in_pieces(call: Call)
         call(cases.fused, spread(tp=2, tensor=TensorParallel("symmetric")), None)
 
 
+def test_the_compiler_is_told_to_fuse_products_with_collectives(call: Call) -> None:
+    compiled = replace(PLAIN.train, compile=True)
+    pieces, symmetric = (
+        call(cases.compiler_settings, replace(spread(tp=2, tensor=TensorParallel(overlap)), train=compiled))
+        for overlap in ("pieces", "symmetric")
+    )
+    assert pieces == [{"dynamic": False}] * 2
+    assert symmetric == [{"dynamic": False, "options": {"_micro_pipeline_tp": True}}] * 2
+
+
 @pytest.mark.parametrize("method", ["ring", "all_gather", "ulysses"])
 @pytest.mark.parametrize("documents", [False, True])
 def test_attention_in_blocks_takes_what_flash_attention_does(method: Any, documents: bool, call: Call) -> None:

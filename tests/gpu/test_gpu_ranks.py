@@ -28,6 +28,8 @@ LAYOUTS = {
     "pp": ["parallel.pp=2"],
     "pp, split backward": ["parallel.pp=2", "parallel.pipeline.schedule=zb_h1"],
     "tp": ["parallel.tp=2"],
+    "tp, symmetric memory": ["parallel.tp=2", "parallel.tensor.overlap=symmetric"],
+    "tp, symmetric memory, compiled": ["parallel.tp=2", "parallel.tensor.overlap=symmetric", "train.compile=true"],
     "cp": ["parallel.cp=2", "parallel.context.method=ulysses"],
     "ep": ["parallel.dp_shard=2", "parallel.ep=2"],
     "tp, ep": ["parallel.tp=2", "parallel.ep=2"],
@@ -57,7 +59,12 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(
     ("layout", "device"),
-    [("dp_shard", "cpu"), ("tp, ep", "cpu"), *(pytest.param(layout, "cuda", marks=needs_two) for layout in LAYOUTS)],
+    [
+        ("dp_shard", "cpu"),
+        ("tp, ep", "cpu"),
+        ("tp, symmetric memory", "cpu"),
+        *(pytest.param(layout, "cuda", marks=needs_two) for layout in LAYOUTS),
+    ],
 )
 def test_two_ranks_train_as_one_does_which_goes_on_from_what_both_saved(layout: str, device: str, work: Path) -> None:
     name = f"{layout} {device}".replace(", ", " ").replace(" ", "_")

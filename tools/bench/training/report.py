@@ -208,6 +208,7 @@ def _name(row: Row) -> str:
     told, parts = row.get("settings", {}), [str(row.get("label", row["id"]))]
     if row.get("implementation") == MEGALITE:
         parts += [str(told["mode"])] if told.get("mode") else []
+        parts += [f"{told['overlap']} overlap"] if told.get("overlap", "pieces") != "pieces" else []
         parts += [f"kernels {told['kernels']}"] if told.get("kernels") in ("torch", "triton") else []
     if told.get("recompute", "none") != "none":
         parts.append(f"{told['recompute']} recompute")

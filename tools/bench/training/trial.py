@@ -274,6 +274,7 @@ def settings(config: Config, selective: bool = False) -> dict[str, Any]:
         "recompute": "selective" if selective else config.train.recompute,
         "kernels": kernels if isinstance(kernels, str) else vars(kernels),
         "mode": config.parallel.data_mode,
+        "overlap": config.parallel.tensor.overlap,
         "layout": str(layout),
         "precision": config.train.precision,
     }

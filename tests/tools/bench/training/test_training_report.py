@@ -115,6 +115,13 @@ def test_programs_and_tests_have_a_table_of_their_own() -> None:
     ]  # fmt: skip
 
 
+def test_overlap_other_than_in_pieces_is_named() -> None:
+    pieces, symmetric = ({"mode": "zero1", "overlap": each} for each in ("pieces", "symmetric"))
+    text = page(rows_of(row("a", settings=pieces), row("b", settings=symmetric, ms=90.0)), [], {})
+    assert cells(text, "megalite, compiled, zero1")[-1] == "1.111"
+    assert cells(text, "megalite, compiled, zero1, symmetric overlap")[-1] == "1"
+
+
 def test_whole_training_stands_beside_the_bare_step() -> None:
     group, settings = "1b, batch 2 x 1", {"mode": "zero1", "compile": True}
     run = {

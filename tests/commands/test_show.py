@@ -71,6 +71,14 @@ def test_parameters_by_component_and_stage(show: Show) -> None:
     assert row(output, "3") == ["6-7", "26-31", "final norm, head", "1,834,012,672", "0.90"]
 
 
+def test_collectives_that_are_to_be_fused_are_told_of(show: Show) -> None:
+    asked = LLAMA3_8B, "parallel.tp=2", "parallel.tensor.overlap=auto"
+    assert "Collectives of tensor parallelism are fused with matrix products" in show(*asked)
+    on_cpu = show(*asked, "run.device=cpu")
+    assert "run in pieces beside matrix products, since a CPU has no symmetric memory." in " ".join(on_cpu.split())
+    assert "Tensor parallelism\n" not in show(*asked[:2])
+
+
 def test_states_in_files_are_told_of(show: Show) -> None:
     files = show(LLAMA3_8B, "--world-size", "8", "optim.placement=/mnt/nvme", "batch.micro=1")
     assert "Optimizer states in files" in files

@@ -14,7 +14,9 @@ from megalite.checkpoint.store.progress import Progress
 from megalite.config.identity import same_everywhere
 from megalite.config.layout import Layout
 from megalite.config.model_schema import Experts, Model
-from megalite.config.schema import Config, Context, Data, Parallel, Source, Train
+from megalite.config.schema import Config, Context, Data, Parallel, Source, TensorParallel, Train
+from megalite.dry_run.run import fake_world
+from megalite.parallel.settled_symmetric import Fused
 from megalite.train import worker
 from megalite.train.loop import Batches
 from megalite.train.report import WARNINGS
@@ -65,6 +67,20 @@ def test_a_run_tells_of_experts_that_routers_do_not_choose(experts: Experts, eve
         announce(notes, job, Batches(Notebook(job), None), Progress())
     assert [name for _, name, _ in notes.events] == [event] * bool(event)
     assert {name for _, name, _ in notes.events} <= set(WARNINGS)
+
+
+def test_a_run_tells_what_becomes_of_collectives_that_products_are_to_be_fused_with() -> None:
+    notes, config = Notes(), config_of(Layout(tp=2))
+    auto = replace(config, parallel=replace(config.parallel, tensor=TensorParallel("auto")))
+    with fake_world(0, 2):
+        job = make(auto)
+        announce(notes, job, Batches(Notebook(job), None), Progress())
+        on_gpu = replace(job, mesh=replace(job.mesh, device=CUDA), fused=Fused(True))
+        announce(notes, on_gpu, Batches(Notebook(job), None), Progress())
+    assert [told for told in notes.said if told.startswith("collectives")] == [
+        "collectives of tensor parallelism run in pieces beside matrix products, since a CPU has no symmetric memory",
+        "collectives of tensor parallelism are fused with matrix products, through symmetric memory",
+    ]
 
 
 def test_ranks_have_all_in_common_but_where_a_node_keeps_its_copy_of_the_data() -> None:

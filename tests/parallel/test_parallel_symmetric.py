@@ -2,12 +2,14 @@
 
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from gradient_cases import whole
 from ranks import Ranks
+from shared_files import shared_files
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from toy_jobs import CPU, MODEL, config_of
@@ -18,9 +20,11 @@ from megalite.config.model_schema import Attention, Base, Latent
 from megalite.config.schema import Config, DataParallel, Parallel, TensorParallel
 from megalite.distributed.mesh import Mesh
 from megalite.parallel.copies import Copies
+from megalite.parallel.symmetric import prepare
 from megalite.parallel.tensor import ColumnLinear, columns, use_symmetric
 from megalite.plan.parts.part import Weight
 from megalite.plan.parts.roles import UP_PROJECTION
+from megalite.plan.parts.sizes import Sizes
 from megalite.plan.pipeline import uses_copies
 from megalite.plan.resolved import resolve
 from megalite.train.build import build, build_mesh
@@ -148,4 +152,43 @@ def test_one_product_makes_the_gradient_of_an_input_that_is_scattered(ranks: Ran
     apart, together = (ranks.run(through_joint_weights, symmetric)[:2] for symmetric in (False, True))
     for (found, operations), (expected, none) in zip(together, apart, strict=True):
         assert (operations, none) == ([GATHER, SCATTER], [])
+        torch.testing.assert_close(found, expected, rtol=1e-13, atol=1e-13)
+
+
+def through_files(config: Config, folder: Path) -> tuple[float, dict[str, Tensor], int] | None:
+    """A rank's loss and gradients by PyTorch's code for GPUs, and the bytes of its memory that peers read."""
+    prepare()
+    with shared_files(folder) as sizes:
+        found = computed(config)
+    return None if found is None else (*found[:2], max(sizes))
+
+
+@pytest.mark.parametrize("case", ["full recompute", "four ranks, zero3", "latent"])
+def test_what_pytorch_runs_on_gpus_computes_the_same_in_the_memory_that_is_predicted(
+    case: str, tmp_path: Path, ranks: Ranks
+) -> None:
+    """Its pipelines of parts, with memory of files in place of GPUs'."""
+    parallel, model, recompute, _ = CASES[case]
+    config = config_of(Layout(), replace(MODEL, heads=4, kv_heads=4, **model))
+    config = replace(config, parallel=parallel, train=replace(config.train, recompute=recompute))
+    world, through = parallel.layout.world_size, ranks.run(through_files, fused(config), tmp_path)
+    for (loss, grads, size), (expected_loss, expected, _) in zip(
+        through[:world], ranks.run(computed, config)[:world], strict=True
+    ):
+        assert size == Sizes(fused(config)).shared_buffer
+        assert loss == pytest.approx(expected_loss, rel=1e-13)
+        assert grads.keys() == expected.keys()
+        for name, grad in expected.items():
+            assert torch.allclose(grads[name], grad, rtol=1e-12, atol=1e-14), name
+
+
+def joint_through_files(folder: Path) -> tuple[list[Tensor], list[str]] | None:
+    prepare()
+    with shared_files(folder):
+        return through_joint_weights(symmetric=True)
+
+
+def test_what_pytorch_runs_on_gpus_takes_joint_weights_and_gradients(tmp_path: Path, ranks: Ranks) -> None:
+    together, apart = ranks.run(joint_through_files, tmp_path)[:2], ranks.run(through_joint_weights, False)[:2]
+    for (found, _), (expected, _) in zip(together, apart, strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-13, atol=1e-13)

@@ -1,5 +1,6 @@
 """The device mesh as a value: which rank this is, and which process groups it belongs to."""
 
+import copyreg
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -231,3 +232,17 @@ def connect(groups: Iterable[dist.ProcessGroup | None], device: torch.device) ->
             work.wait()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def _without_hash(mesh: DeviceMesh) -> tuple[Any, ...]:
+    """A `DeviceMesh` as it is pickled, but for its hash, which it keeps.
+
+    It is one of texts, which every process hashes otherwise. PyTorch's cache finds a compiled graph by what pickles of
+    its inputs have, from PyTorch 2.13 on the meshes of DTensors among them.
+    """
+    pickled: Any = mesh.__reduce_ex__(4)
+    make, arguments, state, *_ = pickled
+    return make, arguments, {**state, "_hash": None}
+
+
+copyreg.pickle(DeviceMesh, _without_hash)

@@ -1,4 +1,5 @@
 from collections import Counter
+from copy import deepcopy
 from datetime import timedelta
 from itertools import product
 from types import SimpleNamespace
@@ -9,7 +10,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import SIZE, Ranks
+from torch import nn
+from torch._inductor.codecache import FxGraphCachePickler
 from torch.distributed import distributed_c10d
+from torch.fx import Graph, GraphModule
+from toy_jobs import one_rank
 
 from megalite.config.layout import AXES, Layout
 from megalite.distributed.mesh import EXPERT_AXES, Mesh, connect
@@ -239,3 +244,19 @@ def test_no_two_groups_have_the_same_ranks_but_those_of_contexts_and_experts(
             apart += [group for group in groups_of_experts(layout, rank, sharded) if len(group) > 1]
         assert not Counter(made) - Counter({*made}) - Counter(apart)
         assert made[len(made) - len(apart) :] == apart
+
+
+def test_a_mesh_has_one_key_in_the_cache_of_compiled_graphs() -> None:
+    """Though each process has another hash of it. Later starts then find graphs with DTensors among their inputs."""
+    pickler = FxGraphCachePickler(GraphModule(nn.Module(), Graph()))
+    with one_rank():
+        mesh = Mesh.build(Layout(), torch.device("cpu"))
+        assert mesh is not None
+        keys, tp = [], mesh.tp
+        for of_this_process in (1, 2):
+            tp._hash = of_this_process
+            assert hash(tp) == of_this_process
+            keys.append(pickler.get_hash(tp))
+        assert keys[0] == keys[1]
+        assert hash(deepcopy(tp)) != of_this_process, "it is made anew"
+        assert deepcopy(tp) == tp

@@ -307,23 +307,6 @@ def test_compiled_layers_have_adapters_of_weights_that_are_their_own_copies(monk
         assert advance(compiled, 0, 2) == pytest.approx(advance(eager, 0, 2), rel=1e-3)
 
 
-@pytest.mark.filterwarnings("ignore")
-def test_a_compiled_layer_has_nothing_for_which_its_graph_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """PyTorch 2.13 keeps graphs for later starts unless they have the mesh of a DTensor among their inputs."""
-    compile, given = torch.compile, []
-
-    def seeing(graph: Any, inputs: Any) -> Any:
-        given.extend(inputs)
-        return graph.forward
-
-    monkeypatch.setattr(torch, "compile", lambda layer, **options: compile(layer, **options, backend=seeing))
-    torch.compiler.reset()
-    with one_rank():
-        advance(make(configured("zero1", model=replace(MODEL, layers=1), compile=True)), 0, 1)
-    assert len(given) > 5
-    assert {type(tensor) for tensor in given} <= {Tensor, nn.Parameter}
-
-
 @pytest.mark.skipif(shutil.which("g++") is None, reason="compiling for a CPU needs a C++ compiler")
 def test_compiled_layers_hand_their_gradients_to_the_parameters() -> None:
     """Sums and roundings of fused operations differ."""

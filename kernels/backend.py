@@ -66,7 +66,7 @@ def on_device(launch: Callable[..., Any]) -> Callable[..., Any]:
     return launch_there
 
 
-def times(x: Tensor, factor: Tensor) -> Tensor:
+def times(x: Tensor, factor: Tensor | float) -> Tensor:
     """x · factor, computed in place, in the memory of x. No other code may use x.
 
     While a graph is traced, it is not computed in place. In-place operations return an alias of their tensor, and if an

@@ -39,6 +39,7 @@ OPS = (
     "float8",
     "grad_norm",
     "muon",
+    "mxfp8",
     "nf4",
     "qk_norm_rope",
     "rms_norm",

@@ -27,6 +27,8 @@ from megalite_kernels.benchmarks.inputs import (
     gradient_inputs,
     linear_inputs,
     muon_inputs,
+    mxfp8_inputs,
+    mxfp8_size,
     nf4_inputs,
     nf4_size,
     norm_inputs,
@@ -47,6 +49,8 @@ from megalite_kernels.grad_norm import reference as grad_norm_reference
 from megalite_kernels.linear_cross_entropy import reference as linear_cross_entropy_reference
 from megalite_kernels.muon import bytes_moved as muon_bytes
 from megalite_kernels.muon import reference_momentum, reference_update
+from megalite_kernels.mxfp8 import BLOCK, factors, scales_of
+from megalite_kernels.mxfp8 import bytes_moved as mxfp8_bytes
 from megalite_kernels.nf4 import bytes_moved as nf4_bytes
 from megalite_kernels.nf4 import reference as nf4_reference
 from megalite_kernels.qk_norm_rope import bytes_moved as qk_norm_rope_bytes
@@ -188,6 +192,12 @@ def _float8_reference(x: Tensor, of_rows: Tensor, of_columns: Tensor) -> tuple[T
     return x.float() * of_rows, (x.float() * of_columns).t()
 
 
+def _mxfp8_reference(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return what is rounded to 8 bits, in both layouts."""
+    rows, columns = (each.float() / factors(scales_of(each)).repeat_interleave(BLOCK, -1) for each in (x, x.t()))
+    return rows, columns
+
+
 def _of_heads(count: Callable[..., tuple[int, int]], model: Model) -> tuple[int, int]:
     """Bytes of queries and of keys together."""
     of_q, of_k = (
@@ -224,6 +234,13 @@ FLOAT8 = _Op(
     lambda model: (float8_bytes(model.tokens, model.shape.ffn, torch.bfloat16), 0),
     parts=(WHOLE_PASS,),
     rounded=(ACTIVATION, 1),
+)
+MXFP8 = replace(
+    FLOAT8,
+    inputs=mxfp8_inputs,
+    reference=_mxfp8_reference,
+    sizes=lambda model: " × ".join(map(str, mxfp8_size(model))),
+    moved=lambda model: (mxfp8_bytes(*mxfp8_size(model), torch.bfloat16), 0),
 )
 OPS = {
     "rms_norm": _Op(
@@ -289,6 +306,7 @@ OPS = {
     ),
     "float8": FLOAT8,
     "float8_rowwise": replace(FLOAT8, inputs=partial(float8_inputs, rowwise=True)),
+    "mxfp8": MXFP8,
     "dequantize_nf4": _Op(
         nf4_inputs,
         partial(nf4_reference, dtype=torch.float32),

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from megalite_kernels.compile_cases import LLAMAS, TOKENS, ModelShape
 from megalite_kernels.float8 import ACTIVATION, amax, scale_for
+from megalite_kernels.mxfp8 import BLOCK as MX_BLOCK
 from megalite_kernels.nf4 import BLOCK, quantize_nf4
 
 STEP = 10  # updates that the optimizer has made before
@@ -166,6 +167,17 @@ def float8_inputs(model: Model, random: Random, rowwise: bool = False) -> Inputs
     """An input of a product, and its scales by rows and by columns, which without `rowwise` are one."""
     x = random.normal(model.tokens, model.shape.ffn)
     return Inputs({}, [x, *(scale_for(amax(x, dim), ACTIVATION) for dim in ((-1, 0) if rowwise else (None, None)))], ())
+
+
+def mxfp8_inputs(model: Model, random: Random) -> Inputs:
+    """An input of a product."""
+    return Inputs({}, [random.normal(*mxfp8_size(model))], ())
+
+
+def mxfp8_size(model: Model) -> tuple[int, int]:
+    """The sizes of an input of a down projection, rounded up to whole blocks."""
+    tokens, hidden = (-(-size // MX_BLOCK) * MX_BLOCK for size in (model.tokens, model.shape.ffn))
+    return tokens, hidden
 
 
 def nf4_inputs(model: Model, random: Random) -> Inputs:

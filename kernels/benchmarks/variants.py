@@ -25,6 +25,7 @@ from megalite_kernels import (
     linear_cross_entropy,
     muon_momentum,
     muon_update,
+    mxfp8,
     qk_norm_rope,
     rms_norm,
     rope,
@@ -212,6 +213,11 @@ def _plain_float8(x: Tensor, of_rows: Tensor, of_columns: Tensor) -> tuple[Tenso
     return float8_reference(x, of_rows, ACTIVATION), float8_reference(x, of_columns, ACTIVATION).t().contiguous()
 
 
+def _plain_mxfp8(x: Tensor) -> tuple[Tensor, Tensor]:
+    found = mxfp8.cast(x, by_rows=True, by_columns=True, in_tiles=True, backend="torch")
+    return found[0], found[2]
+
+
 NO_LIGER = Variant(LIGER, LIGER, None)
 FLOAT8 = [
     _ours(lambda x, of_rows, of_columns: cast(x, ACTIVATION, of_rows, of_columns, "triton")),
@@ -306,6 +312,12 @@ VARIANTS = {
         NO_LIGER,
     ],
     **dict.fromkeys(("float8", "float8_rowwise"), FLOAT8),
+    "mxfp8": [
+        _ours(lambda x: mxfp8.cast(x, by_rows=True, by_columns=True, in_tiles=True, backend="triton")[::2]),
+        _compiled(_plain_mxfp8),
+        _eager(_plain_mxfp8),
+        NO_LIGER,
+    ],
     "dequantize_nf4": [
         _ours(lambda packed: dequantize_nf4(packed, torch.bfloat16, "triton")),
         _compiled(lambda packed: nf4_reference(packed, torch.bfloat16)),

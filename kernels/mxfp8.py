@@ -4,8 +4,8 @@
 
 Formats are those of the OCP Microscaling Formats specification 1.0. A scale is a byte of e8m0, k + 127; 255 is NaN, and
 so is a block with a number that is not finite. A block of zeros has the least scale, 2⁻¹²⁷. The specification proposes
-to round the scale down, which lets numbers above 448 · scale saturate. Here it is rounded up, as pre-training diverged
-with the former in Mishra et al. 2025, "Recipes for Pre-training LLMs with MXFP8" (arXiv 2506.08027, §3.2), and matched
+to round the scale down, which lets numbers above 448 · scale saturate. Here it is rounded up: in Mishra et al. 2025,
+"Recipes for Pre-training LLMs with MXFP8" (arXiv 2506.08027), pre-training can diverge with the former, and matches
 bfloat16 with the latter. The same paper takes e4m3 for gradients, too: 32 numbers need no more exponents.
 
 A product sums over one dimension, along which both of its operands must have their blocks. So a matrix that is in two

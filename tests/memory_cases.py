@@ -48,6 +48,7 @@ FEW_TOKENS: Overrides = {"model.sequence_length": 64}  # weights take more
 NARROW: Overrides = {"parallel.data.reduce_precision": "bf16"}
 FP8: Overrides = {"train.precision": "fp8"}
 ROWWISE: Overrides = {"train.float8_recipe": "rowwise"}
+MX: Overrides = {"train.float8_recipe": "mx"}
 NORMED: Overrides = {"model.qk_norm": True, "train.recompute": "selective", "model.sequence_length": 4096}
 
 KEYS: Overrides = {  # latents of keys and values alone; attention takes more than the head and the feed-forward
@@ -200,6 +201,12 @@ CASES: dict[str, tuple[Overrides, int]] = {  # name -> overrides and the pipelin
     "fp8 by rows, zero1, tp": ({**FP8, **ROWWISE, **SHARDED, "parallel.tp": 2, "parallel.data.mode": "zero1"}, 0),
     "fp8 by rows, MLP most of all": (
         {**FP8, **ROWWISE, "model.ffn": 8192, "model.vocab_size": 64, "batch.micro": 4},
+        0,
+    ),
+    "fp8 by blocks": ({**FP8, **MX}, 0),
+    "fp8 by blocks, zero1, tp": ({**FP8, **MX, **SHARDED, "parallel.tp": 2, "parallel.data.mode": "zero1"}, 0),
+    "fp8 by blocks, MLP most of all": (
+        {**FP8, **MX, "model.ffn": 8192, "model.vocab_size": 64, "batch.micro": 4},
         0,
     ),
     "fp8, post norms, MLP in bf16": ({**FP8, **POST, "model.ffn": 648, "model.vocab_size": 64}, 0),

@@ -131,10 +131,14 @@ class Parallel:
         return self.ep > 1 and self.experts.buffers == "worst_case"
 
     @property
+    def chunks(self) -> int:
+        """Pieces of a sequence that a context-parallel rank has: zigzag gives it two."""
+        return 2 if self.cp > 1 and self.context.method != "ulysses" else 1
+
+    @property
     def sequence_parts(self) -> int:
-        """Equal parts that a sequence must come in: zigzag gives a context-parallel rank two chunks, split over tp."""
-        chunks = 2 if self.cp > 1 and self.context.method != "ulysses" else 1
-        return chunks * self.cp * self.tp
+        """Equal parts that a sequence must come in: chunks of context-parallel ranks, split over tp."""
+        return self.chunks * self.cp * self.tp
 
     @property
     def data_mode(self) -> DataMode:
@@ -203,7 +207,7 @@ class Train:
     steps: int = 100
     # Data type of compute. bf16, fp8: parameters and reductions in fp32. fp8: bf16 but for layers' matrix products.
     precision: Literal["bf16", "fp8", "fp32", "fp64"] = "bf16"
-    # Scales of fp8: one for a tensor, for a row of an operand, or for 32 numbers.
+    # Scales of fp8: one for a tensor, for a row of an operand, or for 32 numbers of one (mx).
     float8_recipe: Literal["tensorwise", "rowwise", "mx"] = "tensorwise"
     recompute: Literal["none", "selective", "full", "budget"] = "none"  # parts of layers that backward runs again
     recompute_every: int = 1  # selective, full: of layers 0, n, 2n, … of every stage

@@ -20,7 +20,7 @@ LARGEST_RANGE = 1e9  # between the least and the largest value of a figure
 MAX_PEAK_RATIO = 1.5  # times the peak: no product that is measured is as fast
 RING_SHARE = 0.8  # share of NVLink's bandwidth in rings: 0.78 of NVLink 3, 0.81 of 4, 0.76 of 5 (configs/cluster)
 DEFAULT_CLUSTERS = {"a100": "a100_80gb", "h100": "h100_sxm"}  # the cluster that a GPU's plain name means
-PRECISIONS = ("bf16", "fp16", "fp8", "fp32", "fp64")
+PRECISIONS = ("bf16", "fp16", "fp8", "mxfp8", "fp32", "fp64")
 
 
 @dataclass(frozen=True)
@@ -190,7 +190,7 @@ def read_cluster(path: Path) -> Cluster:
             )
     if "bf16" not in gpu["peak"]:
         raise InputError(f"{path}: gpu: peak: bf16 is missing")
-    for name in ("bf16", "fp8"):  # float32 may be measured in TensorFloat-32, which has no peak here
+    for name in ("bf16", "fp8", "mxfp8"):  # float32 may be measured in TensorFloat-32, which has no peak here
         peak, measured = gpu["peak"].get(name, inf), gpu["measured"].get(name, 0)
         if measured > MAX_PEAK_RATIO * peak:
             rule = f"is more than {MAX_PEAK_RATIO} times its peak of {peak:g}; give both in TFLOP/s, without sparsity"

@@ -25,7 +25,7 @@ VECTOR_ELEMENTS = 8  # rows of other lengths cannot be loaded in whole vectors
 MISALIGNMENT_FACTOR = 2.0  # how much longer such products take
 # Watts that a FLOP/s takes, that of bf16 being 1. In fp8, twice as many lower clocks three quarters as far as in bf16,
 # as NVIDIA's runs on H100, B200, GB200 and GB300 show.
-POWER = {"fp8": 0.375}
+POWER = {"fp8": 0.375, "mxfp8": 0.375}
 OVERLAP_EXPONENT = 3  # higher: the longer of device and host decides more sharply; from Megatron's layers
 PEAK_SHARE = 0.8  # share of the peak that a matrix product reaches at best, where nobody has measured it
 
@@ -68,8 +68,15 @@ class Kernels:
         return self._rates[precision]
 
     def _rate(self, precision: str) -> float:
-        best = self.gpu.measured.get(precision) or PEAK_SHARE * self.gpu.peak.get(precision, self.gpu.peak["bf16"])
-        return best * self._clock(best * POWER.get(precision, 1.0)) * (self.fp8 if precision == "fp8" else 1.0)
+        best = self._best(precision)
+        return best * self._clock(best * POWER.get(precision, 1.0)) * (self.fp8 if precision in POWER else 1.0)
+
+    def _best(self, precision: str) -> float:
+        """FLOP/s of the best product; where nobody has measured MXFP8, it reaches as much of its peak as fp8."""
+        measured, peak = self.gpu.measured, self.gpu.peak
+        if precision == "mxfp8" and precision not in measured and "fp8" in measured and "fp8" in peak:
+            return measured["fp8"] / peak["fp8"] * peak[precision]
+        return measured.get(precision) or PEAK_SHARE * peak.get(precision, peak["bf16"])
 
     def _clock(self, best: float) -> float:
         """Clocks relative to those of a short product at `best` FLOP/s: at most 1, less for want of power.

@@ -11,6 +11,7 @@ from math import ceil
 from operator import add, mul
 from typing import NamedTuple
 
+from megalite.base.errors import InputError, Problem
 from megalite.config.attention_kernels import PADDING
 from megalite.config.layers import Heads
 from megalite.cost.cluster import Cluster
@@ -101,7 +102,10 @@ class LayerModel:
     ) -> None:
         self.share, self.program, self.cluster = share, program, cluster
         self.beside, kernels = constants.beside, {} if kernels is None else kernels
-        fp8 = program.rowwise if share.rowwise else program.fp8
+        fp8 = {"tensorwise": program.fp8, "rowwise": program.rowwise, "mx": program.mx}[share.recipe]
+        if share.operands == "mxfp8" and "mxfp8" not in cluster.gpu.peak:
+            rule = f"needs GPUs with MXFP8, and gpu.peak of the cluster {cluster.name} has no mxfp8"
+            raise InputError([Problem("train.float8_recipe", rule, "use tensorwise or rowwise", "mx")])
         self.kernels = kernels.setdefault(fp8, Kernels(cluster.gpu, constants, fp8))
         self.net = net or Net(cluster, constants)
         self.tp, self.cp = Group(share.tp, 1), Group(share.cp, share.tp)
@@ -185,7 +189,7 @@ class LayerModel:
         groups = product.groups // self.share.ep if product.groups > 1 else 1
         sizes = _aligned(ceil(product.rows / groups)), *product[1:3]
         eight = product.groups == 1 or self.program.experts_fp8
-        precision = self.share.precision if eight else self.share.outside
+        precision = self.share.operands if eight else self.share.outside
         m, n, k = (sizes[at] for at in order)
         seconds = self.kernels.matmul(m, n, k, groups, precision)
         return seconds if product.groups == 1 else seconds * self._load / self.program.grouped

@@ -28,8 +28,8 @@ class Computed(Protocol):
 class Share:
     """Layers of one kind, and how much of a micro-batch a rank has.
 
-    parts: of each layer. vocab: with padding. micro: sequences. precision: of matrix products; rowwise: in 8 bits, with
-    a scale for every row. documents: attention stays inside of them. deterministic, attention: as in
+    parts: of each layer. vocab: with padding. micro: sequences. precision: of matrix products; recipe: of their scales
+    in 8 bits. documents: attention stays inside of them. deterministic, attention: as in
     `train.deterministic` and `kernels.attention`. pieces: in which ranks of tp gather and scatter beside products; 0:
     they wait for each collective. fixed: ranks of ep get all of their tokens. predicted: tokens that the head predicts
     at every position. graphed: the host launches whole micro-batches.
@@ -48,7 +48,7 @@ class Share:
     documents: bool = False
     deterministic: bool = False
     attention: AttentionKernel = "auto"
-    rowwise: bool = False
+    recipe: Literal["tensorwise", "rowwise", "mx"] = "tensorwise"
     ep: int = 1
     fixed: bool = False
     pieces: int = 1
@@ -69,6 +69,11 @@ class Share:
     def outside(self) -> Literal["bf16", "fp32", "fp64"]:
         """The precision of attention and of the output layer, which fp8 leaves in bf16."""
         return "bf16" if self.precision == "fp8" else self.precision
+
+    @property
+    def operands(self) -> str:
+        """The precision of the matrix products of layers, as a cluster's file names it."""
+        return "mxfp8" if self.precision == "fp8" and self.recipe == "mx" else self.precision
 
     @property
     def heads(self) -> list[Heads]:
@@ -109,7 +114,7 @@ def share_of(config: Config, kind: LayerKind, recompute: Mode = "none") -> Share
         micro=config.batch.micro_size,
         recompute=recompute,
         precision=config.train.precision,
-        rowwise=config.train.float8_recipe == "rowwise",
+        recipe=config.train.float8_recipe,
         pieces=_pieces(config),
         method=parallel.context.method,
         documents=config.data.mask_documents,

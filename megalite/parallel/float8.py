@@ -1,9 +1,9 @@
 """Matrix products of layers in 8-bit floating point: `train.precision: fp8`.
 
 Results are in the layers' data type, but weight gradients that are added to float32 sums. A scale follows from the
-largest absolute value of what it is for, a whole tensor, or a row or a column of a matrix, over all ranks that hold
-parts of that: over tp, and for activations and gradients over cp as well. So a micro-batch has the same scales in every
-layout; replicas, whose micro-batches are others, have their own.
+largest absolute value of what it is for: a whole tensor, a row or a column of a matrix, or 32 numbers of one. Ranks
+that hold parts of that find it together: over tp, and for activations and gradients over cp as well. So a micro-batch
+has the same scales in every layout; replicas, whose micro-batches are others, have their own.
 
 Hopper multiplies a row-major matrix with a column-major one alone:
 
@@ -22,16 +22,19 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from megalite.base.errors import InputError, Problem
 from megalite.distributed.mesh import Mesh
 from megalite.parallel.product import Prepared, add_rounded, sum_over_tokens
 from megalite.parallel.tensor import ColumnLinear, Linear
-from megalite_kernels.backend import wide_dtype
+from megalite_kernels import mxfp8
+from megalite_kernels.backend import times, wide_dtype
 from megalite_kernels.float8 import ACTIVATION, GRADIENT, amax, cast, scale_for, transpose
 from megalite_kernels.linear_cross_entropy import has_gpu_products
 
 CAPABILITY = (8, 9)  # the least compute capability with products in 8 bits
+CAPABILITY_OF_BLOCKS = (10, 0)  # and with scales of 32 numbers
 CPU_SCALES_ROWS = torch.__version__ >= "2.12"  # PyTorch's product in 8 bits takes a scale for every row on CPUs, too
 
 Groups = Sequence[dist.ProcessGroup]
@@ -231,7 +234,67 @@ class RowwiseFloat8(Float8):
         return of_rows, scale_for(_over(spread.rows, amax(x, 0)), dtype) if by_columns else None
 
 
-RECIPES = {"tensorwise": Float8, "rowwise": RowwiseFloat8}  # by train.float8_recipe
+class MxFloat8(Float8):
+    """Products in 8 bits, with a scale for every 32 numbers of what a product sums over; all in e4m3.
+
+    No block of 32 may be on two ranks, so none of them asks another for its scales. They are bytes: of an input by
+    rows, which ranks gather, as a matrix; all others as GPUs read them, where a GPU multiplies. A kept input is cast by
+    columns from what it has become, as rows with scales are: only numbers 2¹⁴ times smaller than the largest of their
+    32 are rounded again.
+    """
+
+    gradient = ACTIVATION  # 32 numbers need fewer exponents than a tensor
+
+    def prepare_kept(self, x: Prepared) -> Prepared:
+        rows, scales = (each.flatten(0, -2) for each in x)
+        in_tiles = self._has_gpu_products(rows)
+        return tuple(mxfp8.cast(rows.view(ACTIVATION), scales, by_columns=True, in_tiles=in_tiles))
+
+    def _cast(
+        self, x: Tensor, dtype: torch.dtype, spread: Spread, by_rows: bool = False, by_columns: bool = False
+    ) -> tuple[Tensor, ...]:
+        x, in_tiles = x.detach().flatten(0, -2), by_columns and self._has_gpu_products(x)
+        return tuple(mxfp8.cast(x, by_rows=by_rows, by_columns=by_columns, in_tiles=in_tiles))
+
+    def _product(
+        self,
+        a: Tensor,
+        b: Tensor,
+        of_a: Tensor,
+        of_b: Tensor,
+        factor: float,
+        fast: bool = False,
+        out: Tensor | None = None,
+        bias: Tensor | None = None,
+    ) -> Tensor:
+        """factor · a bᵀ + bias for matrices by rows. No scale can take the factor, which has a pass of its own.
+
+        of_a, of_b: their scales. out: takes the result of products of bfloat16, in its own data type.
+        """
+        if self._has_gpu_products(a):
+            of_a, of_b = (
+                (each if each.ndim == 1 else mxfp8.tiled(each)).view(torch.float8_e8m0fnu) for each in (of_a, of_b)
+            )
+            dtype, added = self.dtype if out is None else out.dtype, bias if factor == 1 else None
+            made: Tensor
+            if isinstance(out, FakeTensor):  # without data, there is nothing to multiply
+                made = out
+            else:
+                made = torch._scaled_mm(a, b.t(), of_a, of_b, added, out_dtype=dtype, out=out)
+            if factor == 1:
+                return made
+            made = times(made, factor)
+        else:
+            assert out is None
+            wide = wide_dtype(self.dtype)
+            made = mxfp8.wide(a, of_a).to(wide) @ mxfp8.wide(b, of_b).to(wide).t() * factor
+        return (made if bias is None else made + bias).to(self.dtype if out is None else out.dtype)
+
+    def _has_gpu_products(self, x: Tensor) -> bool:
+        return self.dtype == torch.bfloat16 and has_gpu_products(x)
+
+
+RECIPES = {"tensorwise": Float8, "rowwise": RowwiseFloat8, "mx": MxFloat8}  # by train.float8_recipe
 
 
 class _Traced(torch.autograd.Function):
@@ -262,12 +325,21 @@ def _over(groups: Groups, largest: Tensor) -> Tensor:
     return largest
 
 
-def check_float8(device: torch.device) -> None:
-    """Raises InputError for a GPU without products in 8 bits."""
-    if device.type == "cuda" and (found := torch.cuda.get_device_capability(device)) < CAPABILITY:
-        least, has = (".".join(map(str, each)) for each in (CAPABILITY, found))
-        rule = f"needs GPUs of compute capability {least} or later, and this is {has}"
+def check_float8(device: torch.device, recipe: str = "tensorwise") -> None:
+    """Raises InputError for a GPU without products in 8 bits, or without those of the recipe."""
+    if device.type != "cuda":
+        return
+    found = torch.cuda.get_device_capability(device)
+    least = CAPABILITY_OF_BLOCKS if recipe == "mx" else CAPABILITY
+    if found < least:
+        rule = f"needs GPUs of compute capability {_version(least)} or later, and this is {_version(found)}"
+        if found >= CAPABILITY:
+            raise InputError([Problem("train.float8_recipe", rule, "use tensorwise or rowwise", recipe)])
         raise InputError([Problem("train.precision", rule, "use bf16", "fp8")])
+
+
+def _version(capability: tuple[int, int]) -> str:
+    return ".".join(map(str, capability))
 
 
 def use_float8(

@@ -124,10 +124,11 @@ class Activations(Sizes):
         )
 
     def _casts(self, part: Part) -> int:
-        """Bytes of a part's weights in 8 bits, in both layouts."""
+        """Bytes of a part's weights in 8 bits with their scales, in both layouts."""
         narrow = {into_stream: self.in_8_bits(part.weights(), into_stream) for into_stream in (False, True)}
         matrices = (weight for _, weight in part.weights() if weight.role.kind is RoleKind.MATRIX)
-        return 2 * sum(math.prod(weight.part(self.t)) for weight in matrices if narrow[weight.role.into_stream])
+        parts = (weight.part(self.t) for weight in matrices if narrow[weight.role.into_stream])
+        return sum(self.narrow(self.w * math.prod(part), size) for part in parts for size in part)
 
     def layer_bytes(self, kind: LayerKind, mode: Mode) -> int:
         """Bytes that a layer keeps from forward to backward, on the device and in host memory."""

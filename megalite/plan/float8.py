@@ -8,11 +8,11 @@ from megalite.config.schema import Config
 from megalite.plan.parts.layer import Layer
 from megalite.plan.parts.part import Part
 from megalite.plan.parts.roles import RoleKind
-from megalite.plan.parts.sizes import OPERAND_MULTIPLE, Sizes
+from megalite.plan.parts.sizes import Sizes
 
 
 def wide_weights(config: Config) -> list[str]:
-    """The layers' matrices that stay in bf16, as `7.mlp.down`: a rank's part has a size that is no multiple of 16.
+    """The layers' matrices that stay in bf16, as `7.mlp.down`: a rank's part has a size that is no `Sizes.multiple`.
 
     Matrices that share an input are all in 8 bits, or none of them. None without fp8.
     """
@@ -42,7 +42,7 @@ def float8_text(config: Config) -> str:
     if not found:
         return f"{told}."
     left = "; ".join(f"{name} of layers {number_ranges(layers)}" for name, layers in found.items())
-    return f"{told}. No multiples of {OPERAND_MULTIPLE} on a rank, so also in bf16: {left}."
+    return f"{told}. No multiples of {Sizes(config).multiple} on a rank, so also in bf16: {left}."
 
 
 def _wide(part: Part, sizes: Sizes) -> Iterator[str]:

@@ -139,7 +139,7 @@ def build(plan: Plan, mesh: Mesh, activity: Activity | None = None) -> Job:
     attention = attention_kernels(config, mesh.device)
     fused = fused_products(config, mesh)
     if config.train.precision == "fp8":
-        check_float8(mesh.device)
+        check_float8(mesh.device, config.train.float8_recipe)
     if config.train.compile:
         check_compiler(mesh.device)
     capture = captures_on(mesh.device) if config.train.cuda_graph else None

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from megalite.base.errors import InputError
 from megalite.config.model_schema import Model
 from megalite.config.rules.train import train_rules
 from megalite.config.schema import Batch, Config, Curriculum, Parallel, Train
@@ -30,13 +31,21 @@ def test_parts_that_are_no_multiples_of_16_stay_in_bf16(tp: int, wide: list[str]
     """With 4 ranks, 8 features of keys and 24 of the MLP are on each, and 16 of queries, which share their input."""
     config = configured(tp)
     assert wide_weights(config) == [f"{layer}.{name}" for layer in range(3) for name in wide]
-    for recipe in ("tensorwise", "rowwise"):
+    for recipe in ("tensorwise", "rowwise", "mx"):
         told = f"fp8 with {recipe} scales: the matrix products of layers; all else is in bf16."
         assert float8_text(configured(tp, float8_recipe=recipe)).startswith(told)
     assert ("mlp.down of layers 0-2." in float8_text(config)) == bool(wide)
     bf16 = replace(config, train=Train())
     assert wide_weights(bf16) == []
     assert float8_text(bf16) == ""
+
+
+def test_blocks_of_32_must_be_whole() -> None:
+    """With 2 ranks, 16 features of keys and 48 of the MLP are on each; attention's output has 32."""
+    config = configured(2, float8_recipe="mx")
+    assert wide_weights(config) == [f"{layer}.{name}" for layer in range(3) for name in FOUR]
+    assert "No multiples of 32 on a rank, so also in bf16: attention.q of layers 0-2;" in float8_text(config)
+    assert wide_weights(configured(float8_recipe="mx")) == []
 
 
 def test_all_but_products_is_as_in_bf16() -> None:
@@ -50,11 +59,12 @@ def test_all_but_products_is_as_in_bf16() -> None:
     [
         ({}, []),
         ({"float8_recipe": "rowwise"}, []),
+        ({"float8_recipe": "mx"}, []),
         (
-            {"float8_recipe": "mx"},
+            {"float8_recipe": "mx", "cp": 2},
             [
-                'train.float8_recipe = "mx": is not there yet: megalite has no MXFP8, whose products only GPUs of '
-                "sm_100 and later have; use tensorwise or rowwise"
+                r"model.sequence_length = 32: must be divisible by 32 · 2 chunks · parallel.cp = 128 with "
+                "train.float8_recipe = mx; change it, or use train.float8_recipe=tensorwise"
             ],
         ),
         ({"product": "a:b"}, ['train.precision = "fp8": cannot be used with train.product = a:b']),
@@ -62,7 +72,7 @@ def test_all_but_products_is_as_in_bf16() -> None:
         ({"compile": True, "tp": 2}, ["train.compile = true: cannot be used with train.precision = fp8 over tp or cp"]),
         ({"cp": 4}, [r"model.sequence_length = 32: must be divisible by 16 · parallel.cp = 64 with train.precision"]),
         ({"cp": 4, "precision": "bf16"}, []),
-        ({"precision": "bf16", "float8_recipe": "mx"}, ["train.float8_recipe"]),
+        ({"precision": "bf16", "float8_recipe": "mx", "cp": 2}, []),
     ],
 )
 def test_rules(changes: dict[str, Any], said: list[str]) -> None:
@@ -86,7 +96,14 @@ def test_the_planner_takes_the_rates_of_8_bits_and_utilization_is_that_of_bf16()
     fast, slow = (predict(config, cluster) for config in (fp8, replace(fp8, train=Train())))
     assert 1.05 < slow.seconds / fast.seconds < 1.5
     assert fast.mfu / slow.mfu == pytest.approx(slow.seconds / fast.seconds)
+    with_blocks = replace(fp8, train=replace(fp8.train, float8_recipe="mx"))
     rowwise = predict(replace(fp8, train=replace(fp8.train, float8_recipe="rowwise")), cluster)
     assert 1.03 < rowwise.seconds / fast.seconds < 1.08  # one H200 took 1.04 times as long
-    wide = [predict(replace(fp8, train=Train(float8_recipe=each)), cluster) for each in ("tensorwise", "rowwise")]
-    assert wide[0].seconds == wide[1].seconds == slow.seconds
+    with pytest.raises(InputError, match=r'recipe = "mx": needs GPUs with MXFP8, and gpu\.peak of the cluster'):
+        predict(with_blocks, cluster)
+    b200 = load_cluster("b200")
+    assert predict(with_blocks, b200).seconds == pytest.approx(predict(fp8, b200).seconds)  # as nobody has timed it
+    rtx = load_cluster("rtx5090")
+    assert predict(with_blocks, rtx).seconds < predict(fp8, rtx).seconds  # whose fp8 is slower
+    wide = [predict(replace(fp8, train=Train(float8_recipe=each)), cluster) for each in ("tensorwise", "rowwise", "mx")]
+    assert {each.seconds for each in wide} == {slow.seconds}

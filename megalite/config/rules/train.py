@@ -11,6 +11,7 @@ from megalite.config.schema import Config, Train
 
 MAX_TOKENS = (1 << 63) - 1
 FLOAT8_TOKENS = 16  # products in 8 bits take multiples of so many tokens
+MX_TOKENS = 32  # tokens that share a scale of MXFP8
 PRODUCT = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
 
 
@@ -113,9 +114,6 @@ def _product(train: Train) -> Iterator[Problem]:
 
 def _float8(config: Config) -> Iterator[Problem]:
     train, cp = config.train, config.parallel.cp
-    if train.float8_recipe == "mx":
-        rule = "is not there yet: megalite has no MXFP8, whose products only GPUs of sm_100 and later have"
-        yield Problem("train.float8_recipe", rule, "use tensorwise or rowwise", "mx")
     if train.precision != "fp8":
         return
     if train.compile and config.parallel.tp * cp > 1:
@@ -133,11 +131,17 @@ def _float8(config: Config) -> Iterator[Problem]:
     lengths = {"model.sequence_length": config.model.sequence_length}
     if config.batch.curriculum is not None:  # sequences grow by multiples of the first length
         lengths["batch.curriculum.start"] = config.batch.curriculum.start
+    by, wanted, other = f"{FLOAT8_TOKENS}", "train.precision = fp8", "train.precision=bf16"
+    least, chunks = FLOAT8_TOKENS * cp, config.parallel.chunks
+    if train.float8_recipe == "mx":  # in every layout, the same tokens share a scale
+        by, wanted, other = f"{MX_TOKENS}", "train.float8_recipe = mx", "train.float8_recipe=tensorwise"
+        least = MX_TOKENS * chunks * cp
+        by += f" · {chunks} chunks" if chunks > 1 else ""
+    by += f" · parallel.cp = {least}" if cp > 1 else ""
     for key, length in lengths.items():
-        if length % (FLOAT8_TOKENS * cp):
-            parts = f"{FLOAT8_TOKENS} · parallel.cp = {FLOAT8_TOKENS * cp}" if cp > 1 else f"{FLOAT8_TOKENS}"
-            rule = f"must be divisible by {parts} with train.precision = fp8"
-            yield Problem(key, rule, "change it, or use train.precision=bf16", length)
+        if length % least:
+            rule = f"must be divisible by {by} with {wanted}"
+            yield Problem(key, rule, f"change it, or use {other}", length)
 
 
 def _deterministic(config: Config) -> Iterator[Problem]:

@@ -25,7 +25,8 @@ class GradientSums(Held):
     def _made(self, key: PartKey, moment: Moment, adds_at_once: bool) -> int:
         """Bytes of new gradients of weights beside their sums: PyTorch's products add to sums of weights with copies.
 
-        Products in 8 bits with one scale write float32: the first gradients are the sums, others are added to them.
+        Products in 8 bits write float32, but with a scale for every row: the first gradients are the sums, others are
+        added to them.
         """
         train, states = self.config.train, self.states
         if states.copies and moment.summed is not None:

@@ -77,7 +77,7 @@ class GroupedQueryPart(Gathered):
         heads, of_head = self.heads, sizes.tokens * sizes.z // sizes.t  # bytes for every head: a number per position
         found = [*self._memory(sizes).kept(), Kept("attention", heads.count * of_head, "attention")]
         if sizes.in_8_bits(self.weights(), into_stream=True):
-            narrow = sizes.split(heads.outputs) // sizes.w + sizes.tokens * sizes.scale
+            narrow = sizes.narrow(sizes.split(heads.outputs), sizes.tokens)
             found.append(Kept("attention", narrow, "output", for_weights="output"))
         for features, count in ((heads.queries, heads.count), (heads.keys, heads.kv_count)) if self.kind.norms else ():
             inverse = count * of_head if self.kind.norms == "head" else sizes.tokens * sizes.z

@@ -27,14 +27,18 @@ class Gathered(Weighted):
     def casts(self, sizes: Sizes, grads: int, inputs: int) -> tuple[int, int]:
         """Bytes in backward of casts to 8 bits: in layers that take the gathered input, and in that into the stream.
 
-        grads: bytes of the gradients of the former's outputs. inputs: of the input of the latter. Both layouts of a
-        gradient together take as much as it does in bf16. Gradients of an input that layers share are added up. An
-        input whose rows have scales is in bf16 once more, while it is cast by columns.
+        grads: bytes of the gradients of the former's outputs. inputs: of the input of the latter. Gradients are in both
+        layouts; gradients of an input that layers share are added up. An input whose rows have scales is in bf16 once
+        more, while it is cast by columns.
         """
         whole = sizes.gathered or sizes.stream
-        once_more = (whole // sizes.w, inputs) if sizes.scale else (0, 0)
-        columns = grads + whole + once_more[0] if sizes.in_8_bits(self.weights(), into_stream=False) else 0
-        into = whole + inputs // sizes.w + once_more[1] if sizes.in_8_bits(self.weights(), into_stream=True) else 0
+        rowwise = sizes.config.train.float8_recipe == "rowwise"
+        once_more = (whole // sizes.w, inputs) if rowwise else (0, 0)
+        columns = into = 0
+        if sizes.in_8_bits(self.weights(), into_stream=False):
+            columns = 2 * sizes.narrow(grads, 0) + whole + once_more[0]
+        if sizes.in_8_bits(self.weights(), into_stream=True):
+            into = 2 * sizes.narrow(whole, 0) + sizes.narrow(inputs, 0) + once_more[1]
         return columns, into
 
     def forward(self, sizes: Sizes, passing: Sequence[Kept]) -> int:

@@ -125,7 +125,7 @@ class Layer:
             elif not sizes.in_8_bits(part.weights(), into_stream=False):
                 found.append(Kept(part.name, sizes.stream, part.takes, part.takes, bool(before), given))
             else:
-                narrow = sizes.stream // sizes.w + sizes.tokens // sizes.t * sizes.scale
+                narrow = sizes.narrow(sizes.stream, sizes.tokens // sizes.t)
                 found.append(Kept(part.name, narrow, part.takes, part.takes))
                 if given and with_input:
                     found.append(Kept(part.name, sizes.stream, part.takes, given=True))

@@ -12,6 +12,7 @@ from megalite.plan.parts.transfers import Transfers, over
 
 PRECISION_BYTES = {"bf16": 2, "fp32": 4, "fp64": 8}  # by train.dtype
 OPERAND_MULTIPLE = 16  # all sizes of operands in 8 bits are multiples of it
+MX_BLOCK = 32  # numbers that share a scale of MXFP8, of which operands have whole blocks
 
 
 @dataclass(frozen=True)
@@ -79,8 +80,8 @@ class Sizes:
     def in_8_bits(self, weights: Iterable[tuple[str, Any]], into_stream: bool) -> bool:
         """Return whether the products of a part's matrices are in 8 bits: of those into the stream, or of all others.
 
-        They share an input, and GPUs want all sizes of operands to be multiples of `OPERAND_MULTIPLE`. Experts and
-        their router are in 16 bits.
+        They share an input, and all sizes of operands must be multiples of `multiple`. Experts and their router are in
+        16 bits.
         """
         if self.config.train.precision != "fp8":
             return False
@@ -88,12 +89,21 @@ class Sizes:
         if any(weight.role.of_expert for weight in matrices):
             return False
         shapes = (weight.part(self.t) for weight in matrices if weight.role.into_stream == into_stream)
-        return not any(size % OPERAND_MULTIPLE for shape in shapes for size in shape)
+        return not any(size % self.multiple for shape in shapes for size in shape)
 
     @cached_property
-    def scale(self) -> int:
-        """Bytes of the scale that each row of an operand in 8 bits has; 0 where a tensor has one scale."""
-        return 4 if self.config.train.float8_recipe == "rowwise" else 0
+    def multiple(self) -> int:
+        """Sizes of operands in 8 bits are multiples of it, on every rank."""
+        return MX_BLOCK if self.config.train.float8_recipe == "mx" else OPERAND_MULTIPLE
+
+    def narrow(self, size: int, rows: int) -> int:
+        """Bytes of an operand in 8 bits with its scales, of `rows` rows, which takes `size` bytes as an activation.
+
+        A scale of a whole tensor counts as nothing, that of a row takes 4 bytes, and that of a block 1.
+        """
+        elements = size // self.w
+        scales = {"tensorwise": 0, "rowwise": 4 * rows, "mx": elements // MX_BLOCK}
+        return elements + scales[self.config.train.float8_recipe]
 
     @cached_property
     def pieces(self) -> int:

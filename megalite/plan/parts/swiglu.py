@@ -50,8 +50,7 @@ class SwiGLUPart(Gathered):
         f = sizes.split(self.kind.width)
         gate = up = Kept("mlp", f, "swiglu")
         if sizes.in_8_bits(self.weights(), into_stream=True):
-            narrow = f // sizes.w + sizes.tokens * sizes.scale
-            return gate, up, Kept("mlp", narrow, "down", for_weights="down")
+            return gate, up, Kept("mlp", sizes.narrow(f, sizes.tokens), "down", for_weights="down")
         return gate, up, Kept("mlp", f, "down", for_weights="down", cheap=True)
 
     def pauses(self, sizes: Sizes) -> tuple[Pause, ...]:

@@ -272,6 +272,8 @@ def test_what_is_not_compared_is_told() -> None:
     graphed = replace(config, train=Train(cuda_graph=True))
     assert "train.cuda_graph" in not_compared(graphed, 3)
     assert not shrink(graphed).train.cuda_graph
+    told = not_compared(replace(config, train=Train(precision="fp8", float8_recipe="mx")), 3)
+    assert "the roundings of train.precision fp8" in told
 
 
 @pytest.mark.parametrize(

@@ -271,6 +271,21 @@ def configured(mode: DataMode = "zero1", model: Model = EVEN, **train: Any) -> C
     return replace(config, batch=Batch(micro=1, global_=2), parallel=parallel, train=settings)
 
 
+def losses_of(recipe: str, layout: Layout) -> list[float]:
+    """The losses of two steps of `train.precision: fp8`, whose results are in bfloat16."""
+    config = replace(config_of(layout, BLOCKS), batch=Batch(micro=1, global_=4))
+    job = make(replace(config, train=replace(config.train, precision="fp8", float8_recipe=recipe)))
+    assert {type(module.product) for module in linears_of(job)} == {RECIPES[recipe]}
+    return advance(job, 0, 2)
+
+
+def test_a_layout_in_fp8_is_as_far_from_one_process_as_bfloat16_rounds(recipe: str, ranks: Ranks) -> None:
+    with one_rank():
+        expected = losses_of(recipe, Layout())
+    for losses in ranks.run(losses_of, recipe, Layout(dp_shard=4, tp=2)):
+        assert losses == pytest.approx(expected, rel=2**-8)
+
+
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_weights_are_cast_once_a_step_where_they_stay_gathered(recompute: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """And no cast outlives its step: losses are those of weights that are cast whenever they are used."""

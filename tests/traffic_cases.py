@@ -25,6 +25,13 @@ def context(method: str, cp: int, **model: Any) -> Overrides:
 
 FP32: Overrides = {"train.precision": "fp32"}
 FP64: Overrides = {"train.precision": "fp64"}
+BLOCKS: Overrides = {
+    "train.precision": "fp8",
+    "train.float8_recipe": "mx",
+    "model.kv_heads": 8,
+    "model.ffn": 128,
+    "model.sequence_length": 128,
+}
 NARROW: Overrides = {"parallel.data.reduce_precision": "bf16"}
 TP: Overrides = {"parallel.tp": 2}
 PADDED: Overrides = {"model.vocab_size": 121}  # 64 rows on each of two ranks
@@ -76,6 +83,12 @@ CASES: dict[str, tuple[Overrides, dict[str, int]]] = {  # name -> overrides, and
         {"tp": 1},
     ),
     "tp, zero2, norms and biases": ({**TP, **NORMED, **data("zero2", dp_shard=3)}, {}),
+    "fp8 by blocks, tp": ({**BLOCKS, **TP, **data("zero1", dp_shard=2)}, {"tp": 1}),
+    "fp8 by blocks, tp, ring, zb_h1, full recompute": (
+        {**BLOCKS, **TP, **FULL, **pipeline("zb_h1"), **context("ring", 2), **data("zero3", dp_shard=2)},
+        {"pp": 1},
+    ),
+    "fp8 by blocks, MLP in bf16, tp": ({**BLOCKS, **TP, "model.ffn": 96}, {}),
     "zero1, replicas": (data("zero1", dp_shard=2, dp_replicate=2), {"dp_replicate": 1}),
     "zero2, replicas, bf16 reduction, tp": ({**NARROW, **TP, **data("zero2", dp_shard=2, dp_replicate=2)}, {}),
     "zero3, replicas, fp32": ({**FP32, **data("zero3", dp_shard=2, dp_replicate=3)}, {}),

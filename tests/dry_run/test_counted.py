@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from toy_jobs import CPU
 from traffic_cases import (
+    BLOCKS,
     CASES,
     FP32,
     FULL,
@@ -79,6 +80,19 @@ def test_the_prediction_is_what_is_counted(name: str) -> None:
         assert predicted(config, rank) == counted(job)
         sizes = {axis: job.mesh.group(axis).size() for axis in ("tp", "fsdp", "dp_replicate", "pp")}
     assert sizes.items() <= axis_sizes(config).items()
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_gathers_of_inputs_in_8_bits_are_predicted(recipe: str) -> None:
+    """What ranks reduce to find scales together, at most a number for a row or a column, is not."""
+    config = as_counted(configured({**BLOCKS, **TP, "train.float8_recipe": recipe, **data("zero1", dp_shard=2)}))
+    with job_of(config, 0) as job:
+        found, expected = (
+            {each: times for each, times in every.items() if (each.kind, each.axis) == ("all_gather", "tp")}
+            for every in (counted(job), predicted(config, 0))
+        )
+    assert found == expected
+    assert any(each.dtype == "uint8" for each in found)
 
 
 @pytest.mark.parametrize("mode", ["zero2", "zero3"])

@@ -45,7 +45,7 @@ class Gathered(Weighted):
         return sizes.gathered + sum(kept.bytes for kept in passing)
 
     def forward_transfers(self, sizes: Sizes, cp: int, phase: str) -> Transfers:
-        return sizes.over_tp("all_gather", f"{phase}: gather of the input of {self.title}", sizes.pieces)
+        return self._gather(sizes, f"{phase}: gather of the input of {self.title}", sizes.pieces)
 
     def output_transfers(self, sizes: Sizes, phase: str) -> Transfers:
         return sizes.over_tp("reduce_scatter", f"{phase}: scatter of the output of {self.title}", sizes.pieces)
@@ -58,4 +58,10 @@ class Gathered(Weighted):
     def weight_transfers(self, sizes: Sizes) -> Transfers:
         if not self.trains_columns:
             return Counter()
-        return sizes.over_tp("all_gather", f"weight gradients: gather of the input of {self.title}")
+        return self._gather(sizes, f"weight gradients: gather of the input of {self.title}")
+
+    def _gather(self, sizes: Sizes, purpose: str, n: int = 1) -> Transfers:
+        """A gather of the input, in `n` pieces, or in 8 bits."""
+        if sizes.in_8_bits(self.weights(), into_stream=False):
+            return sizes.narrow_over_tp(purpose)
+        return sizes.over_tp("all_gather", purpose, n)

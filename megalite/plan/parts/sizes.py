@@ -128,6 +128,17 @@ class Sizes:
         """
         return 2 * self.stream if self.config.fuses_over_tp else 0
 
+    def narrow_over_tp(self, purpose: str) -> Transfers:
+        """Gathers over tp of the residual stream in 8 bits and of its scales, of which ranks know that of a tensor."""
+        size = self.gathered // self.w
+        found, recipe = over("tp", "all_gather", size, 1, purpose), self.config.train.float8_recipe
+        if recipe != "tensorwise":
+            each = 4 if recipe == "rowwise" else 1
+            found += over(
+                "tp", "all_gather", self.narrow(self.gathered, self.tokens) - size, each, f"{purpose}: scales"
+            )
+        return found if size else Transfers()
+
     def over_tp(self, kind: str, purpose: str, n: int = 1) -> Transfers:
         """A collective over tp of the residual stream, in `n` pieces."""
         return over("tp", kind, self.gathered // n, self.w, purpose, n)

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from math import ceil
 
+from megalite.base.errors import InputError, Problem
 from megalite.cost.cluster import Gpu
 from megalite.cost.constants import FITTED_CONSTANTS, Constants
 
@@ -72,8 +73,14 @@ class Kernels:
         return best * self._clock(best * POWER.get(precision, 1.0)) * (self.fp8 if precision in POWER else 1.0)
 
     def _best(self, precision: str) -> float:
-        """FLOP/s of the best product; where nobody has measured MXFP8, it reaches as much of its peak as fp8."""
+        """FLOP/s of the best product; where nobody has measured MXFP8, it reaches as much of its peak as fp8.
+
+        Raises InputError for a GPU without MXFP8.
+        """
         measured, peak = self.gpu.measured, self.gpu.peak
+        if precision == "mxfp8" and precision not in peak:
+            rule = f"needs GPUs with MXFP8, and gpu.peak of the cluster's {self.gpu.name} has no mxfp8"
+            raise InputError([Problem("train.float8_recipe", rule, "use tensorwise or rowwise", "mx")])
         if precision == "mxfp8" and precision not in measured and "fp8" in measured and "fp8" in peak:
             return measured["fp8"] / peak["fp8"] * peak[precision]
         return measured.get(precision) or PEAK_SHARE * peak.get(precision, peak["bf16"])

@@ -11,7 +11,6 @@ from math import ceil
 from operator import add, mul
 from typing import NamedTuple
 
-from megalite.base.errors import InputError, Problem
 from megalite.config.attention_kernels import PADDING
 from megalite.config.layers import Heads
 from megalite.cost.cluster import Cluster
@@ -103,9 +102,6 @@ class LayerModel:
         self.share, self.program, self.cluster = share, program, cluster
         self.beside, kernels = constants.beside, {} if kernels is None else kernels
         fp8 = {"tensorwise": program.fp8, "rowwise": program.rowwise, "mx": program.mx}[share.recipe]
-        if share.operands == "mxfp8" and "mxfp8" not in cluster.gpu.peak:
-            rule = f"needs GPUs with MXFP8, and gpu.peak of the cluster {cluster.name} has no mxfp8"
-            raise InputError([Problem("train.float8_recipe", rule, "use tensorwise or rowwise", "mx")])
         self.kernels = kernels.setdefault(fp8, Kernels(cluster.gpu, constants, fp8))
         self.net = net or Net(cluster, constants)
         self.tp, self.cp = Group(share.tp, 1), Group(share.cp, share.tp)

@@ -50,7 +50,7 @@ def reference(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 @jit
-def _float8_bits(x, E5M2: tl.constexpr):
+def float8_bits(x, E5M2: tl.constexpr):
     """The bits of float32 numbers in 8 bits. Integer arithmetic is alike on all GPUs and in the interpreter."""
     SHIFT: tl.constexpr = 21 if E5M2 else 20  # bits of the mantissa that are rounded away
     BIAS: tl.constexpr = (112 << 2) if E5M2 else (120 << 3)  # difference of the exponents' biases
@@ -80,18 +80,18 @@ def _float8_cast(
     inside = (row < rows)[:, None] & (column < columns)[None, :]
     x = tl.load(X + row[:, None] * stride + column[None, :], mask=inside, other=0)
     if SCALES == 1:
-        x = _float8_bits((widen(x) * tl.load(ScaleOfRows)).to(tl.float32), E5M2)
+        x = float8_bits((widen(x) * tl.load(ScaleOfRows)).to(tl.float32), E5M2)
     if BY_ROWS:
         by_rows = x
         if SCALES == 2:
             scale = tl.load(ScaleOfRows + row, mask=row < rows, other=0)
-            by_rows = _float8_bits((widen(x) * scale[:, None]).to(tl.float32), E5M2)
+            by_rows = float8_bits((widen(x) * scale[:, None]).to(tl.float32), E5M2)
         tl.store(Rows + row[:, None] * columns + column[None, :], by_rows, mask=inside)
     if BY_COLUMNS:
         by_columns = x
         if SCALES == 2:
             scale = tl.load(ScaleOfColumns + column, mask=column < columns, other=0)
-            by_columns = _float8_bits((widen(x) * scale[None, :]).to(tl.float32), E5M2)
+            by_columns = float8_bits((widen(x) * scale[None, :]).to(tl.float32), E5M2)
         turned = (column < columns)[:, None] & (row < rows)[None, :]
         tl.store(Columns + column[:, None] * rows + row[None, :], tl.trans(by_columns), mask=turned)
 

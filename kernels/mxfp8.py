@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from megalite_kernels.backend import Backend, as_rows, jit, on_device, tl, use_triton, wide_dtype, widen
 from megalite_kernels.compile_cases import TOKENS, CompileCase, meta, models
-from megalite_kernels.float8 import ACTIVATION, _float8_bits
+from megalite_kernels.float8 import ACTIVATION, float8_bits
 
 BLOCK = 32  # numbers that share a scale
 TILE = 128, 4  # rows and columns of scales in a tile of a GPU's layout
@@ -124,7 +124,7 @@ def _mx_cast(
     if BY_ROWS:
         code = _mx_scale(tl.max(tl.reshape(size, (SIZE, PARTS, BLOCK)), 2))
         scaled = tl.reshape(x, (SIZE, PARTS, BLOCK)) * _mx_inverse(code)[:, :, None]
-        narrow = _float8_bits(tl.reshape(scaled, (SIZE, SIZE)).to(tl.float32), False)
+        narrow = float8_bits(tl.reshape(scaled, (SIZE, SIZE)).to(tl.float32), False)
         tl.store(Rows + row[:, None] * columns + column[None, :], narrow, mask=inside)
         if TILED:
             at = (i.to(tl.int64) * across + j) * (SIZE * PARTS) + inner[:, None] + part[None, :]
@@ -136,7 +136,7 @@ def _mx_cast(
     if BY_COLUMNS:
         code = _mx_scale(tl.max(tl.reshape(size, (PARTS, BLOCK, SIZE)), 1))
         scaled = tl.reshape(x, (PARTS, BLOCK, SIZE)) * _mx_inverse(code)[:, None, :]
-        narrow = _float8_bits(tl.reshape(scaled, (SIZE, SIZE)).to(tl.float32), False)
+        narrow = float8_bits(tl.reshape(scaled, (SIZE, SIZE)).to(tl.float32), False)
         turned = (column < columns)[:, None] & (row < rows)[None, :]
         tl.store(Columns + column[:, None] * rows + row[None, :], tl.trans(narrow), mask=turned)
         if TILED:

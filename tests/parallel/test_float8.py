@@ -108,6 +108,15 @@ def test_a_kept_input_is_rounded_no_second_time_where_it_is_not_small_in_its_col
     assert torch.equal(again[large], whole[large])
 
 
+def test_nor_where_it_is_not_small_in_its_block() -> None:
+    x, product = operands()[0], MxFloat8(WIDE, WeightCasts(held=False))
+    whole = rounded(x, ACTIVATION, -1, "mx").flatten(0, 1)
+    again = mxfp8.wide(*product.prepare_kept(product.prepare(x))).double().t()
+    large = whole.abs() >= (amax(whole.unflatten(0, (-1, 32)), 1) * 2.0**-14).expand(-1, 32, -1).flatten(0, 1)
+    assert large.sum() > 0.9 * large.numel()
+    assert torch.equal(again[large], whole[large])
+
+
 @pytest.mark.parametrize("factor", [1.0, 0.3])
 def test_products_of_bfloat16_are_pytorchs_and_round_the_same_numbers(
     recipe: str, factor: float, monkeypatch: pytest.MonkeyPatch

@@ -123,8 +123,8 @@ class GroupedQueryPart(Gathered):
         wide = q * sizes.z // sizes.w
         if self.kind.norms is not None:  # whose input is freed, of keys
             return q + 3 * wide + v
-        halves = 2 * wide + q + (q // 2 if sizes.z > sizes.w else 0)  # products of each half of queries, and their sums
-        return (halves if self.rotary else q) + k + v
+        turned = wide + (q if sizes.z > sizes.w else 0)  # of queries, whose pairs turn in a wide tensor
+        return q + (turned if self.rotary else 0) + k + v
 
     def forward_transfers(self, sizes: Sizes, cp: int, phase: str) -> Transfers:
         found = super().forward_transfers(sizes, cp, phase) + self._sums(sizes, phase)

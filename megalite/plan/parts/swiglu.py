@@ -5,7 +5,7 @@
 Kept are gate, up and their product, 3fwT/t; where norms are before the parts of a layer, the norm's output hwT/t, too.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -52,6 +52,11 @@ class SwiGLUPart(Gathered):
         if sizes.in_8_bits(self.weights(), into_stream=True):
             return gate, up, Kept("mlp", sizes.narrow(f, sizes.tokens), "down", for_weights="down")
         return gate, up, Kept("mlp", f, "down", for_weights="down", cheap=True)
+
+    def forward(self, sizes: Sizes, passing: Sequence[Kept]) -> int:
+        gate_and_up = sum(kept.bytes for kept in passing if kept.until == "swiglu")  # freed before `down`
+        others = sum(kept.bytes for kept in passing) - gate_and_up
+        return max(sizes.gathered + max(gate_and_up, others), gate_and_up + others)
 
     def pauses(self, sizes: Sizes) -> tuple[Pause, ...]:
         return ()

@@ -3,7 +3,6 @@
 from megalite.config.schema import Config
 
 SUBJECT = "collectives of tensor parallelism"
-PIECES = "in pieces beside matrix products"
 
 
 def overlap_text(config: Config, reason: str | None = None, on_cpu: bool = False) -> str:
@@ -19,12 +18,12 @@ def overlap_text(config: Config, reason: str | None = None, on_cpu: bool = False
     elif on_cpu:
         reason = "a CPU has no symmetric memory" if asked == "auto" else ""
     if reason:
-        return f"{SUBJECT} run {PIECES}, since {reason}"
+        return f"{SUBJECT} run as with parallel.tensor.overlap = pieces, since {reason}"
     fused = f"{SUBJECT} are fused with matrix products, through symmetric memory"
     if on_cpu:
         return f"{SUBJECT} run before or after matrix products, as PyTorch stands in for symmetric memory on a CPU"
     if reason == "":
         return fused
-    otherwise = f"they run {PIECES}" if asked == "auto" else "a run ends"
+    otherwise = "they run as with pieces" if asked == "auto" else "a run ends"
     needs = "if the GPUs of a tensor-parallel group are in one node and read each other's memory, which a run tries"
     return f"{fused}, {needs}; else {otherwise}"

@@ -17,7 +17,7 @@ MODEL = Model(layers=3, width=64, heads=4, kv_heads=2, ffn=96, vocab_size=100, s
 NF4 = {"adapter": Adapter(base="nf4")}
 ALONE = "collectives of tensor parallelism run"
 FUSED = "collectives of tensor parallelism are fused with matrix products, through symmetric memory"
-IN_PIECES = f"{ALONE} in pieces beside matrix products"
+AS_PIECES = f"{ALONE} as with parallel.tensor.overlap = pieces"
 TRIED = (
     f"{FUSED}, if the GPUs of a tensor-parallel group are in one node and read each other's memory, which a run tries"
 )
@@ -46,7 +46,7 @@ def test_products_that_are_not_pytorchs_are_refused_and_left_alone(changes: dict
     auto = configured("auto", **changes)
     assert not any(problem.key == "parallel.tensor.overlap" for problem in validate(auto))
     assert not auto.fuses_over_tp
-    assert overlap_text(auto) == f"{IN_PIECES}, since no others than PyTorch's own products can be fused with them"
+    assert overlap_text(auto) == f"{AS_PIECES}, since no others than PyTorch's own products can be fused with them"
 
 
 @pytest.mark.parametrize(
@@ -54,10 +54,10 @@ def test_products_that_are_not_pytorchs_are_refused_and_left_alone(changes: dict
     [
         ("pieces", None, False, ""),
         ("symmetric", None, False, f"{TRIED}; else a run ends"),
-        ("auto", None, False, f"{TRIED}; else they run in pieces beside matrix products"),
+        ("auto", None, False, f"{TRIED}; else they run as with pieces"),
         ("symmetric", "", False, FUSED),
-        ("auto", "of one", False, f"{IN_PIECES}, since of one"),
-        ("auto", None, True, f"{IN_PIECES}, since a CPU has no symmetric memory"),
+        ("auto", "of one", False, f"{AS_PIECES}, since of one"),
+        ("auto", None, True, f"{AS_PIECES}, since a CPU has no symmetric memory"),
         (
             "symmetric",
             "",

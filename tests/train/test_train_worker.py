@@ -78,7 +78,8 @@ def test_a_run_tells_what_becomes_of_collectives_that_products_are_to_be_fused_w
         on_gpu = replace(job, mesh=replace(job.mesh, device=CUDA), fused=Fused(True))
         announce(notes, on_gpu, Batches(Notebook(job), None), Progress())
     assert [told for told in notes.said if told.startswith("collectives")] == [
-        "collectives of tensor parallelism run in pieces beside matrix products, since a CPU has no symmetric memory",
+        "collectives of tensor parallelism run as with parallel.tensor.overlap = pieces, since a CPU has no symmetric "
+        "memory",
         "collectives of tensor parallelism are fused with matrix products, through symmetric memory",
     ]
 

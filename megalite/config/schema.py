@@ -411,7 +411,9 @@ class Config:
     @property
     def fuses_over_tp(self) -> bool:
         """Flag: products are fused with collectives of tensor parallelism, where GPUs can; see `TensorParallel`."""
-        return self.parallel.tp > 1 and self.parallel.tensor.overlap != "pieces" and self.plain_products
+        overlap = self.parallel.tensor.overlap
+        asked = overlap == "symmetric" or (overlap == "auto" and self.run.device != "cpu")
+        return self.parallel.tp > 1 and asked and self.plain_products
 
     @property
     def kernels_by_operation(self) -> Kernels:

@@ -15,7 +15,7 @@ def as_counted(config: Config) -> Config:
     model = config.model if experts is None else replace(config.model, experts=replace(experts, force_balance=True))
     kernels = replace(Kernels.all("torch"), attention=attention)
     parallel = config.parallel
-    if parallel.tensor.overlap == "auto":
+    if config.fuses_over_tp:
         parallel = replace(parallel, tensor=TensorParallel("symmetric"))
     return replace(config, run=on_cpu, model=model, parallel=parallel, train=train, kernels=kernels)
 

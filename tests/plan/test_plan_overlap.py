@@ -7,9 +7,10 @@ import pytest
 
 from megalite.config.model_schema import Adapter, Model
 from megalite.config.rules.validate import validate
-from megalite.config.schema import Batch, Config, Overlap, Parallel, TensorParallel, Train
+from megalite.config.schema import Batch, Config, Overlap, Parallel, Run, TensorParallel, Train
 from megalite.cost.cluster import load_cluster
 from megalite.cost.predict import predict
+from megalite.dry_run.configuration import as_counted
 from megalite.plan.memory.peak import rank_memory
 from megalite.plan.overlap import overlap_text
 
@@ -75,6 +76,13 @@ def test_people_are_told_what_becomes_of_it(overlap: Overlap, reason: str | None
 def test_memory_for_exchange_is_two_parts_of_an_output(overlap: Overlap) -> None:
     fused, apart = (rank_memory(configured(each), 0).total for each in (overlap, "pieces"))
     assert fused - apart == 2 * (4 * 32 // 2) * 64 * 2  # tokens of a rank, features, bytes in bf16
+
+
+def test_auto_on_a_cpu_takes_the_memory_of_pieces() -> None:
+    auto, pieces = (configured(each, run=Run(device="cpu")) for each in ("auto", "pieces"))
+    assert rank_memory(auto, 0).total == rank_memory(pieces, 0).total
+    assert not as_counted(auto).fuses_over_tp
+    assert as_counted(configured("auto")).fuses_over_tp
 
 
 def test_the_planner_takes_them_to_hide_as_much_as_pieces() -> None:

@@ -1,5 +1,6 @@
 """Whether GPUs have symmetric memory in common, asked on ranks that have what PyTorch stands in with."""
 
+from importlib import import_module
 from typing import Any
 from unittest.mock import patch
 
@@ -22,25 +23,35 @@ def refusal(what: str) -> str:
     mesh = Mesh.build(Layout(tp=2, dp_shard=2), CPU)
     if mesh is None:
         return "outside"
-    mine = mesh.rank == 3
+    mine, group = mesh.rank == 3, mesh.group("tp")
 
-    def wrong(*given: Any) -> Tensor:
+    def scattered_wrong(*given: Any) -> Tensor:
         return scattered(*given) + 1
+
+    def gathered_wrong(*given: Any) -> tuple[None, list[Tensor]]:
+        return None, [product + 1 for product in gathered(*given)[1]]
 
     def failing(*given: Any) -> Tensor:
         scattered(*given)
         raise RuntimeError("no peers.\nMore of it.")
 
-    scattered = settled_symmetric.scattered_product
-    operation = {"fails": failing, "is wrong": wrong}.get(what, scattered) if mine else scattered
+    scattered, gathered = settled_symmetric.scattered_product, settled_symmetric.gathered_products
+    scatters = {"fails": failing, "scatters wrongly": scattered_wrong}.get(what, scattered) if mine else scattered
+    gathers = gathered_wrong if mine and what == "gathers wrongly" else gathered
     lack = "no room" if what == "lacks" and mine else ""
-    host = "two" if what == "is apart" and mine else "one"
+    apart = (what == "is apart" and mine) or (what == "groups are apart" and mesh.rank >= 2)
+    symmetric_memory = import_module("torch.distributed._symmetric_memory")
     with (
-        patch.object(settled_symmetric, "scattered_product", operation),
+        patch.object(settled_symmetric, "scattered_product", scatters),
+        patch.object(settled_symmetric, "gathered_products", gathers),
         patch.object(settled_symmetric, "_lack", lambda device: settled_symmetric.prepare() or lack),
-        patch.object(settled_symmetric.socket, "gethostname", lambda: host),
+        patch.object(settled_symmetric.socket, "gethostname", lambda: "two" if apart else "one"),
+        patch.object(symmetric_memory, "enable_symm_mem_for_group") as enabled,
     ):
-        return settled_symmetric._refusal(mesh)
+        told = settled_symmetric._refusal(mesh)
+    tried = what not in ("lacks", "is apart")
+    assert [call.args for call in enabled.call_args_list] == [(group.group_name,)] * tried, "the compiler looks for it"
+    return told
 
 
 @pytest.mark.parametrize(
@@ -50,7 +61,9 @@ def refusal(what: str) -> str:
         ("lacks", "no room"),
         ("is apart", "ranks of tensor parallelism are on 2 nodes: one, two"),
         ("fails", "no peers"),
-        ("is wrong", "PyTorch's operations on it gave a wrong result"),
+        ("scatters wrongly", "PyTorch's operations on it gave a wrong result"),
+        ("gathers wrongly", "PyTorch's operations on it gave a wrong result"),
+        ("groups are apart", ""),
     ],
 )
 def test_all_ranks_refuse_what_one_cannot(what: str, told: str, ranks: Ranks) -> None:

@@ -15,7 +15,7 @@ from toy_jobs import advance, config_of, make, one_rank, parts, restorer, save
 from megalite.base.errors import InputError
 from megalite.commands.verify import random_batch
 from megalite.config.layout import Layout
-from megalite.config.model_schema import Model
+from megalite.config.model_schema import Adapter, Model
 from megalite.config.schema import Batch, Config, Optim, Rampup
 from megalite.train.build import Job
 from megalite.train.step import evaluate, train_step
@@ -24,12 +24,13 @@ MODEL = Model(2, 16, 4, 2, None, 24, 40, 16, qk_norm=True, qkv_bias=True)
 EIGHTS = replace(MODEL, heads=2, kv_heads=2, ffn=32)  # its sizes fit products in 8 bits
 
 
-def configured(model: Model = MODEL, **train: Any) -> Config:
+def configured(model: Model = MODEL, adapter: Adapter | None = None, **train: Any) -> Config:
     """Four micro-batches a step, a rate that changes, and gradients that are clipped."""
     config = config_of(Layout(), model)
     train = {"precision": "bf16", "cuda_graph": True} | train
     return replace(
         config,
+        adapter=adapter,
         batch=Batch(micro=2, global_=8),
         train=replace(config.train, **train),
         optim=Optim(lr=0.01, clip_norm=0.2),
@@ -69,6 +70,7 @@ CASES: dict[str, dict[str, Any]] = {
     "fp64": {"precision": "fp64"},
     "fp8": {"precision": "fp8", "model": EIGHTS},
     "tied": {"model": replace(MODEL, tie_embeddings=True)},
+    "adapter": {"adapter": Adapter(rank=2)},
     "full recompute": {"recompute": "full"},
     "selective recompute": {"recompute": "selective"},
 }

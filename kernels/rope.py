@@ -60,14 +60,15 @@ def _turned(given: Iterable[Tensor], cos: Tensor, sin: Tensor, layout: Layout, s
     """The pairs of all tensors, turned by their angles times `sign`."""
     half, made = layout == "half", []
     for_both = torch.cat((cos, cos), dim=-1) if half else cos.repeat_interleave(2, dim=-1)
+    pairs = cos.shape[-1]
+    # Slices, as autograd, which may differentiate this, too, lets nobody write to results of `chunk`.
+    first, second = (slice(pairs), slice(pairs, None)) if half else (slice(0, None, 2), slice(1, None, 2))
     for x in given:
         y = x * for_both
-        (first, second), (y_first, y_second) = [
-            each.chunk(2, dim=-1) if half else (each[..., ::2], each[..., 1::2]) for each in (x, y)
-        ]
-        y_first.addcmul_(second, sin, value=-sign)
-        y_second.addcmul_(first, sin, value=sign)
+        y[..., first].addcmul_(x[..., second], sin, value=-sign)
+        y[..., second].addcmul_(x[..., first], sin, value=sign)
         made.append(y if y.dtype == x.dtype else y.to(x.dtype))
+        del y  # may be wide, and be in the way of the next
     return tuple(made)
 
 

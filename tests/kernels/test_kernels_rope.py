@@ -61,6 +61,7 @@ def test_gradients_by_differences(layout: Layout, backend: Backend) -> None:
     cos, sin = _angles(torch.float64, 3, 4)
     x = random(3, 1, 2, 4, dtype=torch.float64, seed=0).requires_grad_()
     assert torch.autograd.gradcheck(rope, (x, cos, sin, 0, layout, backend))
+    assert torch.autograd.gradgradcheck(rope, (x, cos, sin, 0, layout, backend))
 
 
 def test_registered_op() -> None:

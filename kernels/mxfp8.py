@@ -84,7 +84,7 @@ def _mx_factor(code):
 
 @jit
 def _mx_inverse(code):
-    """And their inverses."""
+    """The inverses of the numbers that scales stand for."""
     return tl.where(code == 255, 0x7FC00000, (254 - code) << 23).to(tl.float32, bitcast=True)
 
 

@@ -330,12 +330,14 @@ def check_float8(device: torch.device, recipe: str = "tensorwise") -> None:
     if device.type != "cuda":
         return
     found = torch.cuda.get_device_capability(device)
-    least = CAPABILITY_OF_BLOCKS if recipe == "mx" else CAPABILITY
-    if found < least:
-        rule = f"needs GPUs of compute capability {_version(least)} or later, and this is {_version(found)}"
-        if found >= CAPABILITY:
-            raise InputError([Problem("train.float8_recipe", rule, "use tensorwise or rowwise", recipe)])
-        raise InputError([Problem("train.precision", rule, "use bf16", "fp8")])
+    of_recipe = CAPABILITY_OF_BLOCKS if recipe == "mx" else CAPABILITY
+    for least, key, fix, value in (
+        (CAPABILITY, "train.precision", "use bf16", "fp8"),
+        (of_recipe, "train.float8_recipe", "use tensorwise or rowwise", recipe),
+    ):
+        if found < least:
+            rule = f"needs GPUs of compute capability {_version(least)} or later, and this is {_version(found)}"
+            raise InputError([Problem(key, rule, fix, value)])
 
 
 def _version(capability: tuple[int, int]) -> str:

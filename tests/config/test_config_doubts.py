@@ -44,6 +44,11 @@ SAVING = "checkpoint.interval=10"
             "model.parametrization=completep",
         ),
         (
+            ["train.float8_recipe=rowwise"],
+            'train.float8_recipe = "rowwise": has no effect with train.precision = bf16; set train.precision=fp8',
+            "train.precision=fp8",
+        ),
+        (
             ["eval.interval=5"],
             "eval.interval = 5: has no effect with eval.steps = 0; set eval.steps, the batches to evaluate on",
             "eval.steps=1",

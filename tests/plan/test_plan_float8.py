@@ -67,6 +67,10 @@ def test_all_but_products_is_as_in_bf16() -> None:
                 "train.float8_recipe = mx; change it, or use train.float8_recipe=tensorwise"
             ],
         ),
+        (
+            {"float8_recipe": "mx", "cp": 4},
+            ["model.sequence_length = 32: must be .* = 256 with .* = mx; change it, or use train.precision=bf16"],
+        ),
         ({"product": "a:b"}, ['train.precision = "fp8": cannot be used with train.product = a:b']),
         ({"compile": True}, []),
         ({"compile": True, "tp": 2}, ["train.compile = true: cannot be used with train.precision = fp8 over tp or cp"]),

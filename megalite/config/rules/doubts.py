@@ -42,6 +42,11 @@ def _training(config: Config) -> Idle:
         "schedule.floor": no_floor,
         "train.rollback_skip": (not rolls_back, "where nothing is rolled back", "set train.on_bad_step=rollback"),
         "train.max_bad_steps": (stops, "with train.on_bad_step = stop", "set train.on_bad_step=skip or rollback"),
+        "train.float8_recipe": (
+            train.precision != "fp8",
+            f"with train.precision = {train.precision}",
+            "set train.precision=fp8",
+        ),
         "train.spike_window": no_spikes,
         "train.spike_threshold": no_spikes,
         "parallel.context.method": (config.parallel.cp == 1, "with parallel.cp = 1", "set parallel.cp"),

@@ -117,7 +117,7 @@ def _float8(config: Config) -> Iterator[Problem]:
     if train.precision != "fp8":
         return
     if train.compile and config.parallel.tp * cp > 1:
-        rule = "cannot be used with train.precision = fp8 over tp or cp, whose ranks find scales together, uncompiled"
+        rule = "cannot be used with train.precision = fp8 over tp or cp, whose exchange of scales is not compiled"
         yield Problem("train.compile", rule, "use false, or train.precision=bf16", True)
     if train.product != "plain":
         rule = f"cannot be used with train.product = {train.product}, which computes the same products"
@@ -131,17 +131,16 @@ def _float8(config: Config) -> Iterator[Problem]:
     lengths = {"model.sequence_length": config.model.sequence_length}
     if config.batch.curriculum is not None:  # sequences grow by multiples of the first length
         lengths["batch.curriculum.start"] = config.batch.curriculum.start
-    by, wanted, other = f"{FLOAT8_TOKENS}", "train.precision = fp8", "train.precision=bf16"
     least, chunks = FLOAT8_TOKENS * cp, config.parallel.chunks
+    by, wanted, required = f"{FLOAT8_TOKENS}", "train.precision = fp8", least
     if train.float8_recipe == "mx":  # in every layout, the same tokens share a scale
-        by, wanted, other = f"{MX_TOKENS}", "train.float8_recipe = mx", "train.float8_recipe=tensorwise"
-        least = MX_TOKENS * chunks * cp
+        by, wanted, required = f"{MX_TOKENS}", "train.float8_recipe = mx", MX_TOKENS * chunks * cp
         by += f" · {chunks} chunks" if chunks > 1 else ""
-    by += f" · parallel.cp = {least}" if cp > 1 else ""
+    by += f" · parallel.cp = {required}" if cp > 1 else ""
     for key, length in lengths.items():
-        if length % least:
-            rule = f"must be divisible by {by} with {wanted}"
-            yield Problem(key, rule, f"change it, or use {other}", length)
+        if length % required:
+            other = "train.precision=bf16" if length % least else "train.float8_recipe=tensorwise"
+            yield Problem(key, f"must be divisible by {by} with {wanted}", f"change it, or use {other}", length)
 
 
 def _deterministic(config: Config) -> Iterator[Problem]:

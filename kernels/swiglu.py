@@ -216,6 +216,8 @@ def swiglu_of_halves(both: Tensor, backend: Backend = "auto", activation: Activa
 
     Autograd would put gradients of halves together by a copy, where it does not see that they lie side by side.
     """
+    if both.shape[-1] % 2:
+        raise ValueError(f"swiglu_of_halves: {list(both.shape)} has no halves; its last size must be even")
     if use_triton(backend, both.device):
         return _op_of_halves(both, activation == "gelu")
     gate, up = both.chunk(2, dim=-1)

@@ -140,6 +140,12 @@ def test_inputs_that_do_not_match() -> None:
         swiglu(torch.ones(2, 4), torch.ones(4))
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_tensors_without_halves(backend: Backend) -> None:
+    with pytest.raises(ValueError, match=r"\[2, 5\] has no halves; its last size must be even"):
+        swiglu_of_halves(torch.ones(2, 5, device=DEVICE), backend)
+
+
 def test_bytes_moved() -> None:
     """The floors that are published for 8192 tokens of 14336 features in bfloat16."""
     forward, backward = bytes_moved(8192, 14336, torch.bfloat16)

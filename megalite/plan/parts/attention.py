@@ -123,7 +123,7 @@ class GroupedQueryPart(Gathered):
         wide = q * sizes.z // sizes.w
         if self.kind.norms is not None:  # whose input is freed, of keys
             return q + 3 * wide + v
-        turned = wide + (q if sizes.z > sizes.w else 0)  # queries, whose pairs turn in a wide tensor
+        turned = wide + (q if sizes.z > sizes.w else 0)  # queries turn in a wide tensor
         return q + (turned if self.rotary else 0) + k + v
 
     def forward_transfers(self, sizes: Sizes, cp: int, phase: str) -> Transfers:

@@ -67,7 +67,8 @@ def _turned(given: Iterable[Tensor], cos: Tensor, sin: Tensor, layout: Layout, s
         y = x * for_both
         y[..., first].addcmul_(x[..., second], sin, value=-sign)
         y[..., second].addcmul_(x[..., first], sin, value=sign)
-        made.append(y if y.dtype == x.dtype else y.to(x.dtype))
+        # Attention's gradients lie as its kernel has them, and products of others than rows are slow.
+        made.append((y if y.dtype == x.dtype else y.to(x.dtype)).contiguous())
         del y  # may be wide, and be in the way of the next
     return tuple(made)
 

@@ -177,3 +177,12 @@ def test_products_depend_on_the_distance_alone(backend: Backend) -> None:
     for distance in range(-LENGTH + 1, LENGTH):
         diagonal = scores.diagonal(distance)
         torch.testing.assert_close(diagonal, diagonal[:1].expand_as(diagonal), rtol=0, atol=1e-13)
+
+
+def test_gradients_are_rows_for_matrix_products_however_those_given_lie() -> None:
+    x = torch.randn(LENGTH, 2, 3, WIDTH, requires_grad=True)
+    angles = torch.randn(LENGTH, 1, 1, WIDTH // 2)
+    given = torch.randn(2, 3, LENGTH, WIDTH).permute(2, 0, 1, 3)
+    (grad,) = torch.autograd.grad(rope(x, angles.cos(), angles.sin(), backend="torch"), x, given)
+    assert not given.is_contiguous()
+    assert grad.is_contiguous()

@@ -11,7 +11,8 @@ from toy_jobs import CPU, MODEL, Parts, advance, config_of, make, parts
 
 from megalite.config.layout import Layout
 from megalite.config.model_schema import Adapter, Experts
-from megalite.config.schema import Config, DataMode
+from megalite.config.parallel_schema import DataMode
+from megalite.config.schema import Config
 from megalite.optim import build as optim_build
 from megalite.plan.resolved import resolve
 from megalite.plan.state_streams import BLOCK, padded

@@ -20,21 +20,17 @@ from megalite.commands.verify import compare
 from megalite.config.layers import targets_of
 from megalite.config.layout import AXES, Layout
 from megalite.config.model_schema import Adapter, Attention, Base, Experts, Latent, Model, MultiToken, RopeScaling
-from megalite.config.rules.validate import validate
-from megalite.config.schema import (
-    Batch,
-    Config,
+from megalite.config.parallel_schema import (
     Context,
-    Data,
     DataParallel,
     ExpertParallel,
-    Optim,
     Parallel,
     Pipeline,
     Placement,
     TensorParallel,
-    Train,
 )
+from megalite.config.rules.validate import validate
+from megalite.config.schema import Batch, Config, Data, Optim, Train
 
 FEATURES = {
     "schedule": ("gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zb_h2", "zbv", "dualpipev"),

@@ -22,7 +22,8 @@ from megalite.checkpoint.store.state import State
 from megalite.commands.verify import RankPart, random_batch
 from megalite.config.layout import Layout
 from megalite.config.model_schema import Model
-from megalite.config.schema import Batch, Config, LearningRate, Optim, Parallel, Pipeline, Train
+from megalite.config.parallel_schema import Parallel, Pipeline
+from megalite.config.schema import Batch, Config, LearningRate, Optim, Train
 from megalite.parallel.parameter import cut, extra_state, parameters
 from megalite.plan.resolved import resolve
 from megalite.train.build import Job, build, build_mesh

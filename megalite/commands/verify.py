@@ -31,8 +31,9 @@ from megalite.commands.verify_copy import not_compared, shrink
 from megalite.commands.verify_routing import Choices, Recorder, compare_choices, routing_text
 from megalite.config.layout import Layout
 from megalite.config.load import files_and_overrides, load
+from megalite.config.parallel_schema import Parallel
 from megalite.config.rules.validate import check
-from megalite.config.schema import Config, Parallel
+from megalite.config.schema import Config
 from megalite.cost.order_costs import costing_of
 from megalite.data.loader import Micros, Trained
 from megalite.distributed.deterministic import be_deterministic

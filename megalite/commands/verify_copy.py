@@ -7,7 +7,8 @@ from typing import Any
 
 from megalite.config.layout import FOUR_BIT_BLOCK, vocabulary_rows
 from megalite.config.model_schema import Base, Experts, Latent, Model, RopeScaling
-from megalite.config.schema import SCHEDULES, Batch, Config, Curriculum, Parallel, Rampup
+from megalite.config.parallel_schema import SCHEDULES, Parallel
+from megalite.config.schema import Batch, Config, Curriculum, Rampup
 from megalite.plan.activations import Activations
 from megalite.plan.automatic import as_tight
 from megalite.plan.pipeline import tables_of

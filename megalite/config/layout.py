@@ -89,4 +89,9 @@ def vocabulary_rows(size: int, tp: int) -> int:
 
 VOCABULARY_STEP = 128
 FOUR_BIT_BLOCK = 64  # inputs of an output that weights in four bits have a maximum for, see `megalite_kernels.nf4`
+FLOAT8_MULTIPLES = {  # by train.float8_recipe: all sizes of operands in 8 bits are multiples; mx: numbers of a scale
+    "tensorwise": 16,
+    "rowwise": 16,
+    "mx": 32,
+}
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")

@@ -4,7 +4,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
-from megalite.config.schema import Config, DataMode, Place, place_of
+from megalite.config.parallel_schema import DataMode
+from megalite.config.schema import Config, Place, place_of
 from megalite.plan.recompute_modes import MODES, Mode
 from megalite.schedule.generate import AUTO_SCHEDULE
 

@@ -5,7 +5,8 @@ from typing import Literal, Protocol
 
 from megalite.config.attention_kernels import Kernel, Machine, Need, planned_kernel
 from megalite.config.layers import Heads, LayerKind
-from megalite.config.schema import AttentionKernel, Config, TensorParallel
+from megalite.config.parallel_schema import TensorParallel
+from megalite.config.schema import AttentionKernel, Config
 from megalite.plan.model.weights import embedding
 from megalite.plan.parts.layer import Layer
 from megalite.plan.parts.part import Passed, Product

@@ -2,7 +2,8 @@
 
 from dataclasses import replace
 
-from megalite.config.schema import AttentionKernel, Config, Kernels, TensorParallel
+from megalite.config.parallel_schema import TensorParallel
+from megalite.config.schema import AttentionKernel, Config, Kernels
 from megalite.plan.parts.window import busiest
 
 

@@ -17,7 +17,8 @@ from megalite.base.errors import InputError
 from megalite.config.layers import Rotation, layer_kinds, rotations
 from megalite.config.layout import Layout
 from megalite.config.model_schema import Model
-from megalite.config.schema import Config, Parallel
+from megalite.config.parallel_schema import Parallel
+from megalite.config.schema import Config
 from megalite.distributed.collectives import reduce_scatter, start_gather
 from megalite.distributed.mesh import Mesh
 from megalite.inference.cache import Cache, Next, Prompts

@@ -7,7 +7,8 @@ from operator import mul
 from typing import Any, NamedTuple, TypeVar
 
 from megalite.config.layers import LayerKind, layer_kinds
-from megalite.config.schema import SCHEDULES, Config
+from megalite.config.parallel_schema import SCHEDULES
+from megalite.config.schema import Config
 from megalite.cost.held_bytes import StageBytes, most_held
 from megalite.cost.layout_choice import Choice, mode_of
 from megalite.cost.schedule_tables import Tables, filled

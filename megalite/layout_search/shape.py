@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from megalite.config.schema import DataMode
+from megalite.config.parallel_schema import DataMode
 from megalite.cost.layout_choice import Choice
 from megalite.layout_search.pipeline_bounds import Passes
 from megalite.layout_search.turn_bounds import Pairs

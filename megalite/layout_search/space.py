@@ -12,9 +12,10 @@ from typing import Any, NamedTuple
 
 from megalite.config.layers import inputs_of_matrices, layer_kinds
 from megalite.config.layout import FOUR_BIT_BLOCK
+from megalite.config.parallel_schema import SCHEDULES, DataMode
 from megalite.config.rules.numbers import every_divisor
 from megalite.config.rules.parallel import share_experts
-from megalite.config.schema import SCHEDULES, Config, DataMode
+from megalite.config.schema import Config
 from megalite.cost.kernels import launched
 from megalite.cost.layer import LayerTime
 from megalite.cost.layout_choice import Choice, Method, Recomputed, mode_of, places

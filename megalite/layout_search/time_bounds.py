@@ -9,7 +9,8 @@ from dataclasses import replace
 from itertools import accumulate, pairwise
 from typing import Any
 
-from megalite.config.schema import SCHEDULES, Config
+from megalite.config.parallel_schema import SCHEDULES
+from megalite.config.schema import Config
 from megalite.cost.layout_choice import Choice
 from megalite.cost.network import Group
 from megalite.cost.predict import state_seconds

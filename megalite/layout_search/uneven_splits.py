@@ -13,7 +13,7 @@ from heapq import heapify, heappop, heapreplace
 from operator import add, mul
 from typing import NamedTuple
 
-from megalite.config.schema import SCHEDULES
+from megalite.config.parallel_schema import SCHEDULES
 from megalite.cost.layout_choice import Choice
 from megalite.cost.stage_time import SPLIT_OVERHEAD
 from megalite.cost.stages import UNSPLIT_SCHEDULES, ZERO_BUBBLES

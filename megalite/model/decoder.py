@@ -19,8 +19,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megalite.config.layers import LayerKind, adapter_of, layer_kinds
 from megalite.config.model_schema import Model
+from megalite.config.parallel_schema import Buffers
 from megalite.config.parametrization import multipliers
-from megalite.config.schema import Buffers, Kernels
+from megalite.config.schema import Kernels
 from megalite.distributed.collectives import all_gather
 from megalite.model.adapters import adapt_embedding, add_adapters
 from megalite.model.attention import Attention

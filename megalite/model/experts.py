@@ -9,7 +9,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
 from megalite.config.layers import Mixture
-from megalite.config.schema import Buffers, Kernels
+from megalite.config.parallel_schema import Buffers
+from megalite.config.schema import Kernels
 from megalite.model.mlp import MLP
 from megalite.model.router import Gate, Losses, Router
 from megalite.parallel.dispatch import AtHome, Dispatch

@@ -153,7 +153,7 @@ class Float8:
         self, total: Tensor, has_values: bool, grad: Prepared, x: Prepared, factor: float = 1.0
     ) -> None:
         """Add gradᵀ x to `total`, or put it there if `total` has no values yet; rounded first if a product must."""
-        if not (self.makes_float32 and self.dtype == torch.bfloat16 and has_gpu_products(total)):
+        if not (self.makes_float32 and self._on_gpu(total)):
             add_rounded(total, has_values, self.weight_gradient(grad, x, factor))
             return
         _, _, of_output, inverse = grad
@@ -181,6 +181,10 @@ class Float8:
         """Scales of a matrix by rows and by columns; None for what is not asked for."""
         scale = scale_for(_over([*spread.rows, *spread.columns], amax(x)), dtype)
         return scale if by_rows else None, scale if by_columns else None
+
+    def _on_gpu(self, x: Tensor) -> bool:
+        """Whether a GPU multiplies in 8 bits, as it does for results of bfloat16."""
+        return self.dtype == torch.bfloat16 and has_gpu_products(x)
 
     def _layout(self, weight: Prepared, by_columns: bool) -> tuple[Tensor, ...]:
         """One layout of a weight, and the inverses of its scales."""
@@ -247,13 +251,13 @@ class MxFloat8(Float8):
 
     def prepare_kept(self, x: Prepared) -> Prepared:
         rows, scales = (each.flatten(0, -2) for each in x)
-        in_tiles = self._has_gpu_products(rows)
+        in_tiles = self._on_gpu(rows)
         return tuple(mxfp8.cast(rows.view(ACTIVATION), scales, by_columns=True, in_tiles=in_tiles))
 
     def _cast(
         self, x: Tensor, dtype: torch.dtype, spread: Spread, by_rows: bool = False, by_columns: bool = False
     ) -> tuple[Tensor, ...]:
-        x, in_tiles = x.detach().flatten(0, -2), by_columns and self._has_gpu_products(x)
+        x, in_tiles = x.detach().flatten(0, -2), by_columns and self._on_gpu(x)
         return tuple(mxfp8.cast(x, by_rows=by_rows, by_columns=by_columns, in_tiles=in_tiles))
 
     def _product(
@@ -271,7 +275,7 @@ class MxFloat8(Float8):
 
         of_a, of_b: their scales. out: takes the result of products of bfloat16, in its own data type.
         """
-        if self._has_gpu_products(a):
+        if self._on_gpu(a):
             of_a, of_b = (
                 (each if each.ndim == 1 else mxfp8.tiled(each)).view(torch.float8_e8m0fnu) for each in (of_a, of_b)
             )
@@ -289,9 +293,6 @@ class MxFloat8(Float8):
             wide = wide_dtype(self.dtype)
             made = mxfp8.wide(a, of_a).to(wide) @ mxfp8.wide(b, of_b).to(wide).t() * factor
         return (made if bias is None else made + bias).to(self.dtype if out is None else out.dtype)
-
-    def _has_gpu_products(self, x: Tensor) -> bool:
-        return self.dtype == torch.bfloat16 and has_gpu_products(x)
 
 
 RECIPES = {"tensorwise": Float8, "rowwise": RowwiseFloat8, "mx": MxFloat8}  # by train.float8_recipe

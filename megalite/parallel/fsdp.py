@@ -22,7 +22,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from megalite.base.errors import InputError
-from megalite.config.schema import DataMode
+from megalite.config.parallel_schema import DataMode
 from megalite.parallel.parameter import in_four_bits, parameters
 from megalite.plan.parts.part import Weight
 from megalite.schedule.reductions import Reduction

@@ -4,7 +4,8 @@ from functools import lru_cache
 from pathlib import Path
 
 from megalite.base.errors import InputError, Problem
-from megalite.config.schema import SCHEDULES, Config
+from megalite.config.parallel_schema import SCHEDULES
+from megalite.config.schema import Config
 from megalite.plan import automatic
 from megalite.plan.automatic import Costing, Wanted, check_limit, costs_of, wanted
 from megalite.plan.batches import batch_sizes

@@ -187,6 +187,7 @@ def test_one_of_something_is_one(show: Show) -> None:
 def test_graphs_are_told(show: Show) -> None:
     assert "the host launches each micro-batch by one call, as a CUDA graph" in show("train.cuda_graph=true")
     assert "CUDA graph" not in show()
+    assert "CUDA graph" not in show("train.cuda_graph=true", "train.steps=1")
 
 
 def test_the_bubble_is_told(show: Show) -> None:

@@ -26,8 +26,9 @@ from megalite.config.layers import layer_kinds
 from megalite.config.layout import Layout, vocabulary_rows
 from megalite.config.load import load
 from megalite.config.model_schema import Adapter, Attention, Base, Experts, Model, RopeScaling
+from megalite.config.parallel_schema import Parallel, Pipeline
 from megalite.config.rules.validate import check, validate
-from megalite.config.schema import Batch, Config, Curriculum, Kernels, Optim, Parallel, Pipeline, Rampup, Train
+from megalite.config.schema import Batch, Config, Curriculum, Kernels, Optim, Rampup, Train
 from megalite.distributed.mesh import Mesh
 from megalite.plan.batches import GlobalBatch, global_batches
 from megalite.plan.pipeline import table_of

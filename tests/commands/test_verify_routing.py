@@ -11,8 +11,9 @@ from rich.console import Console
 from megalite.commands.verify import compare, show
 from megalite.commands.verify_routing import LayerRouting, routing_text
 from megalite.config.model_schema import Experts, Model
+from megalite.config.parallel_schema import Parallel, Pipeline
 from megalite.config.rules.validate import validate
-from megalite.config.schema import Batch, Config, Optim, Parallel, Pipeline, Train
+from megalite.config.schema import Batch, Config, Optim, Train
 
 MODEL = Model(5, 16, 4, 2, None, 16, 32, 8, experts=Experts(6, 3, 5, first_dense=1, balance_loss=0.1))
 

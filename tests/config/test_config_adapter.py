@@ -7,8 +7,9 @@ import pytest
 from megalite.config.convert import from_plain, keys, kind, options, to_plain
 from megalite.config.layers import layer_kinds
 from megalite.config.model_schema import Adapter, Attention, Experts, Latent, Model
+from megalite.config.parallel_schema import Parallel
 from megalite.config.rules.validate import validate
-from megalite.config.schema import Batch, Checkpoint, Config, Parallel, Train
+from megalite.config.schema import Batch, Checkpoint, Config, Train
 
 MODEL = Model(6, 16, 4, 2, None, 24, 32, 8)
 CONFIG = Config(model=MODEL, adapter=Adapter(), parallel=Parallel(dp_shard=1), batch=Batch(1, 4))

@@ -6,8 +6,9 @@ import pytest
 
 from megalite.config.layers import Mixture, SwiGLU, layer_kinds
 from megalite.config.model_schema import Base, Experts, Model
+from megalite.config.parallel_schema import DataMode, DataParallel, ExpertParallel, Parallel
 from megalite.config.rules.validate import validate
-from megalite.config.schema import Batch, Config, DataMode, DataParallel, ExpertParallel, Parallel, Train
+from megalite.config.schema import Batch, Config, Train
 from megalite.plan.model.weights import weights
 
 MODEL = Model(6, 16, 4, 2, None, 24, 32, 8, experts=Experts(8, 2))

@@ -7,8 +7,9 @@ import pytest
 from megalite.config.layers import Heads, layer_kinds
 from megalite.config.layers import Latent as Kind
 from megalite.config.model_schema import Attention, Base, Latent, Model, RopeScaling
+from megalite.config.parallel_schema import Parallel
 from megalite.config.rules.validate import validate
-from megalite.config.schema import Batch, Config, Parallel, Train
+from megalite.config.schema import Batch, Config, Train
 
 LATENT = Attention(latent=Latent(7, 5, 6))
 MODEL = Model(2, 16, 4, 4, 10, 24, 32, 32, rotary_width=4, attention=LATENT)

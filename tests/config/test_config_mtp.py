@@ -5,8 +5,9 @@ from dataclasses import replace
 import pytest
 
 from megalite.config.model_schema import Adapter, Base, Model, MultiToken
+from megalite.config.parallel_schema import Parallel
 from megalite.config.rules.validate import validate
-from megalite.config.schema import Config, Parallel, Train
+from megalite.config.schema import Config, Train
 
 MODEL = Model(layers=4, mtp=MultiToken(2))
 CONFIG = Config(model=MODEL, parallel=Parallel(dp_shard=1))

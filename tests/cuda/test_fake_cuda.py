@@ -16,24 +16,16 @@ from fake_cuda import fake_cuda
 
 from megalite.config.layers import Scores
 from megalite.config.model_schema import Adapter, Attention, Latent, Model
-from megalite.config.schema import (
-    Batch,
-    Checkpoint,
-    Config,
+from megalite.config.parallel_schema import (
     Context,
-    Data,
     DataParallel,
-    Kernels,
-    Log,
-    Optim,
     Overlap,
     Parallel,
     Pipeline,
     Placement,
-    Run,
     TensorParallel,
-    Train,
 )
+from megalite.config.schema import Batch, Checkpoint, Config, Data, Kernels, Log, Optim, Run, Train
 
 pytestmark = pytest.mark.skipif(
     sys.platform != "linux" or shutil.which("g++") is None or torch.version.cuda is not None,

@@ -6,7 +6,7 @@ from typing import Literal
 import pytest
 from expanding import Expander
 
-from megalite.config.schema import DataMode
+from megalite.config.parallel_schema import DataMode
 from megalite.experiment.cell import Cell
 from megalite.experiment.cost import Estimator, MeasuredStep, estimate
 from megalite.experiment.expand import Expanded

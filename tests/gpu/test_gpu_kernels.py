@@ -22,7 +22,8 @@ from torch import Tensor
 from megalite.commands.verify import random_batch
 from megalite.config.layout import Layout
 from megalite.config.model_schema import Model
-from megalite.config.schema import Batch, Config, Optim, Parallel, Run, Train
+from megalite.config.parallel_schema import Parallel
+from megalite.config.schema import Batch, Config, Optim, Run, Train
 from megalite.distributed.mesh import Mesh
 from megalite.plan.resolved import resolve
 from megalite.train.build import build

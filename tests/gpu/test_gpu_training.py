@@ -6,7 +6,8 @@ import torch
 from megalite.commands.verify import random_batch
 from megalite.config.layout import Layout
 from megalite.config.model_schema import Experts, Model
-from megalite.config.schema import Batch, Config, Optim, Parallel, Run, Train
+from megalite.config.parallel_schema import Parallel
+from megalite.config.schema import Batch, Config, Optim, Run, Train
 from megalite.distributed.mesh import Mesh
 from megalite.plan.resolved import resolve
 from megalite.train.build import build

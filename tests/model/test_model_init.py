@@ -17,7 +17,8 @@ from torch.distributed.tensor import Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megalite.config.model_schema import Model
-from megalite.config.schema import Batch, Config, Parallel, Train
+from megalite.config.parallel_schema import Parallel
+from megalite.config.schema import Batch, Config, Train
 from megalite.distributed.mesh import Mesh
 from megalite.model import init
 from megalite.model.decoder import Decoder

@@ -9,7 +9,8 @@ from torch.nn import functional as F
 from toy_jobs import make, one_rank
 
 from megalite.config.model_schema import Experts, Model, MultiToken
-from megalite.config.schema import Batch, Config, Data, Parallel, Train
+from megalite.config.parallel_schema import Parallel
+from megalite.config.schema import Batch, Config, Data, Train
 from megalite.data.loader import Micros, Trained
 from megalite.model.decoder import Decoder
 from megalite.model.positions import TokenPositions

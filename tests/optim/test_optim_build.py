@@ -10,7 +10,8 @@ import torch.distributed as dist
 from megalite.commands.verify import random_batch
 from megalite.config.layout import Layout
 from megalite.config.model_schema import Model
-from megalite.config.schema import Batch, Config, Optim, Parallel, Train
+from megalite.config.parallel_schema import Parallel
+from megalite.config.schema import Batch, Config, Optim, Train
 from megalite.distributed.mesh import Mesh
 from megalite.optim.build import build_optimizer
 from megalite.plan.resolved import resolve

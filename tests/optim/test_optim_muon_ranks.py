@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from megalite.config.layout import Layout
 from megalite.config.model_schema import Model
-from megalite.config.schema import Batch, Config, DataParallel, Optim, Parallel, Pipeline, Place, Train
+from megalite.config.parallel_schema import DataParallel, Parallel, Pipeline
+from megalite.config.schema import Batch, Config, Optim, Place, Train
 from megalite.optim.muon import Muon
 from megalite.plan.muon import BUCKET_BYTES, MuonPlan, boxes, elements, matrices_of, moves, stage_matrices
 from megalite.plan.pipeline import table_of

@@ -9,7 +9,8 @@ from torch.distributed.tensor import DTensor
 
 from megalite.commands.verify import random_batch
 from megalite.config.layout import Layout
-from megalite.config.schema import Config, Parallel
+from megalite.config.parallel_schema import Parallel
+from megalite.config.schema import Config
 from megalite.distributed.mesh import Mesh
 from megalite.plan.resolved import resolve
 from megalite.train.build import Job, build

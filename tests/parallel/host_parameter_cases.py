@@ -9,7 +9,8 @@ from four_bits import can_shard
 
 from megalite.config.layout import Layout
 from megalite.config.model_schema import Adapter
-from megalite.config.schema import Config, Pipeline, Placement, Train
+from megalite.config.parallel_schema import Pipeline, Placement
+from megalite.config.schema import Config, Train
 from megalite.parallel import host_parameters
 
 Home = Literal["device", "host", "files", "updated on the host"]  # of the optimizer's states

@@ -16,7 +16,8 @@ from toy_jobs import make
 from megalite.commands.verify import Difference, compare, random_batch
 from megalite.config.layout import Layout
 from megalite.config.model_schema import Model
-from megalite.config.schema import Batch, Config, Context, Parallel, Pipeline, Train
+from megalite.config.parallel_schema import Context, Parallel, Pipeline
+from megalite.config.schema import Batch, Config, Train
 from megalite.distributed import collectives
 from megalite.distributed.mesh import Mesh
 from megalite.dry_run.live_bytes import LiveBytes

@@ -21,7 +21,8 @@ from megalite.commands.verify import random_batch
 from megalite.config.layers import Scores
 from megalite.config.layout import Layout
 from megalite.config.model_schema import Adapter, Model
-from megalite.config.schema import Config, DataParallel, Optim
+from megalite.config.parallel_schema import DataParallel
+from megalite.config.schema import Config, Optim
 from megalite.distributed.mesh import Mesh
 from megalite.optim.build import build_optimizer
 from megalite.parallel.context import attention, takes_parts

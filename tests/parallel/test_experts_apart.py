@@ -18,18 +18,9 @@ from toy_jobs import Parts, advance, make, parts
 from megalite.commands.verify import Difference, compare, random_batch
 from megalite.config.layout import Layout
 from megalite.config.model_schema import Experts, Model
+from megalite.config.parallel_schema import Buffers, DataParallel, ExpertParallel, Parallel, Pipeline
 from megalite.config.rules.validate import validate
-from megalite.config.schema import (
-    Batch,
-    Buffers,
-    Config,
-    DataParallel,
-    ExpertParallel,
-    Optim,
-    Parallel,
-    Pipeline,
-    Train,
-)
+from megalite.config.schema import Batch, Config, Optim, Train
 from megalite.model import router
 from megalite.parallel import experts as products
 from megalite.parallel.dispatch import Dispatch, Exchange

@@ -10,8 +10,9 @@ from toy_jobs import Parts, advance, make, one_rank, parts
 from megalite.commands.verify import compare, random_batch
 from megalite.config.layout import Layout
 from megalite.config.model_schema import Experts, Model
+from megalite.config.parallel_schema import DataParallel, Parallel, Pipeline
 from megalite.config.rules.validate import validate
-from megalite.config.schema import Batch, Config, DataParallel, Optim, Parallel, Pipeline, Train
+from megalite.config.schema import Batch, Config, Optim, Train
 from megalite.train.step import gradients, update
 
 MODES = {  # pure, or replicas of shards

@@ -18,7 +18,8 @@ from toy_jobs import advance, config_of, make, one_rank, parts, restorer, save
 from megalite.base.errors import InputError
 from megalite.config.layout import Layout
 from megalite.config.model_schema import Model
-from megalite.config.schema import Batch, Config, DataMode
+from megalite.config.parallel_schema import DataMode
+from megalite.config.schema import Batch, Config
 from megalite.parallel import float8, linear
 from megalite.parallel.float8 import RECIPES, Float8, WeightCasts, check_float8, use_float8
 from megalite.parallel.product import PLAIN_PRODUCT

@@ -9,8 +9,9 @@ from toy_jobs import advance, make, one_rank, parts
 from megalite.commands.verify import compare
 from megalite.config.layout import Layout
 from megalite.config.model_schema import Attention, Experts, Model
+from megalite.config.parallel_schema import Context, DataParallel, Parallel, Pipeline
 from megalite.config.rules.validate import validate
-from megalite.config.schema import Batch, Config, Context, Data, DataParallel, Optim, Parallel, Pipeline, Train
+from megalite.config.schema import Batch, Config, Data, Optim, Train
 
 KINDS = {"few": Experts(8, 2, 7, gate="clamped", biases=True), "many": Experts(64, 2, 5, gate="clamped", biases=True)}
 CASES = [  # ranks along ep, layout, data mode, schedule, context method, documents, experts, recompute, optimizer

@@ -4,7 +4,8 @@ from ranks import Ranks
 
 from megalite.config.layout import Layout
 from megalite.config.model_schema import Model
-from megalite.config.schema import Batch, Config, Parallel, Train
+from megalite.config.parallel_schema import Parallel
+from megalite.config.schema import Batch, Config, Train
 
 LAYOUTS = [
     Layout(tp=2),

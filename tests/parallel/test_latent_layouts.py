@@ -8,8 +8,9 @@ from ranks import Ranks
 from megalite.commands.verify import compare
 from megalite.config.layout import Layout
 from megalite.config.model_schema import Attention, Latent, Model, RopeScaling
+from megalite.config.parallel_schema import Context, DataParallel, Parallel, Pipeline
 from megalite.config.rules.validate import validate
-from megalite.config.schema import Batch, Config, Context, Data, DataParallel, Optim, Parallel, Pipeline, Train
+from megalite.config.schema import Batch, Config, Data, Optim, Train
 
 MODEL = Model(
     layers=4,

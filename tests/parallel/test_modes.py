@@ -10,7 +10,8 @@ from mode_cases import curve
 from ranks import Ranks
 
 from megalite.config.model_schema import Model
-from megalite.config.schema import Batch, Config, DataParallel, Parallel, Pipeline, Train
+from megalite.config.parallel_schema import DataParallel, Parallel, Pipeline
+from megalite.config.schema import Batch, Config, Train
 
 MODEL = Model(4, 16, 4, 2, None, 24, 40, 16, qk_norm=True)
 Curve = list[tuple[float, float]]

@@ -15,7 +15,8 @@ from megalite.base.errors import InputError
 from megalite.commands.verify import compare
 from megalite.config.layout import Layout
 from megalite.config.model_schema import Adapter, Attention, Experts, Latent, Model
-from megalite.config.schema import Config, DataParallel
+from megalite.config.parallel_schema import DataParallel
+from megalite.config.schema import Config
 from megalite.parallel import fsdp
 
 ALL = Adapter(rank=4, alpha=8.0)

@@ -16,7 +16,8 @@ from toy_jobs import MODEL, assemble, config_of, load_and_train, make, one_rank,
 from megalite.checkpoint.store.state import State
 from megalite.commands.verify import Trace, compare, random_batch, trace
 from megalite.config.layout import Layout
-from megalite.config.schema import Config, DataParallel, Optim
+from megalite.config.parallel_schema import DataParallel
+from megalite.config.schema import Config, Optim
 from megalite.plan.model.size import flops_per_token
 from megalite.plan.model.weights import weights
 from megalite.plan.parts.roles import Role

@@ -12,7 +12,8 @@ from toy_jobs import MODEL, config_of
 from megalite.commands.verify import compare
 from megalite.config.layout import Layout
 from megalite.config.model_schema import Model
-from megalite.config.schema import Batch, Config, Pipeline
+from megalite.config.parallel_schema import Pipeline
+from megalite.config.schema import Batch, Config
 
 
 def case(layout: Layout, model: Model = MODEL, micro_batches: int = 1, schedule: str = "1f1b") -> Config:

@@ -15,7 +15,8 @@ from toy_jobs import CPU, MODEL, config_of
 
 from megalite.commands.verify import random_batch
 from megalite.config.layout import Layout
-from megalite.config.schema import Config, DataParallel, Parallel
+from megalite.config.parallel_schema import DataParallel, Parallel
+from megalite.config.schema import Config
 from megalite.plan.parts import pieces
 from megalite.plan.pipeline import uses_copies
 from megalite.plan.resolved import resolve

@@ -17,7 +17,8 @@ from toy_jobs import CPU, MODEL, config_of
 from megalite.commands.verify import random_batch
 from megalite.config.layout import Layout
 from megalite.config.model_schema import Attention, Base, Latent
-from megalite.config.schema import Config, DataParallel, Parallel, TensorParallel
+from megalite.config.parallel_schema import DataParallel, Parallel, TensorParallel
+from megalite.config.schema import Config
 from megalite.distributed.mesh import Mesh
 from megalite.parallel.copies import Copies
 from megalite.parallel.symmetric import prepare

@@ -10,7 +10,8 @@ from toy_jobs import MODEL, Parts, advance, config_of, make, one_rank, parts
 from megalite.commands.verify import compare
 from megalite.config.layout import Layout
 from megalite.config.model_schema import Model
-from megalite.config.schema import Batch, Config, DataParallel, Pipeline
+from megalite.config.parallel_schema import DataParallel, Pipeline
+from megalite.config.schema import Batch, Config
 
 ODD = replace(MODEL, vocab_size=97, qkv_bias=False)  # 104 rows on one rank, 52 on each of two
 TIED = replace(ODD, vocab_size=131, tie_embeddings=True)

@@ -25,7 +25,8 @@ from toy_jobs import one_rank
 from megalite.commands.verify import Difference, compare
 from megalite.config.layout import Layout
 from megalite.config.model_schema import Attention, Experts, Model, MultiToken
-from megalite.config.schema import Batch, Config, ExpertParallel, Optim, Parallel, Train
+from megalite.config.parallel_schema import ExpertParallel, Parallel
+from megalite.config.schema import Batch, Config, Optim, Train
 from megalite.distributed.mesh import Mesh
 from megalite.parallel.host_memory import HostMemory
 from megalite.parallel.offload import Offload, storage_of, to_host

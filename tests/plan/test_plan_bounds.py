@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from megalite.base.errors import InputError
 from megalite.config.convert import from_plain, keys, options, to_plain
 from megalite.config.load import load
+from megalite.config.parallel_schema import SCHEDULES
 from megalite.config.rules.validate import check, validate
-from megalite.config.schema import SCHEDULES, Config
+from megalite.config.schema import Config
 from megalite.plan import pipeline
 from megalite.plan.batches import samples_after, sequence_length
 from megalite.plan.memory.fit import fitted

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from megalite.base.errors import InputError
 from megalite.config.model_schema import Model
+from megalite.config.parallel_schema import DataMode, DataParallel, Parallel, Pipeline
 from megalite.config.rules.validate import check, validate
-from megalite.config.schema import Batch, Config, DataMode, DataParallel, Parallel, Pipeline, Rampup
+from megalite.config.schema import Batch, Config, Rampup
 from megalite.plan.memory import peak as memory
 from megalite.plan.memory.fit import GIB, check_memory, choices, fitted, peak_bytes
 from megalite.plan.memory.peak import rank_memory

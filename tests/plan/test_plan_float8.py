@@ -8,8 +8,9 @@ import pytest
 
 from megalite.base.errors import InputError
 from megalite.config.model_schema import Model
+from megalite.config.parallel_schema import Parallel
 from megalite.config.rules.train import train_rules
-from megalite.config.schema import Batch, Config, Curriculum, Parallel, Train
+from megalite.config.schema import Batch, Config, Curriculum, Train
 from megalite.cost.cluster import load_cluster
 from megalite.cost.predict import predict
 from megalite.plan.float8 import float8_text, wide_weights

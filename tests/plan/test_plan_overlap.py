@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 
 from megalite.config.model_schema import Adapter, Model
+from megalite.config.parallel_schema import Overlap, Parallel, TensorParallel
 from megalite.config.rules.validate import validate
-from megalite.config.schema import Batch, Config, Overlap, Parallel, Run, TensorParallel, Train
+from megalite.config.schema import Batch, Config, Run, Train
 from megalite.cost.cluster import load_cluster
 from megalite.cost.predict import predict
 from megalite.dry_run.configuration import as_counted

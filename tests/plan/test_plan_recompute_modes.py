@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from megalite.base.errors import InputError
 from megalite.config.model_schema import Model
-from megalite.config.schema import Config, Parallel, Pipeline, Train
+from megalite.config.parallel_schema import Parallel, Pipeline
+from megalite.config.schema import Config, Train
 from megalite.plan.pipeline import as_full, table_of
 from megalite.plan.recompute_modes import (
     GIB,

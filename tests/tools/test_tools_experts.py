@@ -15,7 +15,8 @@ from warm_start import run as start
 
 from megalite.config.convert import to_plain
 from megalite.config.model_schema import Experts, Model
-from megalite.config.schema import Batch, Config, Data, Parallel, Train
+from megalite.config.parallel_schema import Parallel
+from megalite.config.schema import Batch, Config, Data, Train
 from megalite.data.store_writer import StoreWriter
 from megalite.data.tokenizer import load_tokenizer
 from megalite.train.folder.starts import keep_tokenizer

@@ -8,7 +8,8 @@ from toy_jobs import MODEL, config_of
 
 from megalite.commands.verify import random_batch
 from megalite.config.layout import Layout
-from megalite.config.schema import Config, Context, Data
+from megalite.config.parallel_schema import Context
+from megalite.config.schema import Config, Data
 from megalite.distributed.mesh import Mesh
 from megalite.parallel.sequence import Method, unsplit
 from megalite.plan.resolved import resolve

@@ -7,7 +7,8 @@ from toy_jobs import make, one_rank
 
 from megalite.commands.verify import random_batch
 from megalite.config.model_schema import Experts, Model
-from megalite.config.schema import Batch, Config, Parallel, Train
+from megalite.config.parallel_schema import Parallel
+from megalite.config.schema import Batch, Config, Train
 from megalite.train.build import Job
 from megalite.train.step import evaluate, gradients, train_step, update
 from megalite.train.vital_signs import Reading

@@ -16,7 +16,8 @@ from megalite.checkpoint.store.progress import Progress
 from megalite.commands.verify import compare, random_batch
 from megalite.config.layout import Layout
 from megalite.config.model_schema import Experts
-from megalite.config.schema import Batch, Config, Context, Curriculum, Data, Rampup, Source
+from megalite.config.parallel_schema import Context
+from megalite.config.schema import Batch, Config, Curriculum, Data, Rampup, Source
 from megalite.data.loader import Loader, Micros, Trained
 from megalite.data.samples import Sample, Samples
 from megalite.data.store_writer import StoreWriter

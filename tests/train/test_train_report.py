@@ -14,7 +14,8 @@ from rich.text import Text
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megalite.base.errors import InputError
-from megalite.config.schema import Config, Log, Parallel, Run, Train
+from megalite.config.parallel_schema import Parallel
+from megalite.config.schema import Config, Log, Run, Train
 from megalite.train.folder.records import read_lines, read_records, restore_end
 from megalite.train.report import CONSOLE_FIELDS, Report
 

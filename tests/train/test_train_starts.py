@@ -17,7 +17,8 @@ from megalite.base.errors import InputError
 from megalite.checkpoint.store.progress import Progress
 from megalite.checkpoint.weights.formats.tokenizer import kept_tokenizer
 from megalite.config.load import load
-from megalite.config.schema import Config, Data, Parallel, Source, Train
+from megalite.config.parallel_schema import Parallel
+from megalite.config.schema import Config, Data, Source, Train
 from megalite.train.folder import starts
 from megalite.train.folder.starts import keep_tokenizer, record_start
 

@@ -14,7 +14,8 @@ from megalite.checkpoint.store.progress import Progress
 from megalite.config.identity import same_everywhere
 from megalite.config.layout import Layout
 from megalite.config.model_schema import Experts, Model
-from megalite.config.schema import Config, Context, Data, Parallel, Source, TensorParallel, Train
+from megalite.config.parallel_schema import Context, Parallel, TensorParallel
+from megalite.config.schema import Config, Data, Source, Train
 from megalite.dry_run.run import fake_world
 from megalite.parallel.settled_symmetric import Fused
 from megalite.train import worker

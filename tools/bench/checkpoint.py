@@ -38,7 +38,8 @@ from megalite.checkpoint.store.progress import Progress
 from megalite.checkpoint.store.save_events import Failed
 from megalite.checkpoint.store.state import State
 from megalite.config.model_schema import Model
-from megalite.config.schema import Checkpoint, Config, Parallel, Train
+from megalite.config.parallel_schema import Parallel
+from megalite.config.schema import Checkpoint, Config, Train
 from megalite.distributed.mesh import Mesh
 from megalite.distributed.start.ranks import RankInfo
 from megalite.optim.build import build_optimizer

@@ -23,7 +23,8 @@ from megalite.base.errors import InputError
 from megalite.base.files import write_object
 from megalite.config.layers import Scores
 from megalite.config.model_schema import Model
-from megalite.config.schema import Batch, Config, Context, Parallel, Train
+from megalite.config.parallel_schema import Context, Parallel
+from megalite.config.schema import Batch, Config, Train
 from megalite.distributed import collectives
 from megalite.distributed.mesh import Mesh
 from megalite.distributed.start.ranks import RankInfo

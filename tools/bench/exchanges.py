@@ -22,7 +22,8 @@ from megalite.base.errors import InputError
 from megalite.base.files import write_object
 from megalite.commands.verify import random_batch
 from megalite.config.model_schema import Experts, Model
-from megalite.config.schema import Batch, Config, DataParallel, Parallel, Pipeline, Train
+from megalite.config.parallel_schema import DataParallel, Parallel, Pipeline
+from megalite.config.schema import Batch, Config, Train
 from megalite.distributed.start.ranks import RankInfo
 from megalite.plan.resolved import resolve
 from megalite.train.build import Job, build, build_mesh

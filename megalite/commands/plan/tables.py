@@ -8,7 +8,7 @@ from rich.text import Text
 
 from megalite.base.terminal import table
 from megalite.commands.plan.request import Asked
-from megalite.config.schema import SCHEDULES
+from megalite.config.parallel_schema import SCHEDULES
 from megalite.cost.layout_choice import Choice
 from megalite.cost.program import NATURAL_LOAD
 from megalite.cost.state_files import files_text

@@ -7,7 +7,8 @@ from rich.table import Table
 
 from megalite.base.terminal import table
 from megalite.config.layers import layer_kinds
-from megalite.config.schema import Buffers, Config, ExpertParallel
+from megalite.config.parallel_schema import Buffers, ExpertParallel
+from megalite.config.schema import Config
 from megalite.plan.parts.experts import ExpertsPart
 from megalite.plan.parts.sizes import Sizes
 from megalite_launch.base.texts import memory_text

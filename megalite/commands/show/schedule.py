@@ -8,8 +8,9 @@ from rich.text import Text
 from megalite.base.errors import InputError
 from megalite.base.files import exists, write_new, write_whole
 from megalite.base.terminal import console, sections
+from megalite.config.parallel_schema import SCHEDULES
 from megalite.config.rules.parallel import SCHEDULE_FILES
-from megalite.config.schema import SCHEDULES, Config
+from megalite.config.schema import Config
 from megalite.cost.order_costs import costing_of
 from megalite.cost.texts import searched_text
 from megalite.plan import automatic

@@ -236,7 +236,7 @@ def _batch(config: Config) -> str:
         lines.append(f"Sequences grow over the first {tokens:,} tokens, from {start:,} to {length:,} tokens.")
     if config.parallel.pp > 1 and batch.micro != "auto":
         lines.append(bubble_text(config))
-    if config.train.cuda_graph:
+    if config.train.cuda_graph and config.train.steps > 1:
         lines.append("From the second step on, the host launches each micro-batch by one call, as a CUDA graph.")
     steps, tokens = config.train.steps, samples_after(config, config.train.steps) * length
     lines.append(f"{counted(steps, 'step')} see{'s' * (steps == 1)} {tokens:,} tokens.")

@@ -7,8 +7,9 @@ from pathlib import Path
 
 from megalite.base.errors import InputError, Problem, listing
 from megalite.base.files import UnreachableError, exists, is_file, look, read_object
+from megalite.config.parallel_schema import SCHEDULES
 from megalite.config.remote import SCHEMES, scheme_of
-from megalite.config.schema import SCHEDULES, Config, Source
+from megalite.config.schema import Config, Source
 from megalite.config.sources import split_kind
 
 MAX_DESCRIPTION_BYTES = 4 << 20  # bytes of a store's .json

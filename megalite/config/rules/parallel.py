@@ -7,9 +7,10 @@ from pathlib import Path
 from megalite.base.errors import InputError, Problem, counted, listing
 from megalite.config.layout import shard_dim
 from megalite.config.model_schema import Model
+from megalite.config.parallel_schema import SCHEDULES, Parallel, Pipeline
 from megalite.config.rules.numbers import divisible, divisors, multiples
 from megalite.config.rules.ranges import MAX_RANKS, most
-from megalite.config.schema import SCHEDULES, Config, Parallel, Pipeline
+from megalite.config.schema import Config
 from megalite.config.yaml import read_mapping
 
 SCHEDULE_FILES = (".yaml", ".yml")

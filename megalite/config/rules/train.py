@@ -5,13 +5,12 @@ from collections.abc import Iterator
 from dataclasses import asdict
 
 from megalite.base.errors import Problem
+from megalite.config.layout import FLOAT8_MULTIPLES
 from megalite.config.model_schema import Experts
 from megalite.config.remote import is_address, scheme_of
 from megalite.config.schema import Config, Train
 
 MAX_TOKENS = (1 << 63) - 1
-FLOAT8_TOKENS = 16  # products in 8 bits take multiples of so many tokens
-MX_TOKENS = 32  # tokens that share a scale of MXFP8
 PRODUCT = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
 
 
@@ -131,11 +130,11 @@ def _float8(config: Config) -> Iterator[Problem]:
     lengths = {"model.sequence_length": config.model.sequence_length}
     if config.batch.curriculum is not None:  # sequences grow by multiples of the first length
         lengths["batch.curriculum.start"] = config.batch.curriculum.start
-    least, chunks = FLOAT8_TOKENS * cp, config.parallel.chunks
-    by, wanted, required = f"{FLOAT8_TOKENS}", "train.precision = fp8", least
+    multiple, least = FLOAT8_MULTIPLES[train.float8_recipe], FLOAT8_MULTIPLES["tensorwise"] * cp
+    by, wanted, required = f"{multiple}", "train.precision = fp8", multiple * cp
     if train.float8_recipe == "mx":  # in every layout, the same tokens share a scale
-        by, wanted, required = f"{MX_TOKENS}", "train.float8_recipe = mx", MX_TOKENS * chunks * cp
-        by += f" · {chunks} chunks" if chunks > 1 else ""
+        chunks, wanted = config.parallel.chunks, "train.float8_recipe = mx"
+        by, required = by + (f" · {chunks} chunks" if chunks > 1 else ""), required * chunks
     by += f" · parallel.cp = {required}" if cp > 1 else ""
     for key, length in lengths.items():
         if length % required:

@@ -8,8 +8,9 @@ from functools import cache, partial
 
 from megalite.base.errors import InputError, Problem
 from megalite.base.terminal import gib_above
+from megalite.config.parallel_schema import DataMode
 from megalite.config.rules.numbers import every_divisor
-from megalite.config.schema import Config, DataMode
+from megalite.config.schema import Config
 from megalite.plan.automatic import Costing
 from megalite.plan.batches import batch_sizes
 from megalite.plan.memory.held import HOST_MEMORY

@@ -5,8 +5,9 @@ from contextlib import suppress
 from dataclasses import replace
 
 from megalite.base.errors import InputError
+from megalite.config.parallel_schema import Placement
 from megalite.config.rules.validate import check
-from megalite.config.schema import Config, Placement
+from megalite.config.schema import Config
 from megalite.plan.memory.fit import TENSOR_SHARE, choices, peak_bytes, with_mode
 from megalite.plan.memory.peak import KINDS, memory_of_ranks
 from megalite.plan.recompute_modes import Mode

@@ -5,14 +5,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from megalite.config.layout import FLOAT8_MULTIPLES
 from megalite.config.schema import Config
 from megalite.plan.parts.pieces import pieces
 from megalite.plan.parts.roles import RoleKind
 from megalite.plan.parts.transfers import Transfers, over
 
 PRECISION_BYTES = {"bf16": 2, "fp32": 4, "fp64": 8}  # by train.dtype
-OPERAND_MULTIPLE = 16  # all sizes of operands in 8 bits are multiples of it
-MX_BLOCK = 32  # numbers that share a scale of MXFP8, of which operands have whole blocks
 
 
 @dataclass(frozen=True)
@@ -94,7 +93,7 @@ class Sizes:
     @cached_property
     def multiple(self) -> int:
         """Sizes of operands in 8 bits are multiples of it, on every rank."""
-        return MX_BLOCK if self.config.train.float8_recipe == "mx" else OPERAND_MULTIPLE
+        return FLOAT8_MULTIPLES[self.config.train.float8_recipe]
 
     def narrow(self, size: int, rows: int) -> int:
         """Bytes of an operand in 8 bits with its scales, of `rows` rows, which takes `size` bytes as an activation.
@@ -102,7 +101,7 @@ class Sizes:
         A scale of a whole tensor counts as nothing, that of a row takes 4 bytes, and that of a block 1.
         """
         elements = size // self.w
-        scales = {"tensorwise": 0, "rowwise": 4 * rows, "mx": elements // MX_BLOCK}
+        scales = {"tensorwise": 0, "rowwise": 4 * rows, "mx": elements // FLOAT8_MULTIPLES["mx"]}
         return elements + scales[self.config.train.float8_recipe]
 
     @cached_property

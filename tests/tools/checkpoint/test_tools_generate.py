@@ -25,7 +25,8 @@ from megalite.checkpoint.store.manifest import MANIFEST
 from megalite.checkpoint.store.state import State
 from megalite.config.convert import to_plain
 from megalite.config.model_schema import Experts, Model
-from megalite.config.schema import Batch, Config, Data, Parallel, Train
+from megalite.config.parallel_schema import Parallel
+from megalite.config.schema import Batch, Config, Data, Train
 from megalite.data.tokenizer import Tokenizer, load_tokenizer
 from megalite.inference.generate import Drawn, Request
 from megalite.inference.prompts import CHARACTERS_PER_TOKEN

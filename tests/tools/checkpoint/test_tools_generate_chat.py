@@ -13,7 +13,8 @@ from toy_jobs import make, one_rank, save
 from transformers import PreTrainedTokenizerFast
 
 from megalite.config.model_schema import Model
-from megalite.config.schema import Batch, Config, Data, Parallel, Train
+from megalite.config.parallel_schema import Parallel
+from megalite.config.schema import Batch, Config, Data, Train
 from megalite.inference.generate import Drawn
 from megalite.train.folder.starts import keep_tokenizer
 from megalite_tools.checkpoint.generate import main

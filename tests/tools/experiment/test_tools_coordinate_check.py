@@ -15,19 +15,9 @@ from warm_start import run
 from megalite.base.exit_codes import ExitCode
 from megalite.config.layout import Layout
 from megalite.config.model_schema import Base, Model  # fmt: skip
+from megalite.config.parallel_schema import Context, DataParallel, Parallel, Pipeline
 from megalite.config.rules.validate import check
-from megalite.config.schema import (  # fmt: skip
-    Batch,
-    Config,
-    Context,
-    Data,
-    DataParallel,
-    LearningRate,
-    Optim,
-    Parallel,
-    Pipeline,
-    Train,
-)
+from megalite.config.schema import Batch, Config, Data, LearningRate, Optim, Train
 from megalite.distributed.mesh import Mesh
 from megalite.train.build import build_mesh
 from megalite_tools.experiment import coordinate_check

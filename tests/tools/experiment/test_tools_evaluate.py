@@ -15,7 +15,8 @@ from toy_jobs import make, one_rank, save
 from warm_start import run as start
 
 from megalite.config.model_schema import Experts, Model
-from megalite.config.schema import Batch, Config, Data, Parallel, Train
+from megalite.config.parallel_schema import Parallel
+from megalite.config.schema import Batch, Config, Data, Train
 from megalite.data.store_writer import StoreWriter
 from megalite.data.tokenizer import load_tokenizer
 from megalite.train.folder.lock import Lock

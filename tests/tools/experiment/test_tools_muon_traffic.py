@@ -5,7 +5,8 @@ import pytest
 from megalite.base.errors import InputError
 from megalite.base.exit_codes import ExitCode
 from megalite.config.model_schema import Model
-from megalite.config.schema import Batch, Config, DataParallel, Parallel, Run, Train
+from megalite.config.parallel_schema import DataParallel, Parallel
+from megalite.config.schema import Batch, Config, Run, Train
 from megalite_tools.experiment.muon_traffic import main, traffic
 
 MODEL = Model(layers=2, width=64, heads=4, kv_heads=4, ffn=128, vocab_size=128, sequence_length=8)

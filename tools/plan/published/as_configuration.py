@@ -3,8 +3,9 @@
 from dataclasses import replace
 
 from megalite.config.model_schema import Experts, Model
+from megalite.config.parallel_schema import DataParallel, Parallel, Pipeline
 from megalite.config.rules.validate import validate
-from megalite.config.schema import Batch, Config, DataParallel, Parallel, Pipeline, Run, Train
+from megalite.config.schema import Batch, Config, Run, Train
 from megalite.cost.cluster import Cluster
 from megalite_tools.plan.published.layer_counts import stage_layers
 from megalite_tools.plan.published.profiles import Profile

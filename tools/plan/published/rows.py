@@ -16,7 +16,7 @@ from typing import get_args
 
 from megalite.base.errors import InputError, counted
 from megalite.config.layers import Heads, Latent, Mixture, SwiGLU
-from megalite.config.schema import DataMode
+from megalite.config.parallel_schema import DataMode
 from megalite.cost.cluster import Cluster, Level, Link, known_clusters, load_cluster
 from megalite.cost.program import Dispatch
 from megalite_tools.plan.published.fields import number, whole, word

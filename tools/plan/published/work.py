@@ -5,7 +5,7 @@ from functools import cache, cached_property
 from typing import Literal
 
 from megalite.config.layers import GroupedQuery, Heads, Latent, Mixture, Scores, SwiGLU
-from megalite.config.schema import DataMode
+from megalite.config.parallel_schema import DataMode
 from megalite.cost.share import Computed, Share
 from megalite.plan.parts.attention import GroupedQueryPart
 from megalite.plan.parts.experts import ExpertsPart

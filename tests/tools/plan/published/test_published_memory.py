@@ -7,7 +7,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from published_cases import LLAMA3_8B
 
-from megalite.config.schema import DataMode
+from megalite.config.parallel_schema import DataMode
 from megalite_tools.plan.published.memory import NON_TENSOR_BYTES, RESERVATION_FACTOR, counted, fits, layer_kept, memory
 from megalite_tools.plan.published.profiles import PROFILES, Profile
 from megalite_tools.plan.published.work import Recompute, Work

@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
 
 from megalite_kernels.backend import Backend, use_triton, wide_dtype
@@ -35,10 +34,10 @@ from megalite_kernels.cross_entropy import (
 )
 from megalite_kernels.cross_entropy import reference as reference_of_logits
 from megalite_kernels.labels import Labels, labels_of
+from megalite_kernels.products import add_product, multiply
 
 MIN_CHUNK_TOKENS = 4096  # tokens of a chunk: with fewer, the time to sum dW in float32 shows beside the matrix products
 TILE_TOKENS = 128  # tokens of a matrix product's tile
-CHUNK_CLASSES = 1024  # whose logits are widened at a time, if they must be
 
 
 def reference(x: Tensor, weight: Tensor, targets: Tensor, **options: Any) -> Tensor:
@@ -73,27 +72,6 @@ def chunk_tokens(
 
 def _chunks(count: int, chunk: int) -> list[slice]:
     return [slice(start, min(start + chunk, count)) for start in range(0, count, chunk)]
-
-
-def has_gpu_products(x: Tensor) -> bool:
-    """Return whether products with `x` are a GPU's, which adds them to wider sums without copies.
-
-    Where memory is counted, with tensors that have no data, it is a GPU's.
-    """
-    return x.is_cuda or isinstance(x, FakeTensor)
-
-
-def add_product(total: Tensor, a: Tensor, b: Tensor, beta: int = 1, alpha: float = 1.0) -> None:
-    """total = beta·total + alpha·a·b, rounded only to the data type of `total`, which may be wider than a's and b's."""
-    if total.dtype == a.dtype:
-        torch.addmm(total, a, b, beta=beta, alpha=alpha, out=total)
-    elif has_gpu_products(total):
-        if total.is_cuda:  # without data, there is nothing to add
-            torch.addmm(total, a, b, out_dtype=total.dtype, beta=beta, alpha=alpha, out=total)
-    else:  # a CPU has no such product; wide copies of all logits would take more memory
-        wide = b.to(total.dtype)
-        for rows in _chunks(len(a), CHUNK_CLASSES):
-            torch.addmm(total[rows], a[rows].to(total.dtype), wide, beta=beta, alpha=alpha, out=total[rows])
 
 
 class Factors(NamedTuple):
@@ -135,7 +113,7 @@ def _forward(
         gradient(logits, targets[tokens], lses, scaling[tokens], labels)
         for term, dx, dw in zip(terms, made[::2], made[1::2], strict=True):
             if term.wants_dx:
-                torch.mm(logits, term.weight, out=dx[tokens])
+                multiply(logits, term.weight, dx[tokens])
             if term.wants_dw:
                 add_product(dw, logits.T, term.x[tokens], beta=int(tokens.start > 0))
     return loss, each, last, last_lses, *made
@@ -159,7 +137,7 @@ def _logits(
     begun = []
     for number, tokens in enumerate(chunks):
         logits = buffers[number % len(buffers)][: tokens.stop - tokens.start]
-        torch.mm(first.x[tokens], first.weight.T, out=logits)
+        multiply(first.x[tokens], first.weight.T, logits)
         for term in others:
             if term.x.shape[1]:
                 logits.addmm_(term.x[tokens], term.weight.T)
@@ -206,7 +184,7 @@ def _backward(
     found = _gradients_like(terms, early, wide)
     for term, dx, dw, new_dx, all_dw in zip(terms, made[::2], made[1::2], found[::2], found[1::2], strict=True):
         if term.wants_dx:
-            torch.mm(last, term.weight, out=(dx if early else new_dx)[early:])
+            multiply(last, term.weight, (dx if early else new_dx)[early:])
             if early:
                 dx *= scale
         if term.wants_dw and early:

@@ -49,7 +49,7 @@ from megalite.plan.parts.attention import GroupedQueryPart
 from megalite.plan.parts.layer import attention, feed_forward
 from megalite.plan.parts.swiglu import SwiGLUPart
 from megalite_kernels import linear_cross_entropy, scaled_linear_cross_entropy
-from megalite_kernels.linear_cross_entropy import has_gpu_products
+from megalite_kernels.products import has_gpu_products
 
 AUTO_KERNELS = Kernels()
 IGNORED_TARGET = -100  # stands for a target that does not count

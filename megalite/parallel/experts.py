@@ -16,6 +16,7 @@ from torch import Tensor
 from megalite.parallel.product import Plain, Prepared
 from megalite_kernels import collect_rows, spread_rows
 from megalite_kernels.backend import Backend, wide_dtype
+from megalite_kernels.products import add_product
 
 ALIGNED_BYTES = 16  # a row's of an operand of a grouped product
 BLOCK = 1 << 20  # elements of rows to which biases are added at a time
@@ -119,7 +120,7 @@ class GroupedProduct(Plain):
             return made if factor == 1 else made * factor
         made = inputs.new_zeros(len(self.rows.counts), of_output.shape[1], inputs.shape[1])
         for expert, mine in self.rows.runs():
-            torch.addmm(made[expert], of_output[mine].t(), inputs[mine], beta=0, alpha=factor, out=made[expert])
+            add_product(made[expert], of_output[mine].t(), inputs[mine], beta=0, alpha=factor)
         return made
 
     def _of_rows(self, x: Tensor, weights: Tensor, total: Tensor | None, factor: float) -> Tensor:
@@ -130,7 +131,7 @@ class GroupedProduct(Plain):
             return made if total is None else total.add_(made)
         found = x.new_empty(len(x), weights.shape[2]) if total is None else total
         for expert, mine in self.rows.runs():
-            torch.addmm(found[mine], x[mine], weights[expert], beta=total is not None, alpha=factor, out=found[mine])
+            add_product(found[mine], x[mine], weights[expert], beta=int(total is not None), alpha=factor)
         return found
 
 

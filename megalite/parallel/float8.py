@@ -31,7 +31,7 @@ from megalite.parallel.tensor import ColumnLinear, Linear
 from megalite_kernels import mxfp8
 from megalite_kernels.backend import times, wide_dtype
 from megalite_kernels.float8 import ACTIVATION, GRADIENT, amax, cast, scale_for, transpose
-from megalite_kernels.linear_cross_entropy import has_gpu_products
+from megalite_kernels.products import has_gpu_products
 
 CAPABILITY = (8, 9)  # the least compute capability with products in 8 bits
 CAPABILITY_OF_BLOCKS = (10, 0)  # and with scales of 32 numbers

@@ -4,13 +4,12 @@ import importlib
 from typing import Protocol, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from megalite.parallel.parameter import in_four_bits, put
-from megalite_kernels.linear_cross_entropy import add_product, has_gpu_products
 from megalite_kernels.nf4 import dequantize_nf4
+from megalite_kernels.products import add_product, has_gpu_products, linear, matmul
 
 Prepared = tuple[Tensor, ...]
 
@@ -81,9 +80,7 @@ class Plain:
         if self.four_bits is not None and in_four_bits(w):  # compiled: it would keep the wide one for backward
             made: Tensor = checkpoint(self._of_four_bits, whole, w, factor, bias, use_reentrant=False)
             return made
-        if factor == 1:
-            return F.linear(whole, w, bias)
-        return _product(whole.flatten(0, -2), w.t(), factor, bias).unflatten(0, whole.shape[:-1])
+        return linear(whole, w, bias, factor)
 
     def _of_four_bits(self, whole: Tensor, w: Tensor, factor: float, bias: Tensor | None) -> Tensor:
         return self.forward((whole,), (self._wide(w),), factor, bias)
@@ -96,13 +93,12 @@ class Plain:
     def input_gradient(self, grad: Prepared, weight: Prepared, total: Tensor | None, factor: float = 1.0) -> Tensor:
         (g,), (w,) = grad, weight
         if total is None:
-            return g @ w if factor == 1 else _product(g.flatten(0, -2), w, factor).unflatten(0, g.shape[:-1])
-        total.flatten(0, -2).addmm_(g.flatten(0, -2), w, alpha=factor)
+            return matmul(g, w, factor)
+        add_product(total.flatten(0, -2), g.flatten(0, -2), w, alpha=factor)
         return total
 
     def weight_gradient(self, grad: Prepared, x: Prepared, factor: float = 1.0) -> Tensor:
-        of_output, inputs = grad[0].flatten(0, -2).t(), x[0].flatten(0, -2)
-        return of_output @ inputs if factor == 1 else _product(of_output, inputs, factor)
+        return matmul(grad[0].flatten(0, -2).t(), x[0].flatten(0, -2), factor)
 
     def add_weight_gradient(
         self, total: Tensor, has_values: bool, grad: Prepared, x: Prepared, factor: float = 1.0
@@ -135,13 +131,6 @@ def add_rounded(total: Tensor, has_values: bool, grad: Tensor) -> None:
 def sum_over_tokens(grad: Tensor) -> Tensor:
     """The gradient of a bias, from that of the output `[…, out]`."""
     return grad.flatten(0, -2).sum(0)
-
-
-def _product(x: Tensor, y: Tensor, factor: float, bias: Tensor | None = None) -> Tensor:
-    """factor · x y + bias, for matrices."""
-    if bias is None:
-        return torch.addmm(x.new_zeros(()), x, y, beta=0, alpha=factor)
-    return torch.addmm(bias, x, y, alpha=factor)
 
 
 PLAIN_PRODUCT = Plain()

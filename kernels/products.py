@@ -28,16 +28,16 @@ def _prefers_onednn(processors: Path = Path("/proc/cpuinfo")) -> bool:
 PREFERS_ONEDNN = _prefers_onednn()
 
 
-def _by_onednn(a: Tensor, b: Tensor, columns: int) -> bool:
-    """Return whether oneDNN multiplies a with b, for a result of so many columns."""
-    if not (PREFERS_ONEDNN and a.is_cpu and a.dtype is b.dtype is torch.float32 and a.ndim > 1):
+def _suits(a: Tensor, b: Tensor, columns: int) -> bool:
+    """Return whether oneDNN is to multiply a with b, for a result of so many columns."""
+    if not (a.is_cpu and a.dtype is b.dtype is torch.float32 and a.ndim > 1):
         return False
     return a.numel() * columns >= LEAST_MULTIPLICATIONS and not isinstance(a, FakeTensor)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, factor: float = 1.0) -> Tensor:
     """factor · x Wᵀ + bias, for x `[…, in]`, weight `[out, in]` and bias `[out]`. Autograd can differentiate it."""
-    if _by_onednn(x, weight, weight.shape[0]):
+    if PREFERS_ONEDNN and _suits(x, weight, weight.shape[0]):
         make = _op if torch.compiler.is_compiling() or torch.is_grad_enabled() else _onednn
         if factor == 1:
             return make(x, weight, bias)
@@ -52,12 +52,21 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, factor: float 
 
 def matmul(a: Tensor, b: Tensor, factor: float = 1.0) -> Tensor:
     """factor · a b, for a `[…, n]` and a matrix b `[n, m]`."""
-    return a @ b if factor == 1 and not _by_onednn(a, b, b.shape[1]) else linear(a, b.t(), factor=factor)
+    if factor != 1 or (PREFERS_ONEDNN and _suits(a, b, b.shape[1])):
+        return linear(a, b.t(), factor=factor)
+    return a @ b
+
+
+def addmm(total: Tensor, a: Tensor, b: Tensor, beta: float, alpha: float = 1.0) -> Tensor:
+    """beta·total + alpha·a·b, for matrices of one data type, as a new tensor."""
+    if PREFERS_ONEDNN and _suits(a, b, b.shape[1]):
+        return matmul(a, b, alpha).add_(total, alpha=beta)
+    return torch.addmm(total, a, b, beta=beta, alpha=alpha)
 
 
 def multiply(a: Tensor, b: Tensor, out: Tensor) -> None:
     """Write the product of two matrices to `out`, of the same data type."""
-    if _by_onednn(a, b, b.shape[1]):
+    if PREFERS_ONEDNN and _suits(a, b, b.shape[1]):
         _add_blocks(out, a, b, 0, 1.0)
     else:
         torch.mm(a, b, out=out)
@@ -77,7 +86,7 @@ def add_product(total: Tensor, a: Tensor, b: Tensor, beta: int = 1, alpha: float
     beta: 1; or 0, and `total` may be uninitialized.
     """
     if total.dtype == a.dtype:
-        if _by_onednn(a, b, b.shape[1]):
+        if PREFERS_ONEDNN and _suits(a, b, b.shape[1]):
             _add_blocks(total, a, b, beta, alpha)
         else:
             torch.addmm(total, a, b, beta=beta, alpha=alpha, out=total)

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from megalite_kernels import symmetric_product
 from megalite_kernels.backend import Backend
+from megalite_kernels.products import addmm, matmul
 from megalite_kernels.symmetric_product import runs_in_kernel
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # Jordan's: singular values approach 1 fast, and stay within 0.5 to 1.5
@@ -38,9 +39,9 @@ def newton_schulz(
             gram = symmetric_product(x, backend=backend)
             gram = symmetric_product(gram, gram, alpha=c, beta=b, backend=backend)
         else:
-            gram = x @ x.T
-            gram = torch.addmm(gram, gram, gram, beta=b, alpha=c)
-        x = torch.addmm(x, gram, x, beta=a)
+            gram = matmul(x, x.T)
+            gram = addmm(gram, gram, gram, beta=b, alpha=c)
+        x = addmm(x, gram, x, beta=a)
     return x.T if tall else x
 
 

@@ -20,6 +20,7 @@ from megalite.parallel.tensor import ColumnLinear, Linear, columns, split_backwa
 from megalite.plan.parts.part import Weight
 from megalite.plan.parts.roles import UP_PROJECTION
 from megalite.train.build import Job, build_product
+from megalite_kernels import products
 
 
 class Apart(Plain):
@@ -204,6 +205,20 @@ def test_a_key_chooses_the_product_of_every_layer() -> None:
     job = make(replace(config, train=replace(config.train, product=f"{__name__}:NARROW")))
     assert {module.product for module in linears_of(job)} == {NARROW}
     assert len(linears_of(job)) == 2 * 7
+
+
+@pytest.mark.parametrize("compiles", [False, True])
+@pytest.mark.usefixtures("mesh")
+def test_a_processor_that_prefers_it_trains_by_onednn(compiles: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = config_of(Layout())
+    config = replace(config, train=replace(config.train, precision="fp32", compile=compiles))
+    plain, counted, make_onednn = advance(make(config), 0, 3), [], products._onednn
+    monkeypatch.setattr(products, "PREFERS_ONEDNN", True)
+    monkeypatch.setattr(products, "LEAST_MULTIPLICATIONS", 1)
+    monkeypatch.setattr(products, "_onednn", lambda *given: counted.append(given) or make_onednn(*given))
+    assert advance(make(config), 0, 3) == pytest.approx(plain, rel=1e-5)
+    micro_batches = 3 * config.batch.global_ // config.batch.micro_size
+    assert len(counted) == micro_batches * (2 * 7 + 1) * 3  # layers and head; an output, and gradients of both operands
 
 
 def linears_of(job: Job) -> list[Linear]:

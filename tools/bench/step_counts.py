@@ -33,6 +33,7 @@ from megalite.plan.parts import pieces
 from megalite.plan.resolved import resolve
 from megalite.train.build import build, build_mesh, build_stage
 from megalite.train.step import gradients, train_step
+from megalite_kernels import products
 from megalite_tools.bench.moved_bytes import PRODUCTS, MovedBytes
 
 CPU = torch.device("cpu")
@@ -201,7 +202,7 @@ def columns_outside_tiles() -> int:
     """Columns of the output layer's products that fill no whole tile: of 50,257 tokens under tensor parallelism."""
     stage = _stage("model.layers=1", "model.vocab_size=50257")
     x = torch.zeros(LENGTH // 2, 1, stage.model.width, requires_grad=True)
-    with _Columns() as columns:
+    with patch.object(products, "PREFERS_ONEDNN", False), _Columns() as columns:
         stage.answer(x, torch.zeros(LENGTH, 1, dtype=torch.int64)).backward()
     assert len(columns.longest) >= 3, "logits and two gradients"
     return max(longest % VOCABULARY_STEP for longest in columns.longest)

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-LEAST_MULTIPLICATIONS = 1 << 21  # of a product by oneDNN: with fewer, MKL takes less time
+LEAST_MULTIPLICATIONS = 1 << 21  # in a product by oneDNN: with fewer, MKL takes less time
 BLOCK = 1024  # rows or columns of a result that are made at a time: what is copied is then still in cache
 
 

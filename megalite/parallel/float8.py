@@ -183,7 +183,7 @@ class Float8:
         return scale if by_rows else None, scale if by_columns else None
 
     def _on_gpu(self, x: Tensor) -> bool:
-        """Whether a GPU multiplies in 8 bits, as it does for results of bfloat16."""
+        """Return whether a GPU multiplies in 8 bits, as it does for results of bfloat16."""
         return self.dtype == torch.bfloat16 and has_gpu_products(x)
 
     def _layout(self, weight: Prepared, by_columns: bool) -> tuple[Tensor, ...]:

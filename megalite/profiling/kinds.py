@@ -19,13 +19,13 @@ COMPUTE = ("optimizer", "attention", "matmul", "fused", "copy", "pointwise")
 COMMUNICATION = re.compile(
     r"ncclDev|ncclKernel|\bnccl[A-Z]\w+Kernel|gloo:"
 )  # names of kernels and work that communicate
-OPERATORS = re.compile(r"(aten|megalite)::")  # beginnings of names of operators; others may wait for a collective
+OPERATORS = re.compile(r"(aten|megalite|mkldnn)::")  # beginnings of operators' names; others may wait for a collective
 PATTERNS = (  # parts of names in small letters, by kind; the first that fits counts
     ("optimizer", r"adam|newton_schulz|_momentum_kernel|_update_kernel"),
     ("attention", r"flash|fmha|attention|sdpa|flex_"),
     (
         "matmul",
-        r"gemm|cutlass|cublas|nvjet|xmma|\bmm\b|addmm|baddbmm|\bbmm\b|matmul|\blinear\b|einsum|dot_kernel|splitk|_symmetric_kernel",
+        r"gemm|cutlass|cublas|nvjet|xmma|\bmm\b|addmm|baddbmm|\bbmm\b|matmul|\blinear\b|linear_pointwise|einsum|dot_kernel|splitk|_symmetric_kernel",
     ),
     ("fused", r"^_\w+$|megalite|triton|rms_?norm|layer_?norm|swiglu|rope|cross_entropy"),
     ("copy", r"memcpy|memset|copy|catarray|\bcat\b|clone|contiguous|_to_copy|fill|zero_|\bstack\b|split_with_sizes"),

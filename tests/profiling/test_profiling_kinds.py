@@ -17,6 +17,8 @@ from megalite.profiling.kinds import COMMUNICATION, axis_of, kind_of
         ("void cutlass::Kernel2<cutlass_80_wmma_tensorop_bf16_s161616gemm_bf16_16x16_128x2_tn_align8>", "matmul"),
         ("aten::addmm", "matmul"),
         ("aten::linear", "matmul"),
+        ("megalite::linear", "matmul"),
+        ("mkldnn::_linear_pointwise", "matmul"),
         ("void pytorch_flash::flash_bwd_dq_dk_dv_loop_seqk_parallel_kernel<pytorch_flash::Flash_bwd>", "attention"),
         ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_7_64x128x64", "attention"),
         ("aten::_scaled_dot_product_flash_attention_for_cpu", "attention"),

@@ -29,8 +29,10 @@ PREFERS_ONEDNN = _prefers_onednn()
 
 
 def _suits(a: Tensor, b: Tensor, columns: int) -> bool:
-    """Return whether oneDNN is to multiply a with b, for a result of so many columns."""
-    if not (a.is_cpu and a.dtype is b.dtype is torch.float32 and a.ndim > 1):
+    """Return whether oneDNN is to multiply a with b, for a result of so many columns; not where it is switched off."""
+    if not (a.is_cpu and a.dtype is b.dtype is torch.float32 and a.ndim > 1 and torch.backends.mkldnn.enabled):
+        return False
+    if a.shape[-1] * columns != b.numel():  # PyTorch's message says which sizes do not fit
         return False
     return a.numel() * columns >= LEAST_MULTIPLICATIONS and not isinstance(a, FakeTensor)
 
@@ -41,8 +43,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, factor: float 
         make = _op if torch.compiler.is_compiling() or torch.is_grad_enabled() else _onednn
         if factor == 1:
             return make(x, weight, bias)
-        made = make(x, weight, None) * factor
-        return made if bias is None else made + bias
+        made = make(x, weight, None).mul_(factor)
+        return made if bias is None else made.add_(bias)
     if factor == 1:
         return F.linear(x, weight, bias)
     rows, beta = x.flatten(0, -2), 0 if bias is None else 1
@@ -116,6 +118,8 @@ def _add_blocks(total: Tensor, a: Tensor, b: Tensor, beta: int, alpha: float) ->
 
 
 def _onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    if bias is not None:
+        bias = bias.contiguous()  # it is read as if it were
     made: Tensor = torch.ops.mkldnn._linear_pointwise.default(_dense(x), _dense(weight), bias, "none", [], "")
     return made
 
@@ -127,7 +131,7 @@ def _dense(x: Tensor) -> Tensor:
 
 @torch.library.custom_op("megalite::linear", mutates_args=())
 def _op(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return _onednn(x, weight, bias)
+    return _onednn(x, weight, bias).detach()  # no view, which autograd would not let others change in place
 
 
 @_op.register_fake
@@ -136,7 +140,8 @@ def _(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _save(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor | None], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs[:2])
+    (x, weight, _), (of_x, of_weight) = inputs, ctx.needs_input_grad[:2]
+    ctx.save_for_backward(x if of_weight else None, weight if of_x else None)
 
 
 def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:

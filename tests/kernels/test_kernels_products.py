@@ -62,6 +62,12 @@ def test_products_are_those_in_float64(
         assert_near(products.linear(a.unflatten(0, (1, rows)), b.t(), bias, factor)[0], added)
 
 
+def test_a_bias_may_be_a_part_of_another() -> None:
+    x, weight = random(4, 6), random(8, 6, seed=1)
+    for bias in (random(16, seed=2)[::2], random(1, seed=2).expand(8)):
+        assert_near(products.linear(x, weight, bias), x.double() @ weight.double().t() + bias.double())
+
+
 @pytest.mark.parametrize("shape", [(2600, 3), (3, 2600), (1025, 1024), (5, 7)], ids=str)
 @pytest.mark.parametrize(("beta", "alpha"), [(0, 1.0), (1, 1.0), (1, 0.25), (0, 0.25)])
 def test_a_product_goes_into_memory_block_by_block(shape: tuple[int, int], beta: int, alpha: float) -> None:
@@ -88,7 +94,7 @@ def test_sums_wider_than_the_operands() -> None:
 def test_gradients_are_those_in_float64(compiled: bool, factor: float) -> None:
     def run(linear: Callable[..., Tensor], *given: Tensor) -> list[Tensor]:
         leaves = [each.detach().clone().requires_grad_() for each in given]
-        made = linear(*leaves, factor)
+        made = linear(*leaves, factor).mul_(2)
         made.backward(random(*made.shape, seed=5).to(made.dtype))
         return [made.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
 
@@ -99,6 +105,28 @@ def test_gradients_are_those_in_float64(compiled: bool, factor: float) -> None:
     assert len(got) == len(expected) == 4
     for each, wide in zip(got, expected, strict=True):
         assert_near(each, wide)
+
+
+def test_gradients_of_gradients_are_those_in_float64() -> None:
+    def run(*leaves: Tensor) -> list[Tensor]:
+        (grad,) = torch.autograd.grad(products.linear(*leaves).square().sum(), leaves[0], create_graph=True)
+        return list(torch.autograd.grad(grad.square().sum(), leaves))
+
+    leaves = [random(4, 6).requires_grad_(), random(5, 6, seed=1).requires_grad_()]
+    for got, wide in zip(run(*leaves), run(*(each.detach().double().requires_grad_() for each in leaves)), strict=True):
+        assert_near(got, wide)
+
+
+@pytest.mark.parametrize("trained", ["input", "weight"])
+def test_nothing_is_kept_for_what_needs_no_gradient(trained: str) -> None:
+    x, weight, kept = random(4, 6), random(5, 6, seed=1), []
+    leaf, other = (x, weight) if trained == "input" else (weight, x)
+    leaf.requires_grad_()
+    with torch.autograd.graph.saved_tensors_hooks(lambda saved: kept.append(saved) or saved, lambda saved: saved):
+        products.linear(x, weight).sum().backward()
+    assert [each.data_ptr() for each in kept] == [other.data_ptr()]
+    assert leaf.grad is not None
+    assert other.grad is None
 
 
 def test_the_operation_is_as_it_is_registered() -> None:
@@ -126,6 +154,9 @@ def test_products_that_others_compute(calls: list[tuple[int, ...]], monkeypatch:
     products.matmul(a.double(), b.double())
     products.matmul(a.bfloat16(), b.bfloat16())
     products.matmul(a[0], b)
+    monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
+    products.matmul(a, b)
+    monkeypatch.setattr(torch.backends.mkldnn, "enabled", True)
     with FakeTensorMode() as mode:
         products.matmul(mode.from_tensor(a), mode.from_tensor(b))
     monkeypatch.setattr(products, "LEAST_MULTIPLICATIONS", 4 * 6 * 5 + 1)
@@ -135,6 +166,8 @@ def test_products_that_others_compute(calls: list[tuple[int, ...]], monkeypatch:
     products.matmul(a, b)
     assert not calls
     monkeypatch.setattr(products, "PREFERS_ONEDNN", True)
+    with pytest.raises(RuntimeError, match=r"shapes cannot be multiplied \(4x6 and 5x6\)"):
+        products.matmul(a, b.t())
     monkeypatch.setattr(products, "LEAST_MULTIPLICATIONS", 4 * 6 * 5)
     with torch.no_grad():
         products.matmul(a, b)

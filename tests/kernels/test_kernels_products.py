@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megalite_kernels import products
 
@@ -82,10 +84,11 @@ def test_a_product_goes_into_memory_block_by_block(shape: tuple[int, int], beta:
     assert_near(given, a.double() @ b.double())
 
 
-def test_sums_wider_than_the_operands() -> None:
+@pytest.mark.parametrize(("beta", "alpha"), [(1, 1.0), (0, 0.25)])
+def test_sums_wider_than_the_operands(beta: int, alpha: float) -> None:
     a, b, total = random(21, 1500).t().bfloat16(), random(21, 4, seed=1).bfloat16(), random(1500, 4, seed=2)
-    expected = total.double() + a.double() @ b.double()
-    products.add_product(total, a, b)
+    expected = beta * total.double() + alpha * (a.double() @ b.double())
+    products.add_product(total, a, b, beta, alpha)
     assert_near(total, expected)
 
 
@@ -135,45 +138,51 @@ def test_the_operation_is_as_it_is_registered() -> None:
     torch.library.opcheck(torch.ops.megalite.linear.default, (x, weight, None))
 
 
-@pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
-    """Shapes of the operands of oneDNN, which also asks for their memory: parts of others are never given to it."""
-    found: list[tuple[int, ...]] = []
-    make = products._onednn
+class Operands(TorchDispatchMode):
+    """Shapes of what oneDNN is given, whose elements lie side by side: it takes a thousand times as long for others."""
 
-    def noted(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        found.append((*x.shape, *weight.shape))
-        return make(x, weight, bias)
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[tuple[int, ...]] = []
 
-    monkeypatch.setattr(products, "_onednn", noted)
-    return found
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.mkldnn._linear_pointwise.default:
+            x, weight = args[:2]
+            assert x.is_contiguous() or x.t().is_contiguous()
+            assert weight.is_contiguous() or weight.t().is_contiguous()
+            self.found.append((*x.shape, *weight.shape))
+        return func(*args, **(kwargs or {}))
 
 
-def test_products_that_others_compute(calls: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch) -> None:
+@torch.no_grad()
+def test_products_that_others_compute(monkeypatch: pytest.MonkeyPatch) -> None:
     a, b = random(4, 6), random(6, 5)
-    products.matmul(a.double(), b.double())
-    products.matmul(a.bfloat16(), b.bfloat16())
-    products.matmul(a[0], b)
-    monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
-    products.matmul(a, b)
-    monkeypatch.setattr(torch.backends.mkldnn, "enabled", True)
-    with FakeTensorMode() as mode:
-        products.matmul(mode.from_tensor(a), mode.from_tensor(b))
-    monkeypatch.setattr(products, "LEAST_MULTIPLICATIONS", 4 * 6 * 5 + 1)
-    products.matmul(a, b)
-    monkeypatch.setattr(products, "LEAST_MULTIPLICATIONS", 1)
-    monkeypatch.setattr(products, "PREFERS_ONEDNN", False)
-    products.matmul(a, b)
-    assert not calls
-    monkeypatch.setattr(products, "PREFERS_ONEDNN", True)
-    with pytest.raises(RuntimeError, match=r"shapes cannot be multiplied \(4x6 and 5x6\)"):
-        products.matmul(a, b.t())
-    monkeypatch.setattr(products, "LEAST_MULTIPLICATIONS", 4 * 6 * 5)
-    with torch.no_grad():
+    with Operands() as operands:
+        products.matmul(a.double(), b.double())
+        products.matmul(a.bfloat16(), b.bfloat16())
+        products.matmul(a.to("meta"), b.to("meta"))
+        products.matmul(a[0], b)
+        with FakeTensorMode() as mode:
+            products.matmul(mode.from_tensor(a), mode.from_tensor(b))
+        with pytest.raises(RuntimeError, match=r"shapes cannot be multiplied \(4x6 and 5x6\)"):
+            products.matmul(a, b.t())
+        with pytest.raises(RuntimeError, match="same dtype"):
+            products.matmul(a, b.double())
+        for owner, name, value in (
+            (products, "LEAST_MULTIPLICATIONS", 4 * 6 * 5 + 1),
+            (products, "PREFERS_ONEDNN", False),
+            (torch.backends.mkldnn, "enabled", False),
+        ):
+            with monkeypatch.context() as patch:
+                patch.setattr(owner, name, value)
+                products.matmul(a, b)
+        assert not operands.found
+        monkeypatch.setattr(products, "LEAST_MULTIPLICATIONS", 4 * 6 * 5)
         products.matmul(a, b)
-    assert calls == [(4, 6, 5, 6)]
+        assert operands.found == [(4, 6, 5, 6)]
 
 
+@torch.no_grad()
 def test_parts_of_matrices_are_copied_first() -> None:
     whole = random(8, 12)
     for dense in (whole, whole.t(), whole[2:5], random(2, 3, 4)):
@@ -181,6 +190,11 @@ def test_parts_of_matrices_are_copied_first() -> None:
     for part in (whole[:, 2:7], whole[:, 2:7].t(), whole[::2], random(2, 3, 4).mT):
         assert products._dense(part).is_contiguous()
         assert products._dense(part).equal(part)
+    with Operands() as operands:
+        products.matmul(whole[:, 2:7], whole[1:6, 3:9])
+        products.add_product(whole[:, :3], random(9, 8)[:5].t(), random(5, 9)[:, 4:7])
+        products.linear(random(2, 4, 3).mT, whole[:, 3:7])
+    assert len(operands.found) == 3
 
 
 @pytest.mark.parametrize(

@@ -18,11 +18,11 @@ BLOCK = 1024  # rows or columns of a result that are made at a time: what is cop
 
 
 def _prefers_onednn(processors: Path = Path("/proc/cpuinfo")) -> bool:
-    """Return whether oneDNN multiplies float32 faster on this CPU, which has AVX-512 and is not Intel's."""
+    """Return whether oneDNN multiplies float32 faster on this CPU: one of AMD's that has AVX-512."""
     if not (hasattr(torch.ops.mkldnn, "_linear_pointwise") and torch.backends.mkl.is_available()):
         return False
-    told = processors.read_text() if processors.exists() else ""
-    return "AuthenticAMD" in told and torch.backends.cpu.get_cpu_capability().startswith("AVX512")
+    listed = processors.read_text() if processors.exists() else ""
+    return "AuthenticAMD" in listed and torch.backends.cpu.get_cpu_capability().startswith("AVX512")
 
 
 PREFERS_ONEDNN = _prefers_onednn()
@@ -30,11 +30,12 @@ PREFERS_ONEDNN = _prefers_onednn()
 
 def _suits(a: Tensor, b: Tensor, columns: int) -> bool:
     """Return whether oneDNN is to multiply a with b, for a result of so many columns; not where it is switched off."""
-    if not (a.is_cpu and a.dtype is b.dtype is torch.float32 and a.ndim > 1 and torch.backends.mkldnn.enabled):
+    if not (a.is_cpu and a.dtype is b.dtype is torch.float32 and a.ndim > 1):
         return False
-    if a.shape[-1] * columns != b.numel():  # PyTorch's message says which sizes do not fit
+    if a.numel() * columns < LEAST_MULTIPLICATIONS or isinstance(a, FakeTensor):
         return False
-    return a.numel() * columns >= LEAST_MULTIPLICATIONS and not isinstance(a, FakeTensor)
+    fits = a.shape[-1] * columns == b.numel()  # else PyTorch's message says which sizes do not
+    return fits and bool(torch.backends.mkldnn.enabled)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, factor: float = 1.0) -> Tensor:

@@ -155,6 +155,14 @@ class Operands(TorchDispatchMode):
 
 
 @torch.no_grad()
+def test_a_factor_and_a_bias_change_the_result_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    results, make = [], products._onednn
+    monkeypatch.setattr(products, "_onednn", lambda *given: results.append(make(*given)) or results[-1])
+    x, weight, bias = random(4, 6), random(5, 6, seed=1), random(5, seed=2)
+    assert products.linear(x, weight, bias, 0.5).data_ptr() == results[0].data_ptr()
+
+
+@torch.no_grad()
 def test_products_that_others_compute(monkeypatch: pytest.MonkeyPatch) -> None:
     a, b = random(4, 6), random(6, 5)
     with Operands() as operands:
@@ -198,7 +206,7 @@ def test_parts_of_matrices_are_copied_first() -> None:
 
 
 @pytest.mark.parametrize(
-    ("told", "capability", "prefers"),
+    ("listed", "capability", "prefers"),
     [
         ("vendor_id\t: AuthenticAMD\n", "AVX512", True),
         ("vendor_id\t: AuthenticAMD\n", "AVX2", False),
@@ -208,11 +216,11 @@ def test_parts_of_matrices_are_copied_first() -> None:
     ],
 )
 def test_processors_with_faster_products(
-    told: str | None, capability: str, prefers: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    listed: str | None, capability: str, prefers: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "cpuinfo"
-    if told is not None:
-        path.write_text(told)
+    if listed is not None:
+        path.write_text(listed)
     monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: True)
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
     assert products._prefers_onednn(path) is prefers

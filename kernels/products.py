@@ -14,12 +14,13 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 LEAST_MULTIPLICATIONS = 1 << 21  # in a product by oneDNN: with fewer, MKL takes less time
+HAS_ONEDNN = hasattr(torch.ops.mkldnn, "_linear_pointwise")
 BLOCK = 1024  # rows or columns of a result that are made at a time: what is copied is then still in cache
 
 
 def _prefers_onednn(processors: Path = Path("/proc/cpuinfo")) -> bool:
     """Return whether oneDNN multiplies float32 faster on this CPU: one of AMD's that has AVX-512."""
-    if not (hasattr(torch.ops.mkldnn, "_linear_pointwise") and torch.backends.mkl.is_available()):
+    if not (HAS_ONEDNN and torch.backends.mkl.is_available()):
         return False
     listed = processors.read_text() if processors.exists() else ""
     return "AuthenticAMD" in listed and torch.backends.cpu.get_cpu_capability().startswith("AVX512")
@@ -28,7 +29,7 @@ def _prefers_onednn(processors: Path = Path("/proc/cpuinfo")) -> bool:
 PREFERS_ONEDNN = _prefers_onednn()
 
 
-def _suits(a: Tensor, b: Tensor, columns: int) -> bool:
+def suits(a: Tensor, b: Tensor, columns: int) -> bool:
     """Return whether oneDNN is to multiply a with b, for a result of so many columns; not where it is switched off."""
     if not (a.is_cpu and a.dtype is b.dtype is torch.float32 and a.ndim > 1):
         return False
@@ -40,7 +41,7 @@ def _suits(a: Tensor, b: Tensor, columns: int) -> bool:
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, factor: float = 1.0) -> Tensor:
     """factor · x Wᵀ + bias, for x `[…, in]`, weight `[out, in]` and bias `[out]`. Autograd can differentiate it."""
-    if PREFERS_ONEDNN and _suits(x, weight, weight.shape[0]):
+    if PREFERS_ONEDNN and suits(x, weight, weight.shape[0]):
         make = _op if torch.compiler.is_compiling() or torch.is_grad_enabled() else _onednn
         if factor == 1:
             return make(x, weight, bias)
@@ -55,21 +56,21 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, factor: float 
 
 def matmul(a: Tensor, b: Tensor, factor: float = 1.0) -> Tensor:
     """factor · a b, for a `[…, n]` and a matrix b `[n, m]`."""
-    if factor != 1 or (PREFERS_ONEDNN and _suits(a, b, b.shape[1])):
+    if factor != 1 or (PREFERS_ONEDNN and suits(a, b, b.shape[1])):
         return linear(a, b.t(), factor=factor)
     return a @ b
 
 
 def addmm(total: Tensor, a: Tensor, b: Tensor, beta: float, alpha: float = 1.0) -> Tensor:
     """beta·total + alpha·a·b, for matrices of one data type, as a new tensor."""
-    if PREFERS_ONEDNN and _suits(a, b, b.shape[1]):
+    if PREFERS_ONEDNN and suits(a, b, b.shape[1]):
         return matmul(a, b, alpha).add_(total, alpha=beta)
     return torch.addmm(total, a, b, beta=beta, alpha=alpha)
 
 
 def multiply(a: Tensor, b: Tensor, out: Tensor) -> None:
     """Write the product of two matrices to `out`, of the same data type."""
-    if PREFERS_ONEDNN and _suits(a, b, b.shape[1]):
+    if PREFERS_ONEDNN and suits(a, b, b.shape[1]):
         _add_blocks(out, a, b, 0, 1.0)
     else:
         torch.mm(a, b, out=out)
@@ -89,7 +90,7 @@ def add_product(total: Tensor, a: Tensor, b: Tensor, beta: int = 1, alpha: float
     beta: 1; or 0, and `total` may be uninitialized.
     """
     if total.dtype == a.dtype:
-        if PREFERS_ONEDNN and _suits(a, b, b.shape[1]):
+        if PREFERS_ONEDNN and suits(a, b, b.shape[1]):
             _add_blocks(total, a, b, beta, alpha)
         else:
             torch.addmm(total, a, b, beta=beta, alpha=alpha, out=total)

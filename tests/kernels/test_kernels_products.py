@@ -16,7 +16,7 @@ from megalite_kernels import products
 
 TOLERANCE = 1e-6  # of the largest element, in sums of up to 1,200 float32 products
 
-pytestmark = pytest.mark.skipif(not hasattr(torch.ops.mkldnn, "_linear_pointwise"), reason="this PyTorch has no oneDNN")
+pytestmark = pytest.mark.skipif(not products.HAS_ONEDNN, reason="this PyTorch has no oneDNN")
 
 
 @pytest.fixture(scope="module", autouse=True)

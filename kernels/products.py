@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 LEAST_MULTIPLICATIONS = 1 << 21  # in a product by oneDNN: with fewer, MKL takes less time
 HAS_ONEDNN = hasattr(torch.ops.mkldnn, "_linear_pointwise")
-BLOCK = 1024  # rows or columns of a result that are made at a time: what is copied is then still in cache
+BLOCK = 512  # rows or columns of a result that are made at a time: what is copied is then still in cache
 
 
 def _prefers_onednn(processors: Path = Path("/proc/cpuinfo")) -> bool:

@@ -16,6 +16,8 @@ CLIENT = """\
 #!{python} -IS
 import json, os, signal, socket, sys
 
+SIGNALS = signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP
+signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # until the fork that gets them is known
 server = socket.socket(socket.AF_UNIX)
 server.connect({address!r})
 told = json.dumps([sys.argv[1:], os.getcwd(), dict(os.environ)]).encode()
@@ -23,8 +25,9 @@ socket.send_fds(server, [len(told).to_bytes(8, "little")], [0, 1, 2])
 server.sendall(told)
 answers = server.makefile()
 pid = int(next(answers))
-for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):
+for number in SIGNALS:
     signal.signal(number, lambda number, _: os.kill(pid, number))
+signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 code = int(next(answers))
 if code < 0:
     signal.signal(-code, signal.SIG_DFL)

@@ -1,5 +1,6 @@
 """What runs on the devices of `fake_cuda`, and what it tells the tests."""
 
+import gc
 import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -290,6 +291,7 @@ def staged(config: Config, folder: Path) -> dict[str, Any]:
         alone: Any = SimpleNamespace(leads=True, rank=0, ranks=1)
         state = State(job.stages, job.optimizer)
         _step(job)
+        gc.collect()  # memory of other cases, which would be let go of in between
         NOTES.clear()
         with Saver(state, config, (), folder, alone) as saver:
             assert saver._reserved is not None

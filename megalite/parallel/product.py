@@ -4,10 +4,12 @@ import importlib
 from typing import Protocol, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from megalite.parallel.parameter import in_four_bits, put
+from megalite_kernels import products
 from megalite_kernels.nf4 import dequantize_nf4
 from megalite_kernels.products import add_product, has_gpu_products, linear, matmul
 
@@ -80,6 +82,8 @@ class Plain:
         if self.four_bits is not None and in_four_bits(w):  # compiled: it would keep the wide one for backward
             made: Tensor = checkpoint(self._of_four_bits, whole, w, factor, bias, use_reentrant=False)
             return made
+        if factor == 1 and not products.PREFERS_ONEDNN:  # the most frequent calls of the host, one less for each
+            return F.linear(whole, w, bias)
         return linear(whole, w, bias, factor)
 
     def _of_four_bits(self, whole: Tensor, w: Tensor, factor: float, bias: Tensor | None) -> Tensor:
@@ -93,12 +97,18 @@ class Plain:
     def input_gradient(self, grad: Prepared, weight: Prepared, total: Tensor | None, factor: float = 1.0) -> Tensor:
         (g,), (w,) = grad, weight
         if total is None:
-            return matmul(g, w, factor)
-        add_product(total.flatten(0, -2), g.flatten(0, -2), w, alpha=factor)
+            return g @ w if factor == 1 and not products.PREFERS_ONEDNN else matmul(g, w, factor)
+        if products.PREFERS_ONEDNN:
+            add_product(total.flatten(0, -2), g.flatten(0, -2), w, alpha=factor)
+        else:
+            total.flatten(0, -2).addmm_(g.flatten(0, -2), w, alpha=factor)
         return total
 
     def weight_gradient(self, grad: Prepared, x: Prepared, factor: float = 1.0) -> Tensor:
-        return matmul(grad[0].flatten(0, -2).t(), x[0].flatten(0, -2), factor)
+        of_output, inputs = grad[0].flatten(0, -2).t(), x[0].flatten(0, -2)
+        if factor == 1 and not products.PREFERS_ONEDNN:
+            return of_output @ inputs
+        return matmul(of_output, inputs, factor)
 
     def add_weight_gradient(
         self, total: Tensor, has_values: bool, grad: Prepared, x: Prepared, factor: float = 1.0

@@ -130,8 +130,8 @@ class Count:
 
 
 COUNTS = (
-    Count("calls per layer, fp32", lambda: calls_per_layer("fp32").total(), 951),
-    Count("calls per layer, bf16", lambda: calls_per_layer("bf16").total(), 953),
+    Count("calls per layer, fp32", lambda: calls_per_layer("fp32").total(), 930),
+    Count("calls per layer, bf16", lambda: calls_per_layer("bf16").total(), 935),
     Count("calls per layer, bf16, micro-batches as CUDA graphs", lambda: calls_per_layer("bf16", True).total(), 100),
     Count("the same model as plain modules in fp32, fused AdamW", lambda: plain_calls_per_layer().total(), None),
     Count("staged bytes per parameter and micro-batch", lambda: staged_bytes()[0], 0),

@@ -74,11 +74,8 @@ def test_other_losses_are_refused(loss: float) -> None:
         _compare(Variant("megalite", [1.0, loss], [3.0, 3.0]), [good], TOLERANCES["fp32"])
     with pytest.raises(Disagreement, match="step 0: the norm is"):
         _compare(Variant("megalite", [1.0, 2.0], [loss, 3.0]), [good], TOLERANCES["fp32"])
-    with pytest.raises(Disagreement, match="step 0: the norm is"):
-        _compare(Variant("megalite", [1.0, 2.0], [3.0001, 3.0]), [good], TOLERANCES["fp32"])
-    _compare(Variant("megalite", [1.0, 2.0], [3.0, 3.0001]), [good], TOLERANCES["fp32"])
     with pytest.raises(Disagreement, match="step 1: the norm is"):
-        _compare(Variant("megalite", [1.0, 2.0], [3.0, 3.001]), [good], TOLERANCES["fp32"])
+        _compare(Variant("megalite", [1.0, 2.0], [3.0, 3.0001]), [good], TOLERANCES["fp32"])
 
 
 @pytest.mark.parametrize(

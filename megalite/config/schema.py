@@ -75,7 +75,7 @@ class Train:
     offload_activations: bool = False  # keep layers' activations in host memory from forward to backward
     product: str = "plain"  # layers' matrix products: PyTorch's or MODULE:OBJECT, a `megalite.parallel.product.Product`
     compile: bool = False  # torch.compile each layer
-    cuda_graph: bool = False  # one rank: the host launches a micro-batch by one call, see `parallel.graphed`
+    cuda_graph: bool = False  # the host launches a micro-batch by one call, see `parallel.graphed`
     gc_interval: int = 50  # steps between collections of Python's garbage, on all ranks at once; 0: as Python likes
     deterministic: bool = False  # the same bits from the same run, also on a GPU, which takes longer
     on_bad_step: Literal["stop", "skip", "rollback"] = "stop"  # where the loss or a gradient is not finite
@@ -266,9 +266,13 @@ class Config:
 
     @property
     def fuses_over_tp(self) -> bool:
-        """Flag: products are fused with collectives of tensor parallelism, where GPUs can; see `TensorParallel`."""
+        """Flag: products are fused with collectives of tensor parallelism, where GPUs can; see `TensorParallel`.
+
+        CUDA graphs have pieces: no operation on symmetric memory has been captured.
+        """
         overlap = self.parallel.tensor.overlap
-        asked = overlap == "symmetric" or (overlap == "auto" and self.run.device != "cpu")
+        of_auto = overlap == "auto" and self.run.device != "cpu" and not self.train.cuda_graph
+        asked = overlap == "symmetric" or of_auto
         return self.parallel.tp > 1 and asked and self.plain_products
 
     @property

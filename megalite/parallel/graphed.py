@@ -4,6 +4,11 @@ A graph has the kernels, the addresses that they were given, and the numbers tha
 between micro-batches is in tensors that stay where they are: tokens, targets, and the factor of the loss. Sums of
 gradients stay where they are as well; so there are two graphs, one of the first micro-batch of a step, which writes
 them, and one of all others, which adds to them.
+
+With tensor parallelism, collectives are in a graph, too, on NCCL's streams. Every one that a micro-batch begins is
+waited for in it, which joins these to the captured stream; nothing in it asks the host or needs its group connected
+anew, as the step before has run the same. All ranks count micro-batches alike, so they capture the same ones. Sums of a
+step, of gradients that every rank has a part of, come after the graphs.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -90,7 +95,7 @@ class _Inputs:
 
 
 class GraphedPipeline:
-    """Runs steps of any number of micro-batches by graphs of `pipeline`, whose step has one, on this one rank.
+    """Runs steps of any number of micro-batches by graphs of `pipeline`, whose step has one, and no messages.
 
     The first step runs without graphs, which compiles kernels and lets libraries take their memory; the next captures
     them. trained: parameters that get gradients. copies: of parameters, with which layers compute.

@@ -15,6 +15,8 @@ def overlap_text(config: Config, reason: str | None = None, on_cpu: bool = False
         return ""
     if not config.plain_products:
         reason = "no others than PyTorch's own products can be fused with them"
+    elif config.train.cuda_graph:
+        reason = "operations on symmetric memory are not captured by train.cuda_graph"
     elif on_cpu:
         reason = "a CPU has no symmetric memory" if asked == "auto" else ""
     if reason:

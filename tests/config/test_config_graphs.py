@@ -7,11 +7,19 @@ from megalite.config.load import load
 from megalite.config.rules.validate import check, check_without_layout
 
 GRAPH = "train.cuda_graph=true"
+SPREAD = (
+    "is for one data-parallel rank, and the layout has {}: FSDP2 gathers weights into memory that moves; use false, or "
+    "one data-parallel rank: parallel.dp_shard=1 and parallel.dp_replicate=1"
+)
 BAD = {
-    "parallel.tp=2": "is for a job of one rank, whose micro-batches have no collectives, and the layout makes 2; use "
-    "false",
-    "parallel.dp_shard=4": "is for a job of one rank, whose micro-batches have no collectives, and the layout makes 4; "
-    "use false",
+    "parallel.dp_shard=4": SPREAD.format(4),
+    "parallel.dp_replicate=2": SPREAD.format(2),
+    "parallel.pp=2": "cannot be used with parallel.pp = 2, whose stages send each other messages in every micro-batch; "
+    "use false, or parallel.pp=1",
+    "parallel.cp=2": "cannot be used with parallel.cp = 2, whose attention sends keys and values between its blocks; "
+    "use false, or parallel.cp=1",
+    "parallel.tp=2 parallel.tensor.overlap=symmetric": "cannot be used with parallel.tensor.overlap = symmetric, whose "
+    "ranks wait for each other inside of products; use false, or parallel.tensor.overlap=pieces",
     "run.device=cpu": "needs CUDA, but run.device = cpu; use false, or run.device=cuda",
     "parallel.pipeline.schedule=gpipe": "needs a forward pass and then its backward, which parallel.pipeline.schedule "
     "= gpipe does not promise; use false, or parallel.pipeline.schedule=1f1b",
@@ -45,8 +53,13 @@ def test_graphs_are_refused_by_name_where_micro_batches_differ(overrides: str) -
 
 
 def test_a_search_for_layouts_refuses_graphs() -> None:
-    with pytest.raises(InputError, match=r"train\.cuda_graph = true: is for a job of one rank"):
+    told = (
+        "train.cuda_graph = true: is for a layout with one data-parallel rank, and without pipeline and context "
+        "parallelism, and this is a search for a layout; use false"
+    )
+    with pytest.raises(InputError) as caught:
         check_without_layout(load(["tiny_gqa"], [GRAPH]))
+    assert [str(problem) for problem in caught.value.problems] == [told]
 
 
 @pytest.mark.parametrize(
@@ -54,6 +67,14 @@ def test_a_search_for_layouts_refuses_graphs() -> None:
 )
 def test_graphs_go_with_all_that_leaves_micro_batches_alike(override: str) -> None:
     check(load(["tiny_gqa"], [GRAPH, override, "batch.global=8"]), 1)
+
+
+@pytest.mark.parametrize("overlap", ["pieces", "auto"])
+def test_graphs_go_with_ranks_of_tensor_parallelism(overlap: str) -> None:
+    """However `auto` would be settled without them: the planner and a run take pieces."""
+    changes = [GRAPH, "parallel.tp=2", f"parallel.tensor.overlap={overlap}", "run.device=cuda"]
+    assert not check(load(["tiny_gqa"], changes), 2).fuses_over_tp
+    check(load(["tiny_gqa"], [GRAPH, "parallel.tensor.overlap=symmetric"]), 1)  # of one rank, nothing is sent
 
 
 def _split(overrides: str) -> list[str]:

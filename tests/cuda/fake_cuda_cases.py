@@ -15,7 +15,7 @@ from unittest.mock import patch
 import fake_device
 import torch
 import torch.distributed as dist
-from fake_device import CAPTURED, NOTES, Calls, world
+from fake_device import CAPTURED, NOTES, WAITED, Calls, world
 from torch import Tensor
 from torch.distributed import distributed_c10d
 from torch.nn.attention import _cur_sdpa_kernel_backends
@@ -31,7 +31,7 @@ from megalite.config.schema import Config
 from megalite.data.loader import Loader, Micros
 from megalite.distributed.mesh import Mesh
 from megalite.distributed.start.ranks import RankInfo
-from megalite.distributed.start.start import NCCL, start
+from megalite.distributed.start.start import GRAPH_REGISTRATION, NCCL, start
 from megalite.inference.draw import Draw
 from megalite.inference.engine import Engine
 from megalite.inference.flat import Stem
@@ -61,11 +61,12 @@ Groups = dict[str, set[Ranks]]
 def started(rank: int, environment: dict[str, str]) -> tuple[str, list[Any], dict[str, str]]:
     """The device of a rank, the devices that were made current, and the variables of NCCL."""
     NOTES.clear()
+    names = {*NCCL, GRAPH_REGISTRATION}
     with world(2, rank), patch.dict(os.environ, environment):
-        for name in NCCL.keys() - environment.keys():
+        for name in names - environment.keys():
             os.environ.pop(name, None)
         device = start(RankInfo(rank, 2, rank), "auto", 10.0)
-        return str(device), [note[1] for note in NOTES], {name: os.environ[name] for name in NCCL}
+        return str(device), [note[1] for note in NOTES], {name: os.environ[name] for name in names}
 
 
 def connected(config: Config) -> tuple[Groups, Groups]:
@@ -422,15 +423,16 @@ def trained(config: Config) -> tuple[list[str], list[bool]]:
     return events, pinned
 
 
-def captured(config: Config) -> tuple[list[list[str]], list[set[str]]]:
+def captured(config: Config) -> tuple[list[list[str]], list[Counter[str]]]:
     """Of three steps of two micro-batches: what streams and graphs are told, and what the graphs are made of.
 
-    Streams have the names compute and captures, and graphs their numbers. Of each graph: names of operations with a
-    tensor that is not on the device, and all others.
+    Streams have the names compute and captures, and graphs their numbers. Of each graph: names of operations, with
+    those that have a tensor which is not on the device apart. Every collective in it is waited for there.
     """
     told: list[list[str]] = []
     graphs: list[Any] = []
     CAPTURED.clear()
+    WAITED.clear()
     with _job(config) as (job, _):
         names = {torch.cuda.current_stream(): "compute", job.capture.stream: "captures"}
         for _ in range(3):
@@ -441,12 +443,13 @@ def captured(config: Config) -> tuple[list[list[str]], list[set[str]]]:
             told.append([_told(note, names, graphs) for note in NOTES])
     sizes = [x.ndim for calls in CAPTURED for args, _ in calls.of("aten::lift_fresh") for x in args]
     assert not any(sizes), "data of the host"
+    assert all(any(each is work for each in WAITED) for calls in CAPTURED for work in calls.begun)
     made = [
-        {
+        Counter(
             ("host: " if {x.device for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)} - {DEVICE} else "")
             + str(func)
             for func, args, kwargs in calls.seen
-        }
+        )
         for calls in CAPTURED
     ]
     return told, made

@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed import distributed_c10d
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 FAKE = FakeTensorMode(allow_non_fake_inputs=True)
 NAME = "NVIDIA H100 80GB HBM3"
@@ -58,6 +59,7 @@ class Event:
 
 NOTES: list[tuple[Any, ...]] = []
 CAPTURED: list["Calls"] = []  # the operations of each graph
+WAITED: list[dist.Work] = []  # collectives that were waited for
 REFUSED = 2  # cudaErrorMemoryAllocation
 refuses = False  # whether CUDA registers no more host memory
 _current: list[Any] = []
@@ -131,6 +133,7 @@ def install() -> None:
     torch.accelerator.current_stream = cuda.current_stream
     Tensor.record_stream = lambda tensor, stream: NOTES.append(("record", tensor, stream))  # type: ignore[method-assign]
     FakeWork.is_completed = lambda _: True
+    FakeWork.wait = lambda work, *_: WAITED.append(work)
     library = torch.library.Library("aten", "IMPL")
     library.impl("empty.memory_format", _empty, "CUDA")
     library.impl("empty_strided", _empty_strided, "CUDA")
@@ -165,10 +168,15 @@ class Calls(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.seen: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
+        self.begun: list[dist.Work] = []  # collectives
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.seen.append((func, args, kwargs or {}))
-        return func(*args, **kwargs or {})
+        result = func(*args, **kwargs or {})
+        if func.namespace == "c10d":
+            objects = (leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.ScriptObject))
+            self.begun += map(dist.Work.unbox, objects)
+        return result
 
     def of(self, name: str) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
         """Arguments of every call of the operation `namespace::name`."""

@@ -62,8 +62,8 @@ def test_a_rank_takes_its_gpu_and_leaves_it_to_the_watchdog_to_end_a_job(call: C
     assert set(nccl.values()) == {"0"}
 
 
-def test_what_the_environment_says_of_nccl_stays(call: Call) -> None:
-    name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+@pytest.mark.parametrize("name", ["TORCH_NCCL_ASYNC_ERROR_HANDLING", "NCCL_GRAPH_REGISTER"])
+def test_what_the_environment_says_of_nccl_stays(name: str, call: Call) -> None:
     *_, nccl = call(cases.started, 0, {name: "3"})
     assert nccl.pop(name) == "3"
     assert set(nccl.values()) == {"0"}
@@ -342,9 +342,23 @@ def test_a_model_computes_on_its_device(parallel: dict[str, int], window: int | 
     assert devices == {"cuda:0"}
 
 
-def test_graphs_hold_operations_of_the_device_alone(call: Call) -> None:
+CAPTURED_LAYOUTS = {
+    "alone": {},
+    "tp": {"tp": 2},
+    "tp, where GPUs share memory": {"tp": 2, "tensor": TensorParallel("auto")},
+}
+
+# Forward has 2 gathers and 2 scatters in each of 2 layers, and backward 4 and 2; the embedding's output is scattered,
+# the head's input gathered, backward likewise, and statistics of logits are gathered.
+CAPTURED_COLLECTIVES = {1: {}, 2: {"c10d._allgather_base_.default": 15, "c10d._reduce_scatter_base_.default": 10}}
+
+
+@pytest.mark.parametrize("layout", CAPTURED_LAYOUTS)
+def test_graphs_hold_operations_of_the_device_alone(layout: str, call: Call) -> None:
     """In none is a tensor of the host, a synchronization or an event; a number that assignments write is a constant."""
-    (first, second, third), made = call(cases.captured, replace(PLAIN, train=replace(PLAIN.train, cuda_graph=True)))
+    config = spread(**CAPTURED_LAYOUTS[layout])
+    config = replace(config, train=replace(config.train, cuda_graph=True))
+    (first, second, third), made = call(cases.captured, config)
     assert first == ["captures wait for compute", "compute wait for captures"] * 2
     assert second == [
         "capture 0 in None on captures, thread_local",
@@ -361,3 +375,5 @@ def test_graphs_hold_operations_of_the_device_alone(call: Call) -> None:
             "host: aten.lift_fresh.default",
             "host: aten.fill_.Tensor",
         }
+        collectives = {name: times for name, times in operations.items() if name.startswith(("c10d", "symm_mem"))}
+        assert collectives == CAPTURED_COLLECTIVES[config.parallel.tp]

@@ -30,6 +30,8 @@ LAYOUTS = {
     "tp": ["parallel.tp=2"],
     "tp, symmetric memory": ["parallel.tp=2", "parallel.tensor.overlap=symmetric"],
     "tp, symmetric memory, compiled": ["parallel.tp=2", "parallel.tensor.overlap=symmetric", "train.compile=true"],
+    "tp, graphs": ["parallel.tp=2", "train.cuda_graph=true"],
+    "tp, graphs, compiled": ["parallel.tp=2", "train.cuda_graph=true", "train.compile=true"],
     "cp": ["parallel.cp=2", "parallel.context.method=ulysses"],
     "ep": ["parallel.dp_shard=2", "parallel.ep=2"],
     "tp, ep": ["parallel.tp=2", "parallel.ep=2"],

@@ -1,22 +1,27 @@
 """A device on a CPU that captures graphs as CUDA does: it notes operations with their tensors, and does them again.
 
 A replay runs no Python but that of operations: numbers that the host knew are those of the capture, tensors are where
-they were, and no version of a tensor rises.
+they were, and no version of a tensor rises. A collective takes and gives its numbers where it is waited for, the last
+moment at which a GPU's stream may do so, and has to be waited for within the work.
 """
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 ops = torch.ops.aten
 # Operations whose results the host reads, or whose sizes it cannot know.
 OF_THE_HOST = {ops._local_scalar_dense, ops.equal, ops.nonzero, ops.is_nonzero, ops.masked_select}
+COLLECTIVES = {"c10d::_allgather_base_", "c10d::_reduce_scatter_base_", "c10d::allreduce_"}
+Call = tuple[Any, tuple[Any, ...], dict[str, Any], Any]
 
 
 class Recording(TorchDispatchMode):
@@ -24,7 +29,8 @@ class Recording(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.calls: list[tuple[Any, tuple[Any, ...], dict[str, Any], Any]] = []
+        self.calls: list[Call] = []
+        self.begun: list[tuple[dist.Work, Call]] = []  # collectives that nobody has waited for yet
         self.made: dict[int, Tensor] = {}  # by storage
         self.found: dict[int, tuple[Tensor, Tensor]] = {}  # by storage: bytes, and a copy of them
 
@@ -32,7 +38,8 @@ class Recording(TorchDispatchMode):
         if any(issubclass(each, DTensor) for each in types):
             return NotImplemented  # the operations on its part come by themselves
         from_list = func.overloadpacket is ops.lift_fresh and args[0].ndim > 0  # numbers alone are a CPU's constants
-        if func.overloadpacket in OF_THE_HOST or from_list or func.namespace == "c10d":
+        refused = func.namespace == "c10d" and func._schema.name not in COLLECTIVES
+        if func.overloadpacket in OF_THE_HOST or from_list or refused:
             raise AssertionError(f"{func} cannot be in a graph")
         for tensor in tensors((args, kwargs)):
             if place(tensor) not in self.made and place(tensor) not in self.found:
@@ -40,8 +47,29 @@ class Recording(TorchDispatchMode):
                 self.found[place(tensor)] = whole, whole.clone()
         result = func(*args, **kwargs or {})
         self.made |= {place(tensor): tensor for tensor in tensors(result) if place(tensor) not in self.found}
-        self.calls.append((func, args, kwargs or {}, result))
+        call = func, args, kwargs or {}, result
+        if works := works_of(result):
+            self.begun += [(work, call) for work in works]
+        else:
+            self.calls.append(call)
         return result
+
+    @contextmanager
+    def noting_waits(self) -> Iterator[None]:
+        """Note collectives that are waited for meanwhile, which all that are begun have to be."""
+        wait = dist.Work.wait
+
+        def noted(work: dist.Work, *args: Any) -> Any:
+            done = [call for begun, call in self.begun if begun is work]
+            assert done, "waits for a collective that is not in the graph"
+            self.begun = [(begun, call) for begun, call in self.begun if begun is not work]
+            self.calls += done
+            with _disable_current_modes():  # in it gloo copies, as a part of the collective
+                return wait(work, *args)
+
+        with patch.object(dist.Work, "wait", noted):
+            yield
+        assert not self.begun, f"not waited for: {[str(func) for _, (func, *_) in self.begun]}"
 
     def undo(self) -> None:
         """Leave memory as it was, since a capture does nothing."""
@@ -68,7 +96,8 @@ class RecordedGraphs:
 
     def graph_of(self, work: Callable[[], None]) -> Callable[[], None]:
         seed = torch.get_rng_state()
-        with Recording() as recording:
+        recording = Recording()
+        with recording.noting_waits(), recording:
             work()
         assert seed.equal(torch.get_rng_state()), "every replay would draw the same numbers"
         recording.undo()
@@ -81,6 +110,8 @@ class RecordedGraphs:
                 for func, args, kwargs, result in recording.calls:
                     given = {place(tensor) for tensor in tensors((args, kwargs))}
                     again = func(*args, **kwargs)
+                    for working in works_of(again):
+                        working.wait()
                     for old, new in zip(tensors(result), tensors(again), strict=True):
                         if place(old) not in given:
                             old.copy_(new)
@@ -90,6 +121,12 @@ class RecordedGraphs:
 
 def tensors(tree: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def works_of(tree: Any) -> list[dist.Work]:
+    """Collectives that an operation has begun."""
+    objects = [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.ScriptObject)]
+    return [dist.Work.unbox(each) for each in objects if each._type().name() == "Work"]
 
 
 def place(tensor: Tensor) -> int:

@@ -8,61 +8,35 @@ from typing import Any
 
 import pytest
 import torch
+from graphed_cases import (
+    MODEL,
+    assert_equal,
+    assert_steps_equal,
+    both,
+    capturing,
+    compared_over_ranks,
+    configured,
+)
+from ranks import Ranks
 from recorded_graphs import RecordedGraphs
 from torch.distributed.tensor import DTensor
-from toy_jobs import advance, config_of, make, one_rank, parts, restorer, save
+from toy_jobs import advance, make, one_rank, restorer, save
 
 from megalite.base.errors import InputError
 from megalite.commands.verify import random_batch
 from megalite.config.layout import Layout
-from megalite.config.model_schema import Adapter, Model
-from megalite.config.schema import Batch, Config, Optim, Rampup
-from megalite.train.build import Job
+from megalite.config.model_schema import Adapter
+from megalite.config.schema import Rampup
 from megalite.train.step import evaluate, train_step
 
-MODEL = Model(2, 16, 4, 2, None, 24, 40, 16, qk_norm=True, qkv_bias=True)
 EIGHTS = replace(MODEL, heads=2, kv_heads=2, ffn=32)  # its sizes fit products in 8 bits
 
 
-def configured(model: Model = MODEL, adapter: Adapter | None = None, **train: Any) -> Config:
-    """Four micro-batches a step, a rate that changes, and gradients that are clipped."""
-    config = config_of(Layout(), model)
-    train = {"precision": "bf16", "cuda_graph": True} | train
-    return replace(
-        config,
-        adapter=adapter,
-        batch=Batch(micro=2, global_=8),
-        train=replace(config.train, **train),
-        optim=Optim(lr=0.01, clip_norm=0.2),
-    )
-
-
 @pytest.fixture
-def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[RecordedGraphs]]:
-    """What the jobs of a test capture, one after another."""
-    found: list[RecordedGraphs] = []
-
-    def capture(_: torch.device) -> RecordedGraphs:
-        found.append(RecordedGraphs())
-        return found[-1]
-
-    monkeypatch.setattr("megalite.train.build.captures_on", capture)
-    with one_rank():
+def graphs() -> Iterator[list[RecordedGraphs]]:
+    """What the jobs of a test, on one rank, capture one after another."""
+    with capturing() as found, one_rank():
         yield found
-
-
-def both(config: Config) -> tuple[Job, Job]:
-    """A job with graphs, and one without."""
-    return make(config), make(replace(config, train=replace(config.train, cuda_graph=False)))
-
-
-def assert_equal(job: Job, other: Job) -> None:
-    """Weights, optimizer states and copies."""
-    mine, theirs = parts(job), parts(other)
-    assert mine.keys() == theirs.keys()
-    assert all(part.values.equal(theirs[name].values) for name, part in mine.items())
-    for ours, others in zip(job.copies, other.copies, strict=True):
-        assert all(map(torch.equal, ours, others))
 
 
 CASES: dict[str, dict[str, Any]] = {
@@ -78,15 +52,50 @@ CASES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_steps_by_graphs_are_those_without_to_the_last_bit(name: str, graphs: list[RecordedGraphs]) -> None:
-    """Tokens, the share of trained ones and the rate change from step to step."""
-    graphed, plain = both(configured(**CASES[name]))
-    for step in range(5):
-        readings = [train_step(job, random_batch(job, step, masked=True), step).read() for job in (graphed, plain)]
-        assert readings[0] == readings[1]
-    assert_equal(graphed, plain)
+    assert_steps_equal(configured(**CASES[name]))
     (captured,) = graphs
     assert len(captured.operations) == 2
     assert captured.replays == 4 * 4  # all micro-batches but those of the first step
+
+
+GATHER, SCATTER, SUM = "c10d._allgather_base_.default", "c10d._reduce_scatter_base_.default", "c10d.allreduce_.default"
+SPLIT = replace(MODEL, width=32, kv_heads=4, ffn=32)  # parts of two ranks fit products in 8 bits
+OVER_RANKS: dict[str, dict[str, Any]] = {
+    "bf16": {},
+    "fp64": {"precision": "fp64"},
+    "fp8": {"precision": "fp8", "model": SPLIT},
+    "tied, norms over ranks": {"model": replace(MODEL, tie_embeddings=True, qk_norm_width="all")},
+    "full recompute, adapter": {"adapter": Adapter(rank=2, dora=True), "recompute": "full"},
+}
+
+
+@pytest.mark.parametrize("name", OVER_RANKS)
+def test_graphs_over_ranks_hold_their_collectives_but_for_the_sums_of_a_step(name: str, ranks: Ranks) -> None:
+    """Gathers and scatters in pieces as well, which are many at once."""
+    config = configured(layout=Layout(tp=2), **OVER_RANKS[name])
+    first, second = ranks.run(compared_over_ranks, config, 5, 1)[:2]
+    assert first == second
+    (writing, adding), replays = first
+    assert replays == 4 * 4
+    assert writing[GATHER] == adding[GATHER] > 0
+    assert writing[SCATTER] == adding[SCATTER] > 0
+    casts, norms = name == "fp8", "norms" in name or "adapter" in name
+    assert (adding[SUM] > 0) == (casts or norms)
+    assert (writing[SUM] > adding[SUM]) == casts, "scales of weights, which are cast once a step"
+
+
+def test_graphs_over_ranks_serve_steps_of_more_micro_batches(ranks: Ranks) -> None:
+    """Not in pieces, which are more collectives of the same."""
+    config = configured(layout=Layout(tp=2))
+    samples = 8 * config.model.sequence_length
+    rampup = Rampup(start=2, increment=2, tokens=2 * samples)
+    grown = replace(config, batch=replace(config.batch, rampup=rampup))
+    found = ranks.run(compared_over_ranks, grown, 8, 1 << 40)
+    assert found[0] == found[1]
+    (whole, _), _ = found[0]
+    (in_pieces, _), _ = ranks.run(compared_over_ranks, config, 2, 1)[0]
+    assert in_pieces[GATHER] > whole[GATHER]
+    assert in_pieces[SCATTER] > whole[SCATTER]
 
 
 def test_evaluations_and_loads_go_beside_graphs(graphs: list[RecordedGraphs], tmp_path: Path) -> None:

@@ -86,6 +86,19 @@ def test_auto_on_a_cpu_takes_the_memory_of_pieces() -> None:
     assert as_counted(configured("auto")).fuses_over_tp
 
 
+def test_graphs_have_pieces() -> None:
+    auto, pieces = (configured(each, train=Train(cuda_graph=True)) for each in ("auto", "pieces"))
+    told = f"{AS_PIECES}, since operations on symmetric memory are not captured by train.cuda_graph"
+    assert overlap_text(auto) == overlap_text(auto, "") == told
+    assert not overlap_text(pieces)
+    assert rank_memory(auto, 0).total == rank_memory(pieces, 0).total
+    assert not as_counted(auto).fuses_over_tp
+    assert any(
+        "parallel.tensor.overlap" in str(each)
+        for each in validate(replace(auto, parallel=configured("symmetric").parallel))
+    )
+
+
 def test_the_planner_takes_them_to_hide_as_much_as_pieces() -> None:
     cluster, large = load_cluster("h100"), replace(MODEL, width=4096, ffn=8192, sequence_length=8192)
     symmetric, pieces = (predict(configured(each, model=large), cluster) for each in ("symmetric", "pieces"))

@@ -55,7 +55,7 @@ def validate(config: Config, world_size: int | None = None) -> list[Problem]:
         *parallel_rules(config, world_size),
         *batch_rules(config.batch, dp, model.sequence_length, parallel.sequence_parts, limits),
         *train_rules(config),
-        *graph_rules(config, ranks),
+        *graph_rules(config, dp),
         *optim_rules(config),
         *data_rules(config.data, model.vocab_size),
     ]

@@ -24,6 +24,9 @@ NCCL = {  # variables of PyTorch, unless the environment sets them, so that our 
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",  # else it waits for dumps of all ranks, and aborts the process then
     "TORCH_NCCL_ENABLE_MONITORING": "0",  # else the process is aborted when that thread hangs, in a lost peer's call
 }
+# NCCL would register the tensors of captured collectives with other GPUs, which fails or reads wrong memory where these
+# are in expandable segments, as they are by default.
+GRAPH_REGISTRATION = "NCCL_GRAPH_REGISTER"
 LOST_PEER_SIGNS = (
     "closed by peer",
     "reset by peer",
@@ -59,6 +62,7 @@ def start(
             )
         torch.cuda.set_device(rank_info.local_rank)
         _leave_errors_to_us()
+        os.environ.setdefault(GRAPH_REGISTRATION, "0")
     if not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
         store = (meeting or meet(rank_info, timeout)).store

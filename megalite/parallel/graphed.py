@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from megalite.base.errors import InputError, Problem
 from megalite.distributed.health.activity import Activity
+from megalite.distributed.health.clock import SectionClock
 from megalite.parallel.copies import Copies
 from megalite.parallel.pipeline import Pipeline, StepInputs
 
@@ -98,7 +99,8 @@ class GraphedPipeline:
     """Runs steps of any number of micro-batches by graphs of `pipeline`, whose step has one, and no messages.
 
     The first step runs without graphs, which compiles kernels and lets libraries take their memory; the next captures
-    them. trained: parameters that get gradients. copies: of parameters, with which layers compute.
+    them. trained: parameters that get gradients. copies: of parameters, with which layers compute. clock: times what
+    graphs take, with what they wait for other ranks.
     """
 
     def __init__(
@@ -108,9 +110,10 @@ class GraphedPipeline:
         copies: Sequence[Copies],
         capture: Capture,
         activity: Activity,
+        clock: SectionClock,
     ) -> None:
         self.pipeline, self.trained, self.copies = pipeline, trained, copies
-        self.capture, self.activity = capture, activity
+        self.capture, self.activity, self.clock = capture, activity, clock
         self._inputs: _Inputs | None = None
         self._warm: set[bool] = set()  # kinds of micro-batches that have run: whether they add to sums of gradients
         self._graphs: dict[bool, Callable[[], None]] = {}  # by kind
@@ -143,7 +146,8 @@ class GraphedPipeline:
                 self._work()
             self._warm.add(adds)
             return
-        self._graphs[adds]()
+        with self.clock.timed("graphs"):
+            self._graphs[adds]()
         if not adds:
             for param, total in zip(self.trained, self._sums, strict=True):
                 param.grad = total  # the optimizer has let go of it

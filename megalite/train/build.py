@@ -115,7 +115,7 @@ class Job:
         # Micro-batches are noted, not their actions: those of one table again and again would be no schedule.
         of_one = build_pipeline(table, self, shape, Activity())
         trained = [found.value for every in self.gradients.trained.values() for found in every]
-        return GraphedPipeline(of_one, trained, self.copies, self.capture, self.activity)
+        return GraphedPipeline(of_one, trained, self.copies, self.capture, self.activity, self.clock)
 
 
 def build_mesh(config: Config, device: torch.device, timeout: timedelta | None = None) -> Mesh | None:

@@ -15,6 +15,9 @@ from megalite.distributed.mesh import Mesh
 from megalite_kernels.collectives import all_gather_single
 
 SECTIONS = ("forward", "backward", "optimizer", "loader")
+# Section of micro-batches that are CUDA graphs. Waits for other ranks cannot be told from a rank's own work in them, so
+# nobody is slow in it; but it is most of a step.
+GRAPHS = "graphs"
 WINDOW_STEPS = 50  # steps whose median hides spikes; the windows that a verdict needs are over within minutes
 WINDOWS = 3  # windows in a row in which a rank is slow before it is named: with fewer, other work on its node would do
 MIN_RATIO = 1.10  # ratio to the median of its peers from which on a rank is slow: less is usual between healthy GPUs
@@ -42,7 +45,10 @@ class Straggler:
 
 
 def slow(seconds: Mapping[int, Sequence[float]]) -> list[Straggler]:
-    """The slow ranks of one window. seconds: by rank, those of the sections; all of ranks with the same work."""
+    """The slow ranks of one window.
+
+    seconds: by rank, those of `SECTIONS`, and after them of others that are in a step; all of ranks with the same work.
+    """
     found = []
     whole = median(map(sum, seconds.values()))
     for index, section in enumerate(SECTIONS):
@@ -93,10 +99,11 @@ class Stragglers:
         self._steps.append({**self._clock.stepped(), "loader": loader})
         if len(self._steps) < WINDOW_STEPS:
             return []
-        mine = [median(step.get(section, 0.0) for step in self._steps) for section in SECTIONS]
+        sections = (*SECTIONS, GRAPHS)
+        mine = [median(step.get(section, 0.0) for step in self._steps) for section in sections]
         self._steps.clear()
         mesh, size = self._mesh, self._mesh.layout.world_size
-        everyones = torch.empty(size * len(SECTIONS), dtype=torch.float32, device=mesh.device)
+        everyones = torch.empty(size * len(sections), dtype=torch.float32, device=mesh.device)
         all_gather_single(everyones, torch.tensor(mine, device=mesh.device), group=mesh.world)
         by_rank = everyones.view(size, -1).tolist()
         stages: list[dict[int, list[float]]] = [{} for _ in range(mesh.layout.pp)]

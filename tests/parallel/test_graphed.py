@@ -28,6 +28,7 @@ from megalite.config.layout import Layout
 from megalite.config.model_schema import Adapter
 from megalite.config.schema import Rampup
 from megalite.train.step import evaluate, train_step
+from megalite.train.stragglers import GRAPHS
 
 EIGHTS = replace(MODEL, heads=2, kv_heads=2, ffn=32)  # its sizes fit products in 8 bits
 
@@ -156,6 +157,16 @@ def test_micro_batches_are_noted_whether_graphs_run_them_or_not(graphs: list[Rec
         job.activity.follower = lambda note, notes=notes: notes.append(str(note))
         train_step(job, random_batch(job, step), step)
         assert notes == [*expected, "finishing the gradients", "updating the weights"]
+
+
+def test_graphs_are_timed_apart_from_passes_of_which_waits_are_known(graphs: list[RecordedGraphs]) -> None:
+    job, _ = both(configured())
+    sections = []
+    with job.clock.running():
+        for step in range(3):
+            train_step(job, random_batch(job, step), step)
+            sections.append(job.clock.stepped().keys())
+    assert sections == [{"optimizer"}, *[{GRAPHS, "optimizer"}] * 2]
 
 
 def test_graphs_take_a_gpu() -> None:

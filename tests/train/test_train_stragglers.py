@@ -108,6 +108,14 @@ def test_who_has_no_peers_or_takes_no_time_is_not_slow(values: list[float]) -> N
     assert slow({rank: (1.0, 1.0, value, 0.0) for rank, value in enumerate(values)}) == []
 
 
+def test_micro_batches_as_graphs_are_in_a_step_and_nobody_is_slow_in_them() -> None:
+    """A rank waits in them for one that comes late; what it lacks elsewhere is compared with the whole step."""
+    optimizer = {0: 0.010, 1: 0.012}
+    apart = {rank: (0.0, 0.0, seconds, 0.0) for rank, seconds in optimizer.items()}
+    assert [found.rank for found in slow(apart)] == [1]
+    assert slow({rank: (*seconds, 0.9 + 0.3 * (rank == 0)) for rank, seconds in apart.items()}) == []
+
+
 def test_waiting_for_others_is_not_counted() -> None:
     clock = SectionClock(torch.device("cpu"))
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

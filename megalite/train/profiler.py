@@ -84,8 +84,10 @@ class Profiler:
                     self._write(report)
 
     def _begin(self) -> None:
-        mesh = self.job.mesh
-        about = About(mesh.rank, self.first, self.last, mesh.layout.pp, mesh.coordinates, mesh.axes, self._expected())
+        mesh, axes = self.job.mesh, self.job.mesh.axes
+        if self.job.capture is not None:
+            axes[""] = "tp"  # kernels of a CUDA graph name no group, and there are no others in it
+        about = About(mesh.rank, self.first, self.last, mesh.layout.pp, mesh.coordinates, axes, self._expected())
         turns = pairs_up(self.job.config)  # a forward that takes turns with a backward has a thread of its own
         self._recording = Recording(self.job.activity, mesh.device, turns, **{KEY: json.dumps(about.plain())})
 

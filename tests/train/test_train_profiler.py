@@ -73,6 +73,14 @@ def test_the_asked_steps_are_recorded_with_all_that_was_noted(begun: int, tmp_pa
     assert sum(told["parts"].values()) == pytest.approx(told["seconds"])  # type: ignore[attr-defined]
 
 
+def test_collectives_without_a_group_are_those_of_tensor_parallelism_where_graphs_have_them(tmp_path: Path) -> None:
+    graphed = replace(CONFIG, train=replace(CONFIG.train, cuda_graph=True))
+    capture = Mock(warming_up=nullcontext, graph_of=lambda work: work() or work)
+    with one_rank(), patch("megalite.train.build.captures_on", lambda _: capture):
+        run(graphed, tmp_path)
+    assert trace_of(tmp_path).about.axes == {"": "tp"}
+
+
 def test_steps_are_the_same_whether_profiled_or_not(tmp_path: Path) -> None:
     with one_rank():
         without, profiler = run(replace(CONFIG, profile=Profile()), tmp_path / "without")

@@ -20,7 +20,11 @@ from torch.utils._pytree import tree_leaves
 ops = torch.ops.aten
 # Operations whose results the host reads, or whose sizes it cannot know.
 OF_THE_HOST = {ops._local_scalar_dense, ops.equal, ops.nonzero, ops.is_nonzero, ops.masked_select}
-COLLECTIVES = {"c10d::_allgather_base_", "c10d::_reduce_scatter_base_", "c10d::allreduce_"}
+COLLECTIVES = {
+    *("c10d::_allgather_base_", "c10d::_reduce_scatter_base_", "c10d::allreduce_"),
+    *(f"_c10d_functional::{name}" for name in ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce")),
+}
+WAIT = torch.ops._c10d_functional.wait_tensor  # in compiled layers
 Call = tuple[Any, tuple[Any, ...], dict[str, Any], Any]
 
 
@@ -30,15 +34,25 @@ class Recording(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.calls: list[Call] = []
-        self.begun: list[tuple[dist.Work, Call]] = []  # collectives that nobody has waited for yet
+        # Collectives that nobody has waited for yet, by the address of their work, which is kept, or of their result.
+        self.begun: dict[int, tuple[dist.Work | None, Call]] = {}
         self.made: dict[int, Tensor] = {}  # by storage
         self.found: dict[int, tuple[Tensor, Tensor]] = {}  # by storage: bytes, and a copy of them
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Compiled layers stay so; their operations are noted."""
+        return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(each, DTensor) for each in types):
             return NotImplemented  # the operations on its part come by themselves
         from_list = func.overloadpacket is ops.lift_fresh and args[0].ndim > 0  # numbers alone are a CPU's constants
-        refused = func.namespace == "c10d" and func._schema.name not in COLLECTIVES
+        if func.overloadpacket is WAIT:
+            self.waited(place(args[0]))
+            return func(*args)
+        collective = func.namespace in ("c10d", "_c10d_functional")
+        refused = collective and func._schema.name not in COLLECTIVES
         if func.overloadpacket in OF_THE_HOST or from_list or refused:
             raise AssertionError(f"{func} cannot be in a graph")
         for tensor in tensors((args, kwargs)):
@@ -48,11 +62,17 @@ class Recording(TorchDispatchMode):
         result = func(*args, **kwargs or {})
         self.made |= {place(tensor): tensor for tensor in tensors(result) if place(tensor) not in self.found}
         call = func, args, kwargs or {}, result
-        if works := works_of(result):
-            self.begun += [(work, call) for work in works]
+        if collective:
+            (work,) = works_of(result) or (None,)
+            self.begun[place(tensors(result)[0]) if work is None else id(work)] = work, call
         else:
             self.calls.append(call)
         return result
+
+    def waited(self, begun: int) -> None:
+        """Note that a collective is waited for: it is done here."""
+        assert begun in self.begun, "waits for a collective that is not in the graph"
+        self.calls.append(self.begun.pop(begun)[1])
 
     @contextmanager
     def noting_waits(self) -> Iterator[None]:
@@ -60,16 +80,13 @@ class Recording(TorchDispatchMode):
         wait = dist.Work.wait
 
         def noted(work: dist.Work, *args: Any) -> Any:
-            done = [call for begun, call in self.begun if begun is work]
-            assert done, "waits for a collective that is not in the graph"
-            self.begun = [(begun, call) for begun, call in self.begun if begun is not work]
-            self.calls += done
+            self.waited(id(work))
             with _disable_current_modes():  # in it gloo copies, as a part of the collective
                 return wait(work, *args)
 
         with patch.object(dist.Work, "wait", noted):
             yield
-        assert not self.begun, f"not waited for: {[str(func) for _, (func, *_) in self.begun]}"
+        assert not self.begun, f"not waited for: {[str(func) for _, (func, *_) in self.begun.values()]}"
 
     def undo(self) -> None:
         """Leave memory as it was, since a capture does nothing."""
@@ -112,6 +129,8 @@ class RecordedGraphs:
                     again = func(*args, **kwargs)
                     for working in works_of(again):
                         working.wait()
+                    if func.namespace == "_c10d_functional":
+                        WAIT(again)
                     for old, new in zip(tensors(result), tensors(again), strict=True):
                         if place(old) not in given:
                             old.copy_(new)

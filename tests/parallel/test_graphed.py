@@ -60,6 +60,7 @@ def test_steps_by_graphs_are_those_without_to_the_last_bit(name: str, graphs: li
 
 
 GATHER, SCATTER, SUM = "c10d._allgather_base_.default", "c10d._reduce_scatter_base_.default", "c10d.allreduce_.default"
+GATHER_OF_COMPILED = "_c10d_functional.all_gather_into_tensor.default"
 SPLIT = replace(MODEL, width=32, kv_heads=4, ffn=32)  # parts of two ranks fit products in 8 bits
 OVER_RANKS: dict[str, dict[str, Any]] = {
     "bf16": {},
@@ -67,6 +68,7 @@ OVER_RANKS: dict[str, dict[str, Any]] = {
     "fp8": {"precision": "fp8", "model": SPLIT},
     "tied, norms over ranks": {"model": replace(MODEL, tie_embeddings=True, qk_norm_width="all")},
     "full recompute, adapter": {"adapter": Adapter(rank=2, dora=True), "recompute": "full"},
+    "compiled": {"compile": True},
 }
 
 
@@ -83,6 +85,7 @@ def test_graphs_over_ranks_hold_their_collectives_but_for_the_sums_of_a_step(nam
     casts, norms = name == "fp8", "norms" in name or "adapter" in name
     assert (adding[SUM] > 0) == (casts or norms)
     assert (writing[SUM] > adding[SUM]) == casts, "scales of weights, which are cast once a step"
+    assert (adding[GATHER_OF_COMPILED] > 0) == (name == "compiled")
 
 
 def test_graphs_over_ranks_serve_steps_of_more_micro_batches(ranks: Ranks) -> None:

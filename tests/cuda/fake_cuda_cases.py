@@ -43,6 +43,7 @@ from megalite.parallel.host_memory import HostMemory
 from megalite.parallel.host_parameters import CopiedAhead
 from megalite.parallel.offload import to_host
 from megalite.parallel.sequence import Documents, Method
+from megalite.plan.parts import pieces
 from megalite.plan.resolved import resolve
 from megalite.plan.state_streams import BLOCK
 from megalite.train import vital_signs
@@ -423,9 +424,10 @@ def trained(config: Config) -> tuple[list[str], list[bool]]:
     return events, pinned
 
 
-def captured(config: Config) -> tuple[list[list[str]], list[Counter[str]]]:
+def captured(config: Config, least_piece: int) -> tuple[list[list[str]], list[Counter[str]]]:
     """Of three steps of two micro-batches: what streams and graphs are told, and what the graphs are made of.
 
+    least_piece: bytes from which it pays to gather and scatter in pieces. GPUs have symmetric memory.
     Streams have the names compute and captures, and graphs their numbers. Of each graph: names of operations, with
     those that have a tensor which is not on the device apart. Every collective in it is waited for there.
     """
@@ -433,7 +435,11 @@ def captured(config: Config) -> tuple[list[list[str]], list[Counter[str]]]:
     graphs: list[Any] = []
     CAPTURED.clear()
     WAITED.clear()
-    with _job(config) as (job, _):
+    with (
+        patch.object(settled_symmetric, "_refusal", lambda mesh: ""),
+        patch.object(pieces, "MIN_PIECE_BYTES", least_piece),
+        _job(config) as (job, _),
+    ):
         names = {torch.cuda.current_stream(): "compute", job.capture.stream: "captures"}
         for _ in range(3):
             NOTES.clear()

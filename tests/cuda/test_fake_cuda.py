@@ -342,23 +342,23 @@ def test_a_model_computes_on_its_device(parallel: dict[str, int], window: int | 
     assert devices == {"cuda:0"}
 
 
-CAPTURED_LAYOUTS = {
-    "alone": {},
-    "tp": {"tp": 2},
-    "tp, where GPUs share memory": {"tp": 2, "tensor": TensorParallel("auto")},
-}
-
-# Forward has 2 gathers and 2 scatters in each of 2 layers, and backward 4 and 2; the embedding's output is scattered,
-# the head's input gathered, backward likewise, and statistics of logits are gathered.
-CAPTURED_COLLECTIVES = {1: {}, 2: {"c10d._allgather_base_.default": 15, "c10d._reduce_scatter_base_.default": 10}}
+# Gathers and scatters of 2 layers: forward has 2 and 2 in each, and backward 4 and 2. The embedding's output is
+# scattered and the head's input gathered, in backward the other way round, and statistics of logits are gathered. In
+# pieces, forward's are 4 times as many, and so are the gathers of gradients in backward.
+CAPTURED_COLLECTIVES = {"whole": (15, 10), "in pieces": (39, 22)}
 
 
-@pytest.mark.parametrize("layout", CAPTURED_LAYOUTS)
-def test_graphs_hold_operations_of_the_device_alone(layout: str, call: Call) -> None:
-    """In none is a tensor of the host, a synchronization or an event; a number that assignments write is a constant."""
-    config = spread(**CAPTURED_LAYOUTS[layout])
+@pytest.mark.parametrize(
+    ("tensor", "split"), [(None, "whole"), ("pieces", "whole"), ("pieces", "in pieces"), ("auto", "in pieces")]
+)
+def test_graphs_hold_operations_of_the_device_alone(tensor: Overlap | None, split: str, call: Call) -> None:
+    """In none is a tensor of the host, a synchronization or an event; a number that assignments write is a constant.
+
+    Collectives of tensor parallelism are in them, if there is any, and none on symmetric memory.
+    """
+    config = PLAIN if tensor is None else spread(tp=2, tensor=TensorParallel(tensor))
     config = replace(config, train=replace(config.train, cuda_graph=True))
-    (first, second, third), made = call(cases.captured, config)
+    (first, second, third), made = call(cases.captured, config, 1 if split == "in pieces" else 1 << 40)
     assert first == ["captures wait for compute", "compute wait for captures"] * 2
     assert second == [
         "capture 0 in None on captures, thread_local",
@@ -376,4 +376,6 @@ def test_graphs_hold_operations_of_the_device_alone(layout: str, call: Call) -> 
             "host: aten.fill_.Tensor",
         }
         collectives = {name: times for name, times in operations.items() if name.startswith(("c10d", "symm_mem"))}
-        assert collectives == CAPTURED_COLLECTIVES[config.parallel.tp]
+        names = "c10d._allgather_base_.default", "c10d._reduce_scatter_base_.default"
+        found = {} if tensor is None else dict(zip(names, CAPTURED_COLLECTIVES[split], strict=True))
+        assert collectives == found

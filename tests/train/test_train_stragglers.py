@@ -5,6 +5,7 @@ import os
 import time
 import warnings
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -13,10 +14,14 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from toy_folder import launching, make_toy
+from toy_jobs import one_rank
 from warm_start import run
 
+from megalite.config.layout import Layout
 from megalite.distributed.health.clock import LAG, SectionClock
-from megalite.train.stragglers import SECTIONS, WINDOW_STEPS, WINDOWS, Rule, Straggler, slow
+from megalite.distributed.mesh import Mesh
+from megalite.train import stragglers
+from megalite.train.stragglers import GRAPHS, SECTIONS, WINDOW_STEPS, WINDOWS, Rule, Straggler, Stragglers, slow
 from megalite_launch.base.events import read_events
 from megalite_launch.base.run_folder import node_name
 
@@ -108,12 +113,22 @@ def test_who_has_no_peers_or_takes_no_time_is_not_slow(values: list[float]) -> N
     assert slow({rank: (1.0, 1.0, value, 0.0) for rank, value in enumerate(values)}) == []
 
 
-def test_micro_batches_as_graphs_are_in_a_step_and_nobody_is_slow_in_them() -> None:
+def test_micro_batches_as_graphs_are_in_a_step_and_nobody_is_slow_in_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank waits in them for one that comes late; what it lacks elsewhere is compared with the whole step."""
     optimizer = {0: 0.010, 1: 0.012}
     apart = {rank: (0.0, 0.0, seconds, 0.0) for rank, seconds in optimizer.items()}
     assert [found.rank for found in slow(apart)] == [1]
     assert slow({rank: (*seconds, 0.9 + 0.3 * (rank == 0)) for rank, seconds in apart.items()}) == []
+
+    monkeypatch.setattr(stragglers, "WINDOW_STEPS", 1)
+    judge = Mock(return_value=[])
+    monkeypatch.setattr(Rule, "judge", judge)
+    timed = Mock(stepped=lambda: {"optimizer": 0.25, GRAPHS: 4.0})
+    with one_rank():
+        mesh = Mesh.build(Layout(), torch.device("cpu"))
+        assert mesh is not None
+        assert Stragglers(mesh, timed, ["node"]).stepped(loader=0.5) == []
+    judge.assert_called_once_with([{0: [0.0, 0.0, 0.25, 0.5, 4.0]}])
 
 
 def test_waiting_for_others_is_not_counted() -> None:

@@ -20,6 +20,8 @@ from torch.utils._pytree import tree_leaves
 ops = torch.ops.aten
 # Operations whose results the host reads, or whose sizes it cannot know.
 OF_THE_HOST = {ops._local_scalar_dense, ops.equal, ops.nonzero, ops.is_nonzero, ops.masked_select}
+# Operations that write nothing: what is in their results comes from others, or is nonsense.
+ALLOCATIONS = {ops.empty, ops.empty_like, ops.empty_strided, ops.new_empty, ops.new_empty_strided}
 COLLECTIVES = {
     *("c10d::_allgather_base_", "c10d::_reduce_scatter_base_", "c10d::allreduce_"),
     *(f"_c10d_functional::{name}" for name in ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce")),
@@ -65,7 +67,7 @@ class Recording(TorchDispatchMode):
         if collective:
             (work,) = works_of(result) or (None,)
             self.begun[place(tensors(result)[0]) if work is None else id(work)] = work, call
-        else:
+        elif func.overloadpacket not in ALLOCATIONS:
             self.calls.append(call)
         return result
 

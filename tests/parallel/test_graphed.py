@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from graphed_cases import (
     MODEL,
     assert_equal,
@@ -29,6 +30,7 @@ from megalite.config.model_schema import Adapter
 from megalite.config.schema import Rampup
 from megalite.train.step import evaluate, train_step
 from megalite.train.stragglers import GRAPHS
+from megalite_kernels.collectives import all_gather_single
 
 EIGHTS = replace(MODEL, heads=2, kv_heads=2, ffn=32)  # its sizes fit products in 8 bits
 
@@ -100,6 +102,30 @@ def test_graphs_over_ranks_serve_steps_of_more_micro_batches(ranks: Ranks) -> No
     (in_pieces, _), _ = ranks.run(compared_over_ranks, config, 2, 1)[0]
     assert in_pieces[GATHER] > whole[GATHER]
     assert in_pieces[SCATTER] > whole[SCATTER]
+
+
+def test_the_device_of_these_tests_finds_collectives_that_a_gpu_would_not_take() -> None:
+    x, kept = torch.ones(2), torch.zeros(2)
+
+    def read_early() -> None:
+        gathered = torch.empty(2)
+        work = all_gather_single(gathered, x, async_op=True)
+        kept.copy_(gathered)
+        work.wait()
+
+    with one_rank():
+        begun = dist.all_reduce(x, async_op=True)
+        refused = {
+            r"not waited for: \['c10d\.allreduce_": lambda: dist.all_reduce(x, async_op=True),
+            "waits for a collective that is not in the graph": lambda: begun.wait(),
+            r"c10d\.barrier\.default cannot be in a graph": dist.barrier,
+        }
+        for told, work in refused.items():
+            with pytest.raises(AssertionError, match=told):
+                RecordedGraphs().graph_of(work)
+        begun.wait()
+        RecordedGraphs().graph_of(read_early)()
+    assert kept.isnan().all()
 
 
 def test_evaluations_and_loads_go_beside_graphs(graphs: list[RecordedGraphs], tmp_path: Path) -> None:

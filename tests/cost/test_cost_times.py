@@ -54,15 +54,18 @@ def test_no_layer_nor_head_is_faster_than_its_precision(precision: str) -> None:
     assert forward + backward > 3 * least
 
 
-def test_graphs_leave_the_host_nothing_to_launch() -> None:
+@pytest.mark.parametrize("tp", [1, 8])
+def test_graphs_leave_the_host_nothing_to_launch(tp: int) -> None:
     def timed(graphs: bool) -> LayerTime:
-        overrides = ["model.sequence_length=512", f"train.cuda_graph={graphs}"]
-        config = check(load(["llama3.2_1b"], overrides), 1)
+        overrides = ["model.sequence_length=512", f"parallel.tp={tp}", f"train.cuda_graph={graphs}"]
+        config = check(load(["llama3.2_1b"], overrides), tp)
         return LayerModel(share_of(config, layer_kinds(config.model)[0]), MEGALITE, H100).layer()
 
     before, after = timed(False).forward, timed(True).forward
     assert before.host > 1e-5
     assert after.host == pytest.approx(0, abs=1e-12)
+    assert after.tensor == before.tensor
+    assert (after.tensor > 0) == (tp > 1)
     assert after.total == pytest.approx(before.total - before.host)
 
 

@@ -56,7 +56,7 @@ class CudaGraphs:
     def graph_of(self, work: Callable[[], None]) -> Callable[[], None]:
         """The graph of `work`. Waits for the device, once."""
         graph = torch.cuda.CUDAGraph()
-        # Other threads go on meanwhile: they pin batches, and write checkpoints.
+        # Other threads go on meanwhile: they pin batches, write checkpoints, and look whether NCCL's calls have ended.
         with torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"):
             work()
         self.pool = graph.pool()

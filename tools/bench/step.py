@@ -38,6 +38,7 @@ from megalite.config.schema import Config
 from megalite.cost.order_costs import costing_of
 from megalite.data.loader import Micros
 from megalite.distributed.mesh import Mesh
+from megalite.distributed.start.allocator import keep_freed_memory
 from megalite.distributed.start.start import start_alone
 from megalite.plan.memory.fit import fitted
 from megalite.train.build import Job, build
@@ -209,6 +210,8 @@ def _serve(name: str, config: Config, pipe: Connection) -> None:
 
 
 def _ours(job: Job) -> Step:
+    keep_freed_memory()  # as a rank does that trains
+
     def step(batch: Tensor, number: int) -> tuple[float, float]:
         reading = train_step(job, Micros.cut_at(batch, None), number).read()
         return reading.loss, reading.norm

@@ -6,6 +6,9 @@ from megalite.base.errors import Problem
 from megalite.config.parallel_schema import Parallel
 from megalite.config.schema import Config
 
+# Flag that a rule is broken, the rule, and the change that helps beside that of the key itself.
+Rule = tuple[bool, str, str]
+
 
 def graph_rules(config: Config, dp: int | None) -> Iterator[Problem]:
     """Every broken rule of CUDA graphs with so many data-parallel ranks; None: a layout is searched for."""
@@ -13,10 +16,6 @@ def graph_rules(config: Config, dp: int | None) -> Iterator[Problem]:
         for broken, rule, fix in (*_of_layout(config.parallel, dp), *_rules(config)):
             if broken:
                 yield Problem("train.cuda_graph", rule, ", or ".join(filter(None, ["use false", fix])), True)
-
-
-Rule = tuple[bool, str, str]
-"""Whether a rule is broken, the rule, and the change that helps beside that of the key itself."""
 
 
 def _of_layout(parallel: Parallel, dp: int | None) -> Iterator[Rule]:

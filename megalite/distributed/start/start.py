@@ -13,6 +13,7 @@ import torch.distributed as dist
 from megalite.base.errors import InputError, Unhealthy, counted
 from megalite.base.exit_codes import ExitCode
 from megalite.base.output import Lost
+from megalite.distributed.start.allocator import keep_freed_memory
 from megalite.distributed.start.failure_report import log, note_end, note_failure, tell
 from megalite.distributed.start.local import MEETING
 from megalite.distributed.start.meeting import LostPeer, Meeting, meet
@@ -63,6 +64,8 @@ def start(
         torch.cuda.set_device(rank_info.local_rank)
         _leave_errors_to_us()
         os.environ.setdefault(GRAPH_REGISTRATION, "0")
+    else:
+        keep_freed_memory()
     if not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
         store = (meeting or meet(rank_info, timeout)).store

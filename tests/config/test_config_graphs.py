@@ -55,11 +55,12 @@ def test_graphs_are_refused_by_name_where_micro_batches_differ(overrides: str) -
 def test_a_search_for_layouts_refuses_graphs() -> None:
     told = (
         "train.cuda_graph = true: is for a layout with one data-parallel rank, and without pipeline and context "
-        "parallelism, and this is a search for a layout; use false"
+        "parallelism, and this is a search for a layout; use false, or megalite plan --as-is"
     )
     with pytest.raises(InputError) as caught:
         check_without_layout(load(["tiny_gqa"], [GRAPH]))
     assert [str(problem) for problem in caught.value.problems] == [told]
+    check_without_layout(load(["tiny_gqa"], [GRAPH]), searches=False)
 
 
 @pytest.mark.parametrize(

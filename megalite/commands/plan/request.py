@@ -100,7 +100,7 @@ def ask(args: argparse.Namespace, files: list[str] | None = None, searches: bool
         key for key in ("batch.micro", "parallel.data.mode", "parallel.dp_shard") if attrgetter(key)(config) == "auto"
     }
     pins = {key: value for key, value in layout_keys(config).items() if key in pinned - open_keys and value is not None}
-    check_without_layout(config, pins)
+    check_without_layout(config, pins, searches)
     if args.routing is not None and config.model.experts is None:
         raise InputError("--routing: has no meaning without model.experts; leave it out")
     if args.routing == "natural" and config.model.experts is not None and config.model.experts.force_balance:

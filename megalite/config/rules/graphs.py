@@ -22,7 +22,7 @@ def _of_layout(parallel: Parallel, dp: int | None) -> Iterator[Rule]:
     """Yield each rule of layouts: of what ranks send each other, nothing but collectives over tp has been captured."""
     if dp is None:
         rule = "is for a layout with one data-parallel rank, and without pipeline and context parallelism"
-        yield True, f"{rule}, and this is a search for a layout", ""
+        yield True, f"{rule}, and this is a search for a layout", "megalite plan --as-is"
         return
     rule = f"is for one data-parallel rank, and the layout has {dp}: FSDP2 gathers weights into memory that moves"
     yield dp > 1, rule, "one data-parallel rank: parallel.dp_shard=1 and parallel.dp_replicate=1"

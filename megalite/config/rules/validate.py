@@ -61,10 +61,11 @@ def validate(config: Config, world_size: int | None = None) -> list[Problem]:
     ]
 
 
-def check_without_layout(config: Config, pinned: Collection[str] = ()) -> None:
+def check_without_layout(config: Config, pinned: Collection[str] = (), searches: bool = True) -> None:
     """Raises `InputError` with every broken rule that no layout can change, such as those of the model's sizes.
 
-    pinned: keys of the layout whose values every layout has.
+    pinned: keys of the layout whose values every layout has. searches: a layout is looked for, which CUDA graphs
+    refuse; else `check` decides about these.
     """
     of_layouts = tuple(key for key in LAYOUT_KEYS if key not in pinned)
     others = [*train_rules(config), *optim_rules(config)]
@@ -75,7 +76,7 @@ def check_without_layout(config: Config, pinned: Collection[str] = ()) -> None:
         *model_rules(config.model),
         *adapter_rules(config),
         *(problem for problem in others if not problem.key.startswith(of_layouts)),
-        *graph_rules(config, None),
+        *(graph_rules(config, None) if searches else ()),
         *pinned_rules(config, pinned),
         *data_rules(config.data, config.model.vocab_size),
     ]

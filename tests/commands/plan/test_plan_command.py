@@ -169,6 +169,15 @@ def test_layers_are_moved_where_the_default_split_does_not_fit(plan: Run, tmp_pa
     assert seconds(plan(str(path), "--as-is", "--gpus", "4"))[0] == seconds(output)[0]
 
 
+def test_graphs_of_a_layout_are_planned_as_it_is_and_refused_by_a_search(plan: Run, refused: Run) -> None:
+    asked = (TINY, "train.cuda_graph=true", "parallel.tp=2", "--gpus", "2")
+    own, compared = plan(*asked, "--as-is"), plan(*asked, TINY, "--compare")
+    assert seconds(own) < seconds(plan(*asked, "--as-is", "train.cuda_graph=false"))
+    assert "tp 2" in compared
+    assert "this is a search for a layout; use false, or megalite plan --as-is" in refused(*asked)
+    assert "the layout has 2" in refused(TINY, "train.cuda_graph=true", "--gpus", "2", "--as-is")
+
+
 def test_a_layout_tells_its_data_mode_where_ranks_share_states() -> None:
     alone = Choice(1, 1, 1, "ring", 2, 1, "none", "1f1b", None, 1, 1, "zero2", False, "device")
     assert "zero2" not in layout_text(alone)

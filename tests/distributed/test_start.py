@@ -1,5 +1,8 @@
+import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Literal
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -38,6 +41,14 @@ def outcome(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The file for the exit code of the first rank to fail."""
     monkeypatch.setenv(OUTCOME, str(tmp_path / "outcome"))
     return tmp_path / "outcome"
+
+
+@pytest.fixture(autouse=True)
+def keeps(monkeypatch: pytest.MonkeyPatch) -> Mock:
+    """In place of what has a process keep memory to its end, which is not for that of all tests."""
+    keeps = Mock()
+    monkeypatch.setattr("megalite.distributed.start.start.keep_freed_memory", keeps)
+    return keeps
 
 
 def run(program: Program, folder: Path, *body: str) -> int:
@@ -133,3 +144,15 @@ def test_the_address_of_rank_0_must_be_known(missing: str, monkeypatch: pytest.M
     monkeypatch.delenv(missing)
     with pytest.raises(InputError, match=f"^{missing} must name"):
         start(RankInfo(0, 1, 0), "cpu", 1.0)
+
+
+@pytest.mark.parametrize(("device", "calls"), [("cpu", 1), ("cuda", 0)])
+def test_a_rank_keeps_memory_that_it_has_freed_where_it_is_on_a_cpu(
+    device: Literal["cpu", "cuda"], calls: int, keeps: Mock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
+    assert start(RankInfo(0, 1, 0), device, 1.0).type == device
+    assert keeps.call_count == calls

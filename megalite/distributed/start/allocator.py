@@ -15,6 +15,7 @@ def keep_freed_memory() -> bool:
     """Let freed memory stay with this process, for its next allocations. Returns whether it does.
 
     It does not where the environment tunes glibc's allocator, which then stands, or where libraries are not glibc's.
+    Beside another allocator, which was preloaded, it changes nothing.
     """
     tuned = any(name.startswith("MALLOC_") for name in os.environ) or "glibc.malloc" in os.environ.get(
         "GLIBC_TUNABLES", ""

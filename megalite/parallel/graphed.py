@@ -26,6 +26,9 @@ from megalite.distributed.health.clock import SectionClock
 from megalite.parallel.copies import Copies
 from megalite.parallel.pipeline import Pipeline, StepInputs
 
+# Section of a rank's clock. Waits for other ranks cannot be told from a rank's own work in it.
+GRAPHS = "graphs"
+
 
 class Capture(Protocol):
     """Device that captures the work it is given."""
@@ -146,7 +149,7 @@ class GraphedPipeline:
                 self._work()
             self._warm.add(adds)
             return
-        with self.clock.timed("graphs"):
+        with self.clock.timed(GRAPHS):
             self._graphs[adds]()
         if not adds:
             for param, total in zip(self.trained, self._sums, strict=True):

@@ -12,12 +12,10 @@ import torch
 
 from megalite.distributed.health.clock import SectionClock
 from megalite.distributed.mesh import Mesh
+from megalite.parallel.graphed import GRAPHS
 from megalite_kernels.collectives import all_gather_single
 
 SECTIONS = ("forward", "backward", "optimizer", "loader")
-# Section of micro-batches that are CUDA graphs. Waits for other ranks cannot be told from a rank's own work in them, so
-# nobody is slow in it; but it is most of a step.
-GRAPHS = "graphs"
 WINDOW_STEPS = 50  # steps whose median hides spikes; the windows that a verdict needs are over within minutes
 WINDOWS = 3  # windows in a row in which a rank is slow before it is named: with fewer, other work on its node would do
 MIN_RATIO = 1.10  # ratio to the median of its peers from which on a rank is slow: less is usual between healthy GPUs
@@ -99,7 +97,7 @@ class Stragglers:
         self._steps.append({**self._clock.stepped(), "loader": loader})
         if len(self._steps) < WINDOW_STEPS:
             return []
-        sections = (*SECTIONS, GRAPHS)
+        sections = (*SECTIONS, GRAPHS)  # nobody is slow in graphs, but they are most of a step
         mine = [median(step.get(section, 0.0) for step in self._steps) for section in sections]
         self._steps.clear()
         mesh, size = self._mesh, self._mesh.layout.world_size

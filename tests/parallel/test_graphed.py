@@ -28,8 +28,8 @@ from megalite.commands.verify import random_batch
 from megalite.config.layout import Layout
 from megalite.config.model_schema import Adapter
 from megalite.config.schema import Rampup
+from megalite.parallel.graphed import GRAPHS
 from megalite.train.step import evaluate, train_step
-from megalite.train.stragglers import GRAPHS
 from megalite_kernels.collectives import all_gather_single
 
 EIGHTS = replace(MODEL, heads=2, kv_heads=2, ffn=32)  # its sizes fit products in 8 bits

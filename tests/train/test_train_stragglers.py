@@ -20,8 +20,9 @@ from warm_start import run
 from megalite.config.layout import Layout
 from megalite.distributed.health.clock import LAG, SectionClock
 from megalite.distributed.mesh import Mesh
+from megalite.parallel.graphed import GRAPHS
 from megalite.train import stragglers
-from megalite.train.stragglers import GRAPHS, SECTIONS, WINDOW_STEPS, WINDOWS, Rule, Straggler, Stragglers, slow
+from megalite.train.stragglers import SECTIONS, WINDOW_STEPS, WINDOWS, Rule, Straggler, Stragglers, slow
 from megalite_launch.base.events import read_events
 from megalite_launch.base.run_folder import node_name
 

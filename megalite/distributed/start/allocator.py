@@ -1,7 +1,7 @@
 """Memory that a rank on a CPU has freed, which glibc would give back to the system.
 
 The system clears every page that it gives, at the first touch. A step frees its gradients and activations, and the next
-one takes as much again: that was 5 % of a step of 268 million parameters on two cores. glibc(3), mallopt.
+one takes as much again: that was 5 % of a step of 268 million parameters on two cores. See mallopt(3).
 """
 
 import ctypes
@@ -17,9 +17,8 @@ def keep_freed_memory() -> bool:
     It does not where the environment tunes glibc's allocator, which then stands, or where libraries are not glibc's.
     Beside another allocator, which was preloaded, it changes nothing.
     """
-    tuned = any(name.startswith("MALLOC_") for name in os.environ) or "glibc.malloc" in os.environ.get(
-        "GLIBC_TUNABLES", ""
-    )
+    tunables = os.environ.get("GLIBC_TUNABLES", "")
+    tuned = "glibc.malloc" in tunables or any(name.startswith("MALLOC_") for name in os.environ)
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if tuned or mallopt is None:
         return False
